@@ -1,0 +1,35 @@
+# Each target builds .venv from constraints.txt first; `make demo PYTHON=python3.12` picks the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test check format bench clean
+
+demo: .venv/.ready
+	@$(BIN)/python recipes/demo.py
+
+test: .venv/.ready
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 tests
+
+check: .venv/.ready
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyrefly check
+
+format: .venv/.ready
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: .venv/.ready
+	@$(BIN)/nalanda bench ops
+
+clean:
+	rm -rf .venv runs
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Nalanda needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'
+	@echo "Building .venv (a few minutes the first time) …"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

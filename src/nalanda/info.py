@@ -1,0 +1,161 @@
+"""What a recipe comes to, before anything is allocated: parameters, FLOPs, state, memory, tokens."""
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from nalanda import NalandaConfig
+from nalanda.config import load_config
+from nalanda.metrics import flops_per_token
+from nalanda.train import build_model_config
+
+
+def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any]:
+    """The figures of a recipe as `nalanda info` prints them; bytes, FLOPs and tokens are plain numbers.
+
+    Raises InputError for a recipe that cannot be trained.
+    """
+    config = load_config(recipe, overrides)
+    accumulation = config.accumulation(processes)
+    model_config = build_model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+    outside = {
+        id(m.weight): m.weight.numel()
+        for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        if m
+    }
+    train, seq_len = config.train, config.data.seq_len
+    flops, flops_source = flops_per_token(model, seq_len)
+    ours = isinstance(model_config, NalandaConfig)
+    activations = None
+    if ours:
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        activations = activation_bytes(
+            model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing
+        )
+    weights = 16 * parameters  # fp32: the weight, its gradient and AdamW's two moments
+    return {
+        "recipe": recipe,
+        "model": model_config.model_type,
+        "mixer": getattr(model_config, "mixer", None),
+        "feature_map": getattr(model_config, "feature_map", None),
+        "parameters": parameters,
+        "parameters_without_embeddings": parameters - sum(outside.values()),
+        "training_flops_per_token": flops,
+        "flops_source": flops_source,
+        "state_bytes_per_sequence": model_config.state_bytes() if ours else None,
+        "weights_and_optimizer_bytes": weights,
+        "activation_bytes": activations,
+        "memory_bytes_per_device": None if activations is None else weights + activations,
+        "rows_per_step": train.tokens_per_step // seq_len,
+        "accumulation": accumulation,
+        "processes": processes,
+        "steps": train.steps,
+        "tokens": train.steps * train.tokens_per_step,
+        "training_flops": flops * train.steps * train.tokens_per_step,
+    }
+
+
+def activation_bytes(
+    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool
+) -> int:
+    """Bytes that one micro-batch keeps for the backward pass, counted on the meta device, plus the loss's
+    block.
+
+    One block of each kind is run on tensors without memory while autograd's saved tensors are added up;
+    kernels that keep less than the torch path make this an upper bound.
+    """
+    blocks = {}
+    for name in dict.fromkeys(config.layer_mixers):
+        single = NalandaConfig(**{**config.to_dict(), "mixer": name, "num_hidden_layers": 1})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(single, dtype=dtype)
+            x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
+        blocks[name] = saved_bytes(model.model.layers[0], x)
+    stream = rows * seq_len * config.hidden_size * dtype.itemsize
+    if checkpointing:
+        kept = stream * config.num_hidden_layers + max(blocks.values())
+    else:
+        kept = sum(blocks[name] for name in config.layer_mixers)
+    logits = 2 * 4 * 2**26  # the loss's block of logits and its gradient, fp32
+    return kept + 3 * stream + logits
+
+
+def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
+    from nalanda.model.layers import Sequences
+
+    own = {id(p.untyped_storage()) for p in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        held.append(t)  # a storage's identity is only its own while it lives
+        return t
+
+    own = {p.untyped_storage()._cdata for p in block.parameters()}
+    held: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = block(x, Sequences())
+    del out
+    return sum(kept.values())
+
+
+def show(figures: dict[str, Any], console: Console | None = None) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    f = figures
+    per_step = f["rows_per_step"]
+    table.add_row("model", f["model"], " + ".join(str(f[k]) for k in ("mixer", "feature_map") if f[k]))
+    table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
+    table.add_row(
+        "  without embeddings",
+        f"{f['parameters_without_embeddings'] / 1e6:,.1f} M",
+        "neither embedding nor head",
+    )
+    table.add_row(
+        "training FLOPs a token", f"{f['training_flops_per_token'] / 1e9:,.3f} G", f["flops_source"]
+    )
+    if f["state_bytes_per_sequence"] is not None:
+        table.add_row(
+            "state a sequence",
+            size(f["state_bytes_per_sequence"]),
+            "constant in the length of the text; bf16 model",
+        )
+    table.add_row(
+        "weights and optimizer",
+        size(f["weights_and_optimizer_bytes"]),
+        "fp32 weights, gradients, two moments",
+    )
+    if f["activation_bytes"] is not None:
+        table.add_row(
+            "activations",
+            size(f["activation_bytes"]),
+            "of a micro-batch, counted on the torch path: an upper bound",
+        )
+        table.add_row("memory a device", size(f["memory_bytes_per_device"]), "the two together")
+    table.add_row(
+        "steps",
+        f"{f['steps']:,}",
+        f"{per_step} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)",
+    )
+    table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")
+    table.add_row("training FLOPs", f"{f['training_flops']:.3g}", "")
+    (console or Console()).print(table)
+
+
+def size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,21 @@
+"""The model: flat files, sibling-relative imports only: `save_pretrained` copies them with the weights."""
+
+from .cache import NalandaCache
+from .configuration import NalandaConfig
+from .feature_maps import FEATURE_MAPS, build_feature_map
+from .mixers import MIXERS
+from .modeling import Decoder, NalandaForCausalLM
+
+# For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.
+NalandaConfig.register_for_auto_class()
+NalandaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+__all__ = [
+    "FEATURE_MAPS",
+    "MIXERS",
+    "Decoder",
+    "NalandaCache",
+    "NalandaConfig",
+    "NalandaForCausalLM",
+    "build_feature_map",
+]

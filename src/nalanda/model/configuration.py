@@ -1,0 +1,162 @@
+"""NalandaConfig: every architecture of the house, in the names that transformers' users know."""
+
+import difflib
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+
+from .mixers import Mixer, build_mixer
+
+# What transformers itself hands to a config beside its fields.
+_FOREIGN_KEYS = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "torch_dtype",
+    }
+)
+
+
+class NalandaConfig(PreTrainedConfig):
+    """Configuration of a `NalandaForCausalLM`; a key that it does not know is refused.
+
+    vocab_size, hidden_size, num_hidden_layers: sizes of the decoder.
+    num_heads (or num_attention_heads): heads of the mixer; head_dim defaults to hidden_size // num_heads.
+    expand_k, expand_v: a head's key and value sizes, K = head_dim·expand_k, V = head_dim·expand_v.
+    intermediate_size: of the GLU; default ⌈8/3·hidden_size⌉ rounded up to a multiple of 256.
+    mixer: a name from `MIXERS`, or one name per layer; mixer_options: the mixer's own options.
+    feature_map: a name from `FEATURE_MAPS`; feature_map_options: the map's own options.
+    conv_size: taps of the short convolutions, 0 for none.
+    use_gate: output gate of the mixer; None leaves it to the mixer (off in deltanet, on in gated_deltanet).
+    max_position_embeddings: the training length; nothing in the model depends on it.
+
+    Raises ValueError, in one line that says what to change, for values that no model can be built from.
+    """
+
+    model_type = "nalanda"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_heads: int = 8
+    head_dim: int = None  # pyrefly: ignore[bad-assignment]  (None is resolved when the config is made)
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    intermediate_size: int = None  # pyrefly: ignore[bad-assignment]
+    mixer: str | list[str] = "gated_deltanet"
+    mixer_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
+    feature_map: str = "silu"
+    feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
+    conv_size: int = 4
+    use_gate: bool | None = None
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 2048
+    use_cache: bool = True
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        self._refuse_unknown(kwargs)
+        super().__post_init__(**kwargs)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: "
+                    "change one of them or set head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * -(-self.hidden_size * 8 // (3 * 256))
+        self.mixer_options = dict(self.mixer_options or {})
+        self.feature_map_options = dict(self.feature_map_options or {})
+        for name in ("expand_k", "expand_v"):
+            size = self.head_dim * getattr(self, name)
+            if size < 1 or size != int(size):
+                raise ValueError(
+                    f"head_dim·{name} = {self.head_dim}·{getattr(self, name)} must be a positive integer"
+                )
+        if not isinstance(self.conv_size, int) or self.conv_size < 0 or self.conv_size == 1:
+            raise ValueError(f"conv_size={self.conv_size!r} must be 0 (no convolution) or at least 2")
+        if isinstance(self.mixer, (list, tuple)):
+            self.mixer = list(self.mixer)
+            if len(self.mixer) != self.num_hidden_layers:
+                raise ValueError(
+                    f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
+                    "give one name, or one for each layer"
+                )
+        self.distinct_mixers()  # building them refuses what cannot work
+
+    @property
+    def key_dim(self) -> int:
+        """K, a head's query and key features before the feature map."""
+        return int(self.head_dim * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        """V, a head's value features."""
+        return int(self.head_dim * self.expand_v)
+
+    @property
+    def layer_mixers(self) -> list[str]:
+        """The mixer's name, layer by layer."""
+        return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else self.mixer
+
+    def _refuse_unknown(self, keys: dict[str, Any]) -> None:
+        known = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        for key in keys:
+            if key.startswith("_") or key in _FOREIGN_KEYS or key in self.attribute_map:
+                continue
+            near = difflib.get_close_matches(key, known, 1)
+            raise ValueError(f"unknown model key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+    def distinct_mixers(self) -> dict[str, Mixer]:
+        """One module for each mixer that the layers name, on the meta device: no memory."""
+        with torch.device("meta"):
+            return {
+                name: build_mixer(name, self, 0, **self.mixer_options)
+                for name in dict.fromkeys(self.layer_mixers)
+            }
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs a token at length `seq_len`; training costs three times as many.
+
+        A multiply-add is two. Counted: every matrix product, the head's included, the convolutions and the
+        mixers' own terms in the chunkwise form; not counted: the embedding's look-up, norms and other
+        elementwise work.
+        """
+        mixers = {
+            name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
+            + mixer.flops(seq_len)
+            for name, mixer in self.distinct_mixers().items()
+        }
+        glu = 2 * 3 * self.hidden_size * self.intermediate_size
+        head = 2 * self.hidden_size * self.vocab_size
+        return float(sum(mixers[name] + glu for name in self.layer_mixers) + head)
+
+    def state_bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that generation carries for one sequence, with a model of `dtype`."""
+        sizes = {
+            name: sum(
+                torch.Size(shape).numel() * (own or dtype).itemsize
+                for shape, own in mixer.state_spec().values()
+            )
+            for name, mixer in self.distinct_mixers().items()
+        }
+        return sum(sizes[name] for name in self.layer_mixers)

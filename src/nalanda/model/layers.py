@@ -1,0 +1,200 @@
+"""What the mixers and the decoder are made of: norms, the GLU, the short convolution, the chunked loss."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class Sequences:
+    """What a batch's mixers must know of it, made once by the decoder; no mixer sees a mask.
+
+    `cu_seqlens` None: the batch is `[B, T]` dense. Otherwise it is `[1, ΣT]` and `cu_seqlens` (int64 `[N+1]`,
+    on the host, so that reading it costs no device synchronisation) bounds its N sequences; a sequence may be
+    empty.
+    """
+
+    cu_seqlens: Tensor | None = None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 `[N]`, on the host."""
+        assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
+        return self.cu_seqlens.diff()
+
+    def spread(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the tokens and the gaps lie if `gap` rows are put before each sequence.
+
+        Returns int64 `[ΣT]` and `[N, gap]` rows of the layout of ΣT + N·gap rows; made once per gap and
+        device.
+        """
+        key = (gap, device)
+        if key not in self._spreads:
+            n, starts = torch.arange(len(self.lengths)), self.lengths.cumsum(0) - self.lengths
+            tokens = torch.arange(int(self.lengths.sum())) + gap * (1 + n.repeat_interleave(self.lengths))
+            gaps = (starts + gap * n)[:, None] + torch.arange(gap)
+            self._spreads[key] = (tokens.to(device), gaps.to(device))
+        return self._spreads[key]
+
+    @cached_property
+    def _spreads(self) -> dict:
+        return {}
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) ⊙ weight, in fp32, returned in the dtype of x."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class GLU(nn.Module):
+    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _CausalDepthwise(torch.autograd.Function):
+    """y_t = Σ_i w_i ⊙ x_{t+i} over a layout `[B, W−1+T, D]` whose first W−1 rows are the past; backward by
+    hand, because autograd would zero-fill a whole buffer for each of the W shifted views."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # x [B, W-1+T, D], weight [W, D]
+        ctx.save_for_backward(x, weight)
+        width, steps = len(weight), x.shape[1] - len(weight) + 1
+        y = x[:, :steps] * weight[0]
+        for i in range(1, width):
+            y.addcmul_(x[:, i : i + steps], weight[i])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        steps = dy.shape[1]
+        dx = torch.zeros_like(x)
+        dweight = torch.empty_like(weight)
+        for i in range(len(weight)):
+            dx[:, i : i + steps].addcmul_(dy, weight[i])
+            dweight[i] = torch.einsum("btd,btd->d", dy, x[:, i : i + steps])
+        return dx, dweight
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution over time that never crosses from one sequence into the next.
+
+    `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token
+    (None: zeros).
+    Returns the output and, where `carry` asks for it, the new state, oldest input first.
+    """
+
+    def __init__(self, size: int, width: int):
+        super().__init__()
+        if width < 2:
+            raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
+        self.weight = nn.Parameter(
+            torch.empty(size, 1, width)
+        )  # nn.Conv1d's layout, as other libraries save it
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[-1]
+
+    def forward(
+        self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
+        if seq.cu_seqlens is None:
+            past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
+            laid = torch.cat([past, x], 1)
+            # The clone lets go of the text: a view would keep all of it alive for W−1 rows.
+            return _CausalDepthwise.apply(laid, weight), laid[:, x.shape[1] :].clone() if carry else None
+        # Packed: every sequence gets its own W−1 rows of past, then all of them are one dense row.
+        tokens, gaps = seq.spread(gap, x.device)
+        laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy(0, tokens, x[0])
+        if state is not None:
+            laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
+        y = _CausalDepthwise.apply(laid[None], weight).index_select(1, tokens - gap)
+        # A sequence's last W−1 rows lie `length` behind its gap's rows, whatever its length.
+        return y, laid[gaps + seq.lengths.to(x.device)[:, None]] if carry else None
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.width}"
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Σ cross-entropy of softmax(h Wᵀ), a block of rows at a time: all logits never exist at once.
+
+    The gradients are formed with the block's logits in hand and only scaled in the backward, so that the
+    head's product is computed once, as it is without blocks.
+    """
+
+    @staticmethod
+    def forward(ctx, h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        need_h, need_w = ctx.needs_input_grad[:2]
+        dh = torch.empty_like(h) if need_h else None
+        dw = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            if need_w
+            else None
+        )
+        for start in range(0, len(h), block):
+            rows, index = h[start : start + block], labels[start : start + block, None]
+            # Rows that do not count are zeroed, not left out: gathering the others costs a device sync.
+            ignored = index == ignore_index
+            index = index.masked_fill(ignored, 0)
+            logits = rows @ weight.T
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            lse = logits.logsumexp(-1, keepdim=True)
+            total += (lse - logits.gather(-1, index)).masked_fill_(ignored, 0).sum(dtype=torch.float64)
+            if not (need_h or need_w):
+                continue
+            dlogits = logits.sub_(lse).exp_()
+            dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
+            dlogits = dlogits.masked_fill_(ignored, 0).to(rows.dtype)
+            if dh is not None:
+                torch.mm(dlogits, weight, out=dh[start : start + block])
+            if dw is not None:
+                dw += dlogits.T @ rows
+        ctx.save_for_backward(dh, dw)
+        ctx.weight_dtype = weight.dtype
+        return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)
+
+    @staticmethod
+    def backward(ctx, dtotal: Tensor):
+        dh, dw = ctx.saved_tensors
+        dh = None if dh is None else dh * dtotal.to(dh.dtype)
+        dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
+        return dh, dw, None, None, None
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Sum over rows of −log softmax(h Wᵀ)[label], rows labelled `ignore_index` left out.
+
+    h `[M, D]`, weight `[V, D]`, labels int64 `[M]`; a scalar in fp32 (fp64 for fp64
+    inputs), 0 when no row counts.
+    """
+    if torch.is_autocast_enabled(h.device.type):
+        dtype = torch.get_autocast_dtype(h.device.type)
+        h, weight = h.to(dtype), weight.to(dtype)
+    block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
+    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block)

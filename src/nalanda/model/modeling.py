@@ -1,0 +1,277 @@
+"""The decoder: pre-norm blocks of a token mixer and a GLU, any mixer of `MIXERS`,
+behind transformers' interface."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .cache import NalandaCache
+from .configuration import NalandaConfig
+from .layers import GLU, RMSNorm, Sequences, ShortConv, linear_cross_entropy
+from .mixers import Decay, State, build_mixer
+
+
+class Block(GradientCheckpointingLayer):
+    """x + mixer(norm x), then x + GLU(norm x)."""
+
+    def __init__(self, config: NalandaConfig, layer_idx: int):
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = build_mixer(config.layer_mixers[layer_idx], config, layer_idx, **config.mixer_options)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
+        y, state = self.mixer(self.mixer_norm(x), seq, state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class NalandaPreTrainedModel(PreTrainedModel):
+    config_class = NalandaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["Block"]
+    _keep_in_fp32_modules_strict: ClassVar = ["decay.A_log", "decay.dt_bias"]
+    _supports_sdpa = True  # nothing here calls attention, and transformers must not warn that it cannot
+    _is_stateful = True  # assisted decoding would need to take tokens back out of the state
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers calls this for each module that no checkpoint filled; `init` skips what one did."""
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, ShortConv):
+            # Depthwise taps see `width` inputs, not `hidden_size`: at std 0.02 the values would vanish under
+            # the epsilon of the norm that follows the recurrence.
+            init.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+        elif isinstance(module, Decay):
+            A_log, dt_bias = module.initial()
+            init.copy_(module.A_log, A_log)
+            init.copy_(module.dt_bias, dt_bias)
+
+
+class Decoder(NalandaPreTrainedModel):
+    """Embedding, blocks, final norm: token ids `[B, T]` to hidden states `[B, T, D]`."""
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NalandaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **unused,
+    ) -> BaseModelOutputWithPast:
+        """As `NalandaForCausalLM.forward`, without the head."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T, _ = x.shape
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values
+        if cache is not None:
+            if not isinstance(cache, NalandaCache):
+                raise ValueError(f"past_key_values must be a NalandaCache, got {type(cache).__name__}")
+            cache.check_batch(B)
+
+        # Left-padded, right-padded and packed batches all become one row [1, ΣT] here; below, nothing knows a
+        # mask.
+        kept, cu_seqlens = find_sequences(attention_mask, position_ids, cu_seqlens, B, T, x.device)
+        packed = kept is None and cu_seqlens is not None
+        if packed and cache is not None:
+            raise ValueError(
+                "packed documents carry no state: call with use_cache=False and without past_key_values"
+            )
+        if cache is None and use_cache and not packed:
+            cache = NalandaCache(len(self.layers))
+        if cu_seqlens is not None:
+            x = x.flatten(0, 1)
+            x = (x if kept is None else x.index_select(0, kept))[None]
+        seq = Sequences(cu_seqlens)
+
+        def padded(x: Tensor) -> Tensor:
+            if kept is not None:
+                x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, kept, x[0])
+            return x.view(B, T, -1)
+
+        hidden = []
+        for i, layer in enumerate(self.layers):
+            if output_hidden_states:
+                hidden.append(padded(x))
+            x, state = layer(x, seq, None if cache is None else cache.states[i])
+            if cache is not None:
+                cache.states[i] = state
+        if cache is not None:
+            cache.seen_tokens += T
+        x = padded(self.norm(x))
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+
+def find_sequences(
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    B: int,
+    T: int,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the three ways of describing a batch say: (rows to keep of the B·T, cu_seqlens on the host).
+
+    (None, None) is a dense batch. Masks may cover the past as well (its last T columns count) and are looked
+    at once a batch; a single new token is never padding, so decoding does not look at all.
+    """
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+            raise ValueError(
+                f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
+                f"got {list(attention_mask.shape)}"
+            )
+        if T > 1:
+            mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
+            if not bool(mask.all()):
+                if cu_seqlens is not None:
+                    raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
+                lengths = mask.sum(1).cpu()
+                return mask.flatten().nonzero().squeeze(1).to(device), offsets(lengths)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to("cpu", torch.int64)
+        if (
+            cu_seqlens.dim() != 1
+            or cu_seqlens[0] != 0
+            or cu_seqlens[-1] != B * T
+            or bool((cu_seqlens.diff() < 0).any())
+        ):
+            raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
+        return None, cu_seqlens
+    if position_ids is not None and T > 1 and position_ids.dim() == 2:
+        restart = position_ids.diff(dim=1) != 1  # transformers' way to say where packed documents begin
+        if bool(restart.any()):
+            first = torch.ones(B, T, dtype=torch.bool)
+            first[:, 1:] = restart.cpu()
+            return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
+    return None, None
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__(config)
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs) -> None:
+        # pyrefly: ignore[bad-argument-type]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = NalandaCache(self.config.num_hidden_layers)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NalandaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **unused,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits and, with labels, their loss.
+
+        input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
+        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side.
+        cu_seqlens: int `[N+1]` over the B·T tokens, bounds of documents that must not see each other; best on
+            the host. position_ids that restart say the same.
+        labels: `[B, T]`, aligned with input_ids (the shift is made here); −100 does not count.
+        num_items_in_batch: what the summed loss is divided by; the number of counting labels when absent.
+        logits_to_keep: the last n positions, or the positions given, 0 for all.
+
+        In training mode with labels `logits` is None: the loss is formed block by block and the whole never
+        exists.
+        Raises ValueError for a mask, a packing or a cache that does not fit the batch.
+        """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+        )
+        h = out.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            targets = labels.to(h.device)[:, 1:].flatten()
+            total = linear_cross_entropy(h[:, :-1].flatten(0, 1), self.lm_head.weight, targets)
+            count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
+        if labels is None or not self.training:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(h[:, keep])
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )

@@ -1,0 +1,169 @@
+"""The `nalanda` command.
+
+It stands outside the package because importing that costs seconds: each command imports what it needs, and
+`--help` nothing.
+"""
+
+import os
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Pretrain linear-attention language models, score them, stream text from them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(help="Measure speed, each figure beside a peer's of the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench", rich_help_panel=None)
+
+Recipe = Annotated[str, typer.Argument(help="a recipe's file, or the name of one that ships with Nalanda")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default the GPU where there is one")
+]
+Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16")]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run code that comes with the checkpoint")
+]
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Pretrain from a recipe in this process; `accelerate launch recipes/pretrain.py` takes many."""
+    from nalanda.config import load_config
+    from nalanda.train import train
+
+    train(load_config(recipe, overrides or []))
+
+
+@app.command()
+def eval(
+    models: Annotated[
+        list[str], typer.Argument(help="checkpoint directories or hub ids; they make one table")
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="table4 (the literature's suite), python_docs (the demo's), or, comma-separated, tasks "
+            "of lm-evaluation-harness, task files and directories of them"
+        ),
+    ] = "table4",
+    data: Annotated[
+        str | None, typer.Option(help="directory with the tasks' data, for use without the hub")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(help="documents a task, or a share of them below 1")] = None,
+    batch_size: Annotated[int, typer.Option(help="requests scored together; changes no result")] = 8,
+    max_length: Annotated[
+        int | None, typer.Option(help="tokens seen at once; by default the training length")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="directory for results.json and results.md")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Score models zero-shot with lm-evaluation-harness, beside the literature's rows."""
+    from nalanda_eval.harness import evaluate
+    from nalanda_eval.report import show
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    show(
+        evaluate(
+            models,
+            names,
+            data=data,
+            limit=limit,
+            batch_size=batch_size,
+            max_length=max_length,
+            output=output,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
+    prompt: Annotated[str, typer.Argument(help="the text to continue; - reads it from standard input")],
+    max_new_tokens: Annotated[
+        int, typer.Option(help="stop after so many, or at the end-of-text token")
+    ] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Stream a continuation, token by token, from a state of constant size."""
+    from nalanda.generate import generate
+
+    generate(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+@app.command()
+def info(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """What a recipe comes to: parameters, FLOPs, state, memory, tokens. Allocates nothing."""
+    import json
+
+    from nalanda.info import info, show
+
+    figures = info(recipe, overrides or [], processes)
+    print(json.dumps(figures, indent=1)) if as_json else show(figures)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Keeps `ops` a command of its own."""
+
+
+@bench.command()
+def ops(
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """The delta rule beside transformers' torch path, forward and backward, after a check that both agree."""
+    from nalanda.bench import bench_ops
+
+    bench_ops(threads=threads, json=json)
+
+
+def main() -> None:
+    # Warnings of the libraries below are for their callers, not for who typed the command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        app()
+    except ValueError as error:
+        # The module that knows InputError costs an import of the package; by now whoever raised it has paid.
+        if type(error).__name__ != "InputError":
+            raise
+        typer.echo(f"nalanda: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,509 @@
+"""What every token mixer, under every feature map, must hold, and what transformers expects of a model."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments
+
+from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
+from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.model.layers import Sequences, linear_cross_entropy
+from nalanda.model.mixers import Decay
+
+VOCAB = 61
+MATRIX = list(itertools.product(MIXERS, FEATURE_MAPS))
+
+
+def build(mixer="gated_deltanet", feature_map="nala", dtype=torch.float64, **options) -> NalandaForCausalLM:
+    """A tiny model whose mixer matters: at a fresh initialisation most of these tests would pass without one."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 32,
+    }
+    config = NalandaConfig(
+        mixer=mixer, feature_map=feature_map, initializer_range=0.3, **{**sizes, **options}
+    )
+    return NalandaForCausalLM(config).to(dtype).eval()
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, tokens, **kwargs) -> torch.Tensor:
+    return model(tokens, **{"use_cache": False, **kwargs}).logits
+
+
+def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+@pytest.fixture(params=MATRIX, ids="-".join)
+def model(request) -> NalandaForCausalLM:
+    return build(*request.param)
+
+
+def test_mixer_moves_the_logits(model):
+    """The premise of the tests below: without its mixers the model says something else."""
+    tokens = ids(2, 40)
+    whole = logits(model, tokens)
+    for layer in model.model.layers:
+        layer.mixer.o_proj.weight.data.zero_()
+    assert (whole - logits(model, tokens)).norm() > 0.1 * whole.norm()
+
+
+def test_causal(model):
+    tokens, t = ids(2, 70), 66
+    changed = tokens.clone()
+    changed[:, t] = (changed[:, t] + 1) % VOCAB
+    a, b = logits(model, tokens), logits(model, changed)
+    close(a[:, :t], b[:, :t])
+    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6)
+
+
+def test_cached_is_uncached(model):
+    """Token by token, and in pieces that split chunk and convolution anywhere."""
+    tokens = ids(2, 70)
+    whole = logits(model, tokens)
+    for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
+        cache, out = NalandaCache(2), []
+        for piece in tokens.split(pieces, 1):
+            out.append(logits(model, piece, past_key_values=cache))
+        close(torch.cat(out, 1), whole)
+        assert cache.get_seq_length() == 70
+
+
+def test_packed_is_separate(model):
+    lengths = [1, 2, 5, 64, 3, 65]
+    docs = [ids(1, n, seed=n) for n in lengths]
+    separate = torch.cat([logits(model, d) for d in docs], 1)
+    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    close(logits(model, torch.cat(docs, 1), cu_seqlens=cu), separate)
+    restarting = torch.cat([torch.arange(n) for n in lengths])[None]
+    close(logits(model, torch.cat(docs, 1), position_ids=restarting), separate)
+    # Two rows of one batch, bounds over the flattened tokens.
+    close(
+        logits(model, torch.cat(docs, 1).view(2, 70), cu_seqlens=cu.to(torch.int32)).view(1, 140, VOCAB),
+        separate,
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_is_alone(model, side):
+    """Also where the prompt comes in two pieces and one row has nothing but padding in the first."""
+    lengths, T = [3, 9, 12], 12
+    rows = [ids(1, n, seed=n) for n in lengths]
+    tokens, mask = torch.zeros(3, T, dtype=torch.long), torch.zeros(3, T, dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(T - row.shape[1], T) if side == "left" else slice(0, row.shape[1])
+        tokens[i, where], mask[i, where] = row[0], 1
+    whole, cache = logits(model, tokens, attention_mask=mask), NalandaCache(2)
+    first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+    second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+    for i, row in enumerate(rows):
+        alone, real = logits(model, row)[0], mask[i].bool()
+        close(whole[i][real], alone)
+        close(torch.cat([first, second], 1)[i][real], alone)
+
+
+def test_every_parameter_learns(model):
+    model.train()
+    out = model(ids(2, 20), labels=ids(2, 20))
+    out.loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        assert p.grad.abs().max() > 0, name
+
+
+def test_saved_is_loaded(model, tmp_path):
+    model.float().save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is NalandaForCausalLM
+    assert torch.equal(logits(model, ids(2, 9)), logits(again, ids(2, 9)))
+    assert not list(tmp_path.glob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expand_k": 0.5, "expand_v": 2.0},
+        {"mixer_options": {"num_v_heads": 4}},
+        {"mixer_options": {"allow_neg_eigval": True}},
+        {"conv_size": 0},
+        {"conv_size": 2, "use_gate": True},
+        {"mixer": ["deltanet", "gated_deltanet"], "use_gate": False},
+        {"tie_word_embeddings": True},
+        {"feature_map_options": {"angle": "raw", "power": 3, "power_norm": "raw", "direction_scale": "unit"}},
+    ],
+    ids=str,
+)
+def test_options(options):
+    model, tokens = build(**options), ids(2, 20)
+    whole, cache = logits(model, tokens), NalandaCache(2)
+    close(torch.cat([logits(model, t, past_key_values=cache) for t in tokens.split([7, 1, 12], 1)], 1), whole)
+    assert not torch.allclose(whole, logits(build(), tokens))
+    spec = [{n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()} for state in cache.states]
+    for layer, state in zip(model.model.layers, spec, strict=True):
+        promised = layer.mixer.state_spec()
+        assert {n: shape for n, (shape, _) in promised.items()} == {
+            n: shape for n, (shape, _) in state.items()
+        }
+
+
+def test_negative_eigenvalues_double_beta(monkeypatch):
+    seen = []
+    import nalanda.model.mixers as mixers
+
+    def spy(q, k, v, beta, *args, **kwargs):
+        seen.append(beta)
+        return rule(q, k, v, beta, *args, **kwargs)
+
+    rule = mixers.delta_rule
+    monkeypatch.setattr(mixers, "delta_rule", spy)
+    plain, doubled = build(), build(mixer_options={"allow_neg_eigval": True})
+    logits(plain, ids(1, 8)), logits(doubled, ids(1, 8))
+    close(seen[2], 2 * seen[0])
+    assert seen[2].max() > 1
+
+
+# Generation
+
+
+@pytest.fixture
+def small() -> NalandaForCausalLM:
+    return build(dtype=torch.float32)
+
+
+def test_generate_cached_equals_uncached(small):
+    kwargs = {"max_new_tokens": 8, "attention_mask": torch.ones(2, 9, dtype=torch.long), "pad_token_id": 0}
+    for strategy in ({"do_sample": False}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        a = small.generate(ids(2, 9), **kwargs, **strategy)
+        assert torch.equal(a, small.generate(ids(2, 9), use_cache=False, **kwargs, **strategy))
+        assert torch.equal(a, small.generate(ids(2, 9), prefill_chunk_size=4, **kwargs, **strategy))
+    torch.manual_seed(3)
+    a = small.generate(ids(2, 9), do_sample=True, **kwargs)
+    torch.manual_seed(3)
+    assert torch.equal(a, small.generate(ids(2, 9), do_sample=True, use_cache=False, **kwargs))
+
+
+def test_generate_left_padded_rows_as_alone(small):
+    prompts = [ids(1, n, seed=n) for n in (2, 5, 9)]
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = torch.cat([F.pad(p, (9 - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([F.pad(torch.ones_like(p), (9 - p.shape[1], 0)) for p in prompts])
+    together = small.generate(tokens, attention_mask=mask, **kwargs)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(row[9:], small.generate(prompt, **kwargs)[0, prompt.shape[1] :])
+
+
+def test_generate_goes_on_from_a_cache(small):
+    kwargs = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    whole = small.generate(ids(1, 9), max_new_tokens=8, **kwargs)
+    half = small.generate(ids(1, 9), max_new_tokens=4, return_dict_in_generate=True, **kwargs)
+    rest = small.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=4, **kwargs)
+    assert torch.equal(rest, whole)
+
+
+def test_state_does_not_grow(small):
+    sizes = set()
+    cache = NalandaCache(2)
+    for piece in ids(1, 200).split([64, *[1] * 136], 1):
+        logits(small, piece, past_key_values=cache)
+        sizes.add(cache.nbytes)
+        for state in cache.states:  # a view would keep the text that it was cut from
+            sizes.add(sum(t.untyped_storage().nbytes() for t in state.values()) * 2)
+    assert sizes == {small.config.state_bytes(torch.float32)}
+
+
+def test_streamer(small):
+    class Words:
+        def decode(self, tokens, **_):
+            return "".join(f" {int(t)}" for t in tokens)
+
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True)
+    out = small.generate(ids(1, 5), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=None)
+    assert "".join(streamer).split() == [str(int(t)) for t in out[0, 5:]]
+
+
+def test_other_caches_are_refused(small):
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="NalandaCache"):
+        small(ids(1, 3), past_key_values=DynamicCache())
+    cache = NalandaCache(2)
+    small(ids(2, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="2 sequences"):
+        small(ids(3, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="packed"):
+        small(ids(1, 4), past_key_values=NalandaCache(2), cu_seqlens=torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("bad", [[0, 3], [1, 4], [0, 5], [0, 3, 2, 4]])
+def test_bad_packing_is_refused(small, bad):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        small(ids(1, 4), cu_seqlens=torch.tensor(bad))
+
+
+# Loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_blockwise_loss_is_cross_entropy(dtype):
+    h, w = torch.randn(150, 8, dtype=dtype), torch.randn(VOCAB, 8, dtype=dtype)
+    labels = torch.randint(0, VOCAB, (150,))
+    labels[::7] = -100
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.2}[dtype]
+    from nalanda.model.layers import _LinearCrossEntropy
+
+    grads = []
+    for one_go in (False, True):
+        a, b = h.clone().requires_grad_(), w.clone().requires_grad_()
+        if one_go:
+            loss = F.cross_entropy((a @ b.T).double(), labels, reduction="sum")
+        else:
+            loss = _LinearCrossEntropy.apply(a, b, labels, -100, 64)
+        (loss / 3).backward()
+        grads.append((loss.detach().double(), a.grad, b.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=tolerance
+        )
+    assert linear_cross_entropy(h, w, torch.full((150,), -100)) == 0
+
+
+def test_loss_follows_transformers(small):
+    tokens, labels = ids(2, 11), ids(2, 11)
+    labels[0, :6] = -100
+    expected = F.cross_entropy(
+        logits(small, tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )
+    count = (labels[:, 1:] != -100).sum()
+    out = small(tokens, labels=labels)
+    close(out.loss, expected.sum() / count, 1e-5)
+    assert out.logits.shape == (2, 11, VOCAB)
+    small.train()
+    out = small(tokens, labels=labels, num_items_in_batch=40)
+    close(out.loss, expected.sum() / 40, 1e-5)
+    assert out.logits is None
+    assert small(tokens).logits.shape == (2, 11, VOCAB)
+
+
+def test_transformers_trainer_trains(small, tmp_path):
+    rows = [{"input_ids": ids(12, seed=i), "labels": ids(12, seed=i)} for i in range(4)]
+    before = small.lm_head.weight.clone()
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True
+    )
+    result = Trainer(model=small, args=arguments, train_dataset=rows).train()
+    assert result.training_loss > 0
+    assert not torch.equal(before, small.lm_head.weight)
+
+
+def test_gradient_checkpointing_changes_nothing(small):
+    small.train()
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            small.gradient_checkpointing_enable()
+        small.zero_grad()
+        small(ids(2, 9), labels=ids(2, 9), cu_seqlens=torch.tensor([0, 4, 18])).loss.backward()
+        grads.append([p.grad.clone() for p in small.parameters()])
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-6)
+
+
+def test_hidden_states(small):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    out = small(ids(2, 9), attention_mask=mask, output_hidden_states=True)
+    assert [tuple(h.shape) for h in out.hidden_states] == [(2, 9, 24)] * 3
+    close(small.lm_head(out.hidden_states[-1]), out.logits, 1e-6)
+
+
+# Loading, precision, initialisation
+
+
+def test_loads_where_nalanda_is_not(small, tmp_path):
+    """The checkpoint carries its code: a process that cannot import any of ours gives the same logits."""
+    small.save_pretrained(tmp_path / "model")
+    torch.save(logits(small, ids(2, 9)), tmp_path / "expected.pt")
+    program = f"""
+import sys
+for name in ("nalanda", "nalanda_kernels", "nalanda_eval"):
+    sys.modules[name] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
+assert "transformers_modules" in type(model).__module__
+tokens = torch.randint(0, {VOCAB}, (2, 9), generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    assert torch.equal(model(tokens).logits, torch.load({str(tmp_path / "expected.pt")!r}))
+    model.generate(tokens, max_new_tokens=3, attention_mask=torch.ones_like(tokens), pad_token_id=0)
+model.save_pretrained({str(tmp_path / "again")!r})
+"""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {p.name for p in (tmp_path / "again").glob("*.py")} >= {"modeling.py", "ops.py", "mixers.py"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_decay_stays_fp32(small, tmp_path, dtype):
+    wanted = [layer.mixer.decay.A_log.clone() for layer in small.model.layers]
+    small.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    cast = build(dtype=torch.float32).to(getattr(torch, dtype))
+    made = AutoModelForCausalLM.from_config(small.config, dtype=dtype)
+    for m in (loaded, cast, made):
+        assert m.lm_head.weight.dtype == getattr(torch, dtype)
+        for layer, A_log in zip(m.model.layers, wanted, strict=True):
+            assert layer.mixer.decay.A_log.dtype == layer.mixer.decay.dt_bias.dtype == torch.float32
+            assert m is made or torch.equal(layer.mixer.decay.A_log, A_log)
+        out = m(ids(2, 9), labels=ids(2, 9))
+        assert out.loss.isfinite()
+
+
+def test_half_precision_agrees(small):
+    full = logits(small, ids(2, 40))
+    half = logits(build(dtype=torch.bfloat16), ids(2, 40))
+    assert (half.float() - full).norm() < 0.05 * full.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (logits(small, ids(2, 40)).float() - full).norm() < 0.05 * full.norm()
+
+
+def check_decay(decay: Decay) -> None:
+    A, dt = decay.A_log.detach().exp(), F.softplus(decay.dt_bias.detach())
+    assert 0 < A.min() < 2
+    assert 14 < A.max() <= 16
+    assert 0.999e-3 < dt.min() < 2e-3
+    assert 0.05 < dt.max() < 0.1001
+    # log-uniform: about half of it below the geometric mean
+    assert 0.35 < (dt < 0.01).float().mean() < 0.65
+
+
+def test_decay_starts_as_defined(tmp_path):
+    config = NalandaConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_heads=256, head_dim=1, intermediate_size=8
+    )
+    made = AutoModelForCausalLM.from_config(config)
+    check_decay(made.model.layers[0].mixer.decay)
+    with torch.device("meta"):
+        empty = NalandaForCausalLM(config)
+    empty.to_empty(device="cpu").init_weights()
+    check_decay(empty.model.layers[0].mixer.decay)
+    assert empty.model.layers[0].mixer.o_norm.weight.eq(1).all()
+    made.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.model.layers[0].mixer.decay.A_log, made.model.layers[0].mixer.decay.A_log)
+
+
+def test_device_map(small, tmp_path):
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
+    assert torch.equal(logits(again, ids(2, 9)), logits(small, ids(2, 9)))
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    model = build(dtype=torch.float32, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(again, ids(2, 9)), logits(model, ids(2, 9)))
+
+
+# Config
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hiden_size": 8}, "did you mean 'hidden_size'"),
+        ({"mixer": "delta_net"}, "choose one of deltanet"),
+        ({"feature_map": "nahla"}, "choose one of identity"),
+        ({"mixer_options": {"num_v_head": 4}}, "num_v_head"),
+        ({"mixer_options": {"num_v_heads": 3}}, "multiple of num_heads=2"),
+        ({"feature_map": "nala", "feature_map_options": {"angel": "rms"}}, "angel"),
+        ({"feature_map": "nala", "feature_map_options": {"angle": "cosine"}}, "direction, rms, raw"),
+        ({"feature_map": "nala", "feature_map_options": {"power": 0}}, "positive"),
+        ({"num_heads": 5}, "multiple of num_heads=5"),
+        ({"expand_k": 0.3}, "expand_k"),
+        ({"conv_size": 1}, "conv_size"),
+        ({"mixer": ["deltanet"]}, "names 1 layers"),
+        ({"vocab_size": 0}, "vocab_size"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_configs_are_refused_in_one_line(options, says):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2}
+    with pytest.raises(ValueError, match=says) as error:
+        NalandaConfig(**{**sizes, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_config_round_trip(tmp_path):
+    config = build(num_hidden_layers=1, mixer=["deltanet"]).config
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.to_diff_dict() == config.to_diff_dict()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["mixer"] == ["deltanet"]
+    assert NalandaConfig(num_attention_heads=4, hidden_size=32).num_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "millions"),
+    [
+        ({"mixer": "deltanet"}, 374.4),
+        ({"mixer": "deltanet", "use_gate": True}, 399.5),
+        ({"mixer": "deltanet", "expand_k": 0.5}, 349.0),
+        ({"num_hidden_layers": 21, "num_heads": 6, "head_dim": 128, "expand_v": 2}, 379.9),
+        ({"num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2}, 512.0),
+    ],
+    ids=str,
+)
+def test_literature_parameter_counts(options, millions):
+    with torch.device("meta"):
+        model = NalandaForCausalLM(NalandaConfig(intermediate_size=2816, **options))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=1.5e-3)
+
+
+def test_flops_count_what_is_done():
+    """Matrix products seen by torch's own counter are all in the model's count, at a length of whole chunks."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, T = build(dtype=torch.float32, hidden_size=64, num_heads=1, vocab_size=200), 128
+    with FlopCounterMode(display=False) as counter:
+        logits(model, torch.zeros(1, T, dtype=torch.long))
+    assert model.config.flops_per_token(T) * T == pytest.approx(counter.get_total_flops(), rel=0.25)
+
+
+# Layers
+
+
+def test_convolution_is_conv1d():
+    from nalanda.model.layers import ShortConv
+
+    conv, cu = ShortConv(6, 4).double(), torch.tensor([0, 2, 2, 7, 9])
+    torch.nn.init.normal_(conv.weight)
+    x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
+    expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight, groups=6).transpose(1, 2)
+    close(conv(x, Sequences())[0], expected)
+
+    def run(weight, x, state, cu):
+        return torch.func.functional_call(conv, {"weight": weight}, (x, Sequences(cu), state, True))
+
+    assert torch.autograd.gradcheck(run, (conv.weight, x, state[:2], None))
+    assert torch.autograd.gradcheck(run, (conv.weight, x[:1], state, cu))
