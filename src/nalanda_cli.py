@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure speed, each figure beside a peer's of the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed beside a peer's.", no_args_is_help=True)
 app.add_typer(bench, name="bench", rich_help_panel=None)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe's file, or the name of one that ships with Nalanda")]
@@ -34,7 +34,10 @@ RemoteCode = Annotated[
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Pretrain from a recipe in this process; `accelerate launch recipes/pretrain.py` takes many."""
+    """Pretrain from a recipe.
+
+    In this process; for many, `accelerate launch recipes/pretrain.py RECIPE` does the same.
+    """
     from nalanda.config import load_config
     from nalanda.train import train
 
@@ -66,7 +69,10 @@ def eval(
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Score models zero-shot with lm-evaluation-harness, beside the literature's rows."""
+    """Score models zero-shot.
+
+    With lm-evaluation-harness, and beside the literature's rows.
+    """
     from nalanda_eval.harness import evaluate
     from nalanda_eval.report import show
 
@@ -102,7 +108,7 @@ def generate(
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Stream a continuation, token by token, from a state of constant size."""
+    """Stream a continuation of a prompt."""
     from nalanda.generate import generate
 
     generate(
@@ -126,7 +132,10 @@ def info(
     processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """What a recipe comes to: parameters, FLOPs, state, memory, tokens. Allocates nothing."""
+    """What a recipe comes to.
+
+    Parameters, FLOPs, state, memory, steps and tokens; nothing is allocated.
+    """
     import json
 
     from nalanda.info import info, show
@@ -145,7 +154,10 @@ def ops(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """The delta rule beside transformers' torch path, forward and backward, after a check that both agree."""
+    """The delta rule beside transformers' torch path.
+
+    Forward and backward, in one run, after a check that the two agree.
+    """
     from nalanda.bench import bench_ops
 
     bench_ops(threads=threads, json=json)

@@ -1,5 +1,7 @@
 """What a recipe comes to, before anything is allocated: parameters, FLOPs, state, memory, tokens."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig
-from nalanda.config import load_config
+from nalanda.config import RunConfig, load_config
+from nalanda.data import build_tokenizer
 from nalanda.metrics import flops_per_token
+from nalanda.model.layers import Sequences
 from nalanda.train import build_model_config
 
 
@@ -21,6 +25,9 @@ def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any
     """
     config = load_config(recipe, overrides)
     accumulation = config.accumulation(processes)
+    keys = config.model
+    if "vocab_size" not in keys and keys.get("auto", keys.get("init_from")) is None:
+        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # as training rounds it
     model_config = build_model_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
@@ -62,18 +69,23 @@ def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any
     }
 
 
+def vocabulary(config: RunConfig) -> int:
+    if config.tokenizer.train:  # not trained yet, but its size is settled
+        return config.tokenizer.vocab_size
+    return len(build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer"))
+
+
 def activation_bytes(
     config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool
 ) -> int:
-    """Bytes that one micro-batch keeps for the backward pass, counted on the meta device, plus the loss's
-    block.
+    """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits.
 
     One block of each kind is run on tensors without memory while autograd's saved tensors are added up;
     kernels that keep less than the torch path make this an upper bound.
     """
     blocks = {}
     for name in dict.fromkeys(config.layer_mixers):
-        single = NalandaConfig(**{**config.to_dict(), "mixer": name, "num_hidden_layers": 1})
+        single = NalandaConfig.from_dict({**config.to_dict(), "mixer": name, "num_hidden_layers": 1})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(single, dtype=dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
@@ -88,24 +100,18 @@ def activation_bytes(
 
 
 def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
-    from nalanda.model.layers import Sequences
+    """Bytes of the distinct storages that `block(x)` keeps for its backward pass, its parameters left out."""
+    own = {p.untyped_storage()._cdata for p in block.parameters()}
+    held: list[torch.Tensor] = []  # alive until they are counted: only then is a storage's address its own
 
-    own = {id(p.untyped_storage()) for p in block.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-        held.append(t)  # a storage's identity is only its own while it lives
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        held.append(t)
         return t
 
-    own = {p.untyped_storage()._cdata for p in block.parameters()}
-    held: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = block(x, Sequences())
-    del out
-    return sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        _ = block(x, Sequences())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(count for address, count in storages.items() if address not in own)
 
 
 def show(figures: dict[str, Any], console: Console | None = None) -> None:
@@ -129,7 +135,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             "state a sequence",
             size(f["state_bytes_per_sequence"]),
-            "constant in the length of the text; bf16 model",
+            "of any length; bf16 model",
         )
     table.add_row(
         "weights and optimizer",
@@ -140,7 +146,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             "activations",
             size(f["activation_bytes"]),
-            "of a micro-batch, counted on the torch path: an upper bound",
+            "a micro-batch's; kernels keep less",
         )
         table.add_row("memory a device", size(f["memory_bytes_per_device"]), "the two together")
     table.add_row(
@@ -153,9 +159,9 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
-            return f"{count:,.1f} {unit}" if unit != "B" else f"{count} B"
+            return f"{count:,.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
     raise AssertionError

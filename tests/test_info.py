@@ -1,0 +1,68 @@
+"""Every recipe that ships builds, at the size that the literature gives it, and its figures are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nalanda import NalandaConfig
+from nalanda.info import activation_bytes, info, saved_bytes, show, size
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+MILLIONS = {
+    "deltanet_340m": 374.4,
+    "nala_deltanet_340m": 374.4,
+    "gated_deltanet_340m": 379.9,
+    "nala_gated_deltanet_340m": 379.9,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_recipes_build_at_the_literatures_size(recipe):
+    figures = info(str(recipe), [])
+    if recipe.stem in MILLIONS:
+        assert figures["parameters"] / 1e6 == pytest.approx(MILLIONS[recipe.stem], rel=1e-3)
+        assert figures["tokens"] == 28672 * 524288
+    assert 0 < figures["parameters_without_embeddings"] < figures["parameters"]
+    # 6 a weight that is multiplied, and the recurrence on top
+    flops = figures["training_flops_per_token"]
+    assert 6 * figures["parameters_without_embeddings"] < flops < 12 * figures["parameters"]
+
+
+def test_every_340m_recipe_has_its_literature_figure():
+    assert {p.stem for p in RECIPES if "340m" in p.stem} == set(MILLIONS)
+
+
+def test_state_is_what_generation_carries():
+    figures = info("nala_gated_deltanet_340m", [])
+    heads, features, values, channels = 6, 256, 256, 768 + 768 + 1536
+    assert figures["state_bytes_per_sequence"] == 21 * (4 * heads * features * values + 2 * 3 * channels)
+    half = info("nala_gated_deltanet_340m", ["model.expand_k=0.5"])
+    plain = info("gated_deltanet_340m", [])
+    assert half["state_bytes_per_sequence"] < 1.01 * plain["state_bytes_per_sequence"]
+
+
+def test_saved_bytes_are_counted():
+    """A linear layer keeps its input and nothing else; its weight is not counted."""
+    x = torch.empty(3, 5, 7, device="meta", requires_grad=True)
+
+    class Block(torch.nn.Linear):
+        def forward(self, x, seq):
+            return super().forward(x)
+
+    assert saved_bytes(Block(7, 11, device="meta"), x) == 3 * 5 * 7 * 4
+
+
+def test_activations_grow_with_rows_and_shrink_with_checkpointing():
+    config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
+    counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
+    assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
+    assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+
+
+def test_printed(capsys):
+    show(info("deltanet_340m", []))
+    printed = capsys.readouterr().out
+    for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
+        assert figure in printed
+    assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
