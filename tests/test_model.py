@@ -21,7 +21,7 @@ MATRIX = list(itertools.product(MIXERS, FEATURE_MAPS))
 
 
 def build(mixer="gated_deltanet", feature_map="nala", dtype=torch.float64, **options) -> NalandaForCausalLM:
-    """A tiny model whose mixer matters: at a fresh initialisation most of these tests would pass without one."""
+    """A tiny model whose mixer matters: freshly initialised, most of these tests would pass without one."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB,
@@ -409,6 +409,45 @@ def test_decay_starts_as_defined(tmp_path):
     assert torch.equal(again.model.layers[0].mixer.decay.A_log, made.model.layers[0].mixer.decay.A_log)
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group):
+    """Wrapped before anything is allocated, then initialised, then trained a step in bf16 compute."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    config = NalandaConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_heads=256, head_dim=1, intermediate_size=8
+    )
+    with torch.device("meta"):
+        model = NalandaForCausalLM(config)
+    decay, seen = model.model.layers[0].mixer.decay, []
+    if wrapper == "fsdp2":
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(decay)  # a unit of its own, whose parameters no policy casts
+        fully_shard(model.model.layers[0], mp_policy=half)
+        fully_shard(model, mp_policy=half)
+    model.to_empty(device="cpu").init_weights()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if wrapper == "ddp" else model
+    whole = [getattr(p, "full_tensor", p.detach)() for p in (decay.A_log, decay.dt_bias)]
+    plain = Decay(256)
+    plain.load_state_dict({"A_log": whole[0], "dt_bias": whole[1]})
+    check_decay(plain)
+    decay.register_forward_hook(lambda m, args, out: seen.append((m.A_log.dtype, out.dtype)))
+    wrapped.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=wrapper == "ddp"):
+        wrapped(ids(2, 9) % 8, labels=ids(2, 9) % 8).loss.backward()
+    assert seen == [(torch.float32, torch.float32)]
+    assert decay.A_log.grad.dtype == torch.float32
+
+
 def test_device_map(small, tmp_path):
     small.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
@@ -480,13 +519,17 @@ def test_literature_parameter_counts(options, millions):
 
 
 def test_flops_count_what_is_done():
-    """Matrix products seen by torch's own counter are all in the model's count, at a length of whole chunks."""
+    """Every matrix product that torch sees is in the model's count, and little more, at whole chunks."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    def baddbmm_(_, a, b, **__):  # in place: torch's own table has only the other one
+        return 2 * a[0] * a[1] * a[2] * b[2]
+
     model, T = build(dtype=torch.float32, hidden_size=64, num_heads=1, vocab_size=200), 128
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: baddbmm_}) as counter:
         logits(model, torch.zeros(1, T, dtype=torch.long))
-    assert model.config.flops_per_token(T) * T == pytest.approx(counter.get_total_flops(), rel=0.25)
+    ratio = model.config.flops_per_token(T) * T / counter.get_total_flops()
+    assert 0.98 < ratio < 1.05, ratio
 
 
 # Layers
