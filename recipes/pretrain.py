@@ -1,0 +1,36 @@
+"""Pretrains a model from a recipe.
+
+    accelerate launch recipes/pretrain.py recipes/demo.yaml train.steps=100 output_dir=runs/mine
+
+Every key of a recipe can be given again as `section.key=value`. Started again with the same output_dir, a
+run goes on where it stopped.
+
+Exit codes: 0 finished; 2 bad input, one line on stderr; 143 or 130 after SIGTERM or SIGINT, with a checkpoint
+saved. `accelerate launch` makes each failure a 1 and adds a traceback of its own, which `--quiet` stops; it
+passes SIGTERM on to nobody, so send that to this process or to the group. With one process,
+`python recipes/pretrain.py RECIPE` trains the same without it.
+
+Several processes on CPUs (accelerate's `--cpu --num_processes 2` would start one):
+
+    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 recipes/pretrain.py recipes/demo.yaml
+"""
+
+import sys
+
+from nalanda.config import load_config
+from nalanda.errors import InputError, one_line_errors
+from nalanda.train import train
+
+
+def main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    with one_line_errors():
+        if not arguments:
+            raise InputError("usage: pretrain.py RECIPE [section.key=value ...]")
+        train(load_config(arguments[0], arguments[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,277 @@
+"""A run as its recipe states it: YAML and `section.key=value`, checked before any work begins."""
+
+import difflib
+import math
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from nalanda.checkpoint import CheckpointConfig
+from nalanda.data import DataConfig, TokenizerConfig
+from nalanda.errors import InputError
+from nalanda.metrics import LogConfig
+from nalanda.model.configuration import NalandaConfig
+from nalanda.optim import OptimConfig, ScheduleConfig
+
+IDENTITY = ("model", "tokenizer", "data", "seed")
+"""What makes a run this run: with another value of these, its checkpoints mean something else."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int
+    tokens_per_step: int
+    """Of all processes together; reached by accumulating micro-batches."""
+    micro_batch_size: int
+    """Rows that one process takes through the model at a time."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 is autocast over fp32 weights, moments and reductions."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    cpu_threads: int | None = None
+    """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        for key in ("steps", "tokens_per_step", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
+
+
+@dataclass
+class ValidationConfig:
+    every: int | None = None
+    """Steps between validations; null validates at the end only, 0 never."""
+    batch_size: int | None = None
+    """Rows of one forward pass; null is `train.micro_batch_size`."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.every is not None and self.every < 0:
+            raise InputError(f"validation.every: expected 0 or more, got {self.every}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"validation.batch_size: expected 1 or more, got {self.batch_size}")
+
+
+@dataclass
+class RunConfig:
+    output_dir: str
+    model: dict[str, Any]
+    """`NalandaConfig`'s fields; or `auto: PATH_OR_ID` for any causal LM by its own config; `init_from: PATH`
+    starts from those weights with a fresh optimizer."""
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+    seed: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def check(self) -> None:
+        """Every section by itself, then what no section can see alone. Raises `InputError`."""
+        for f in fields(self):
+            if is_dataclass(section := getattr(self, f.name)):
+                section.check()  # type: ignore[attr-defined]
+        if self.schedule.warmup_steps > self.train.steps:
+            raise InputError(
+                f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
+                f"train.steps {self.train.steps}"
+            )
+        self.accumulation(processes=1)
+        if "auto" not in self.model and set(self.model) != {"init_from"}:
+            try:
+                NalandaConfig(**{key: value for key, value in self.model.items() if key != "init_from"})
+            except (TypeError, ValueError) as error:
+                raise InputError(f"model: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML values: `load_config` reads them back to an equal config."""
+        return _plain(asdict(self))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches of each process a step. Raises `InputError` where they do not fill the step."""
+        train, seq_len = self.train, self.data.seq_len
+        tokens = train.micro_batch_size * seq_len * processes
+        if train.tokens_per_step % tokens:
+            below = train.tokens_per_step // tokens * tokens
+            choices = " or ".join(str(n) for n in (below, below + tokens) if n)
+            raise InputError(
+                f"train.tokens_per_step: {train.tokens_per_step} is not a multiple of micro_batch_size "
+                f"{train.micro_batch_size} × seq_len {seq_len} × {processes} process(es) = {tokens}; "
+                f"take {choices}"
+            )
+        return train.tokens_per_step // tokens
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Reads a recipe (`find_recipe`), applies `section.key=value` (values are YAML), checks all of it.
+
+    Raises:
+        InputError: in one line: a missing file, invalid YAML (with its line), an unknown or missing key, a
+            value of the wrong type, settings that contradict one another.
+    """
+    path = find_recipe(str(path))
+    values = _parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
+    for override in overrides:
+        _override(values, override)
+    config = _section(RunConfig, values, "")
+    config.check()
+    return config
+
+
+def find_recipe(name: str) -> Path:
+    """`name` if such a file exists, else recipe `NAME.yaml` of this checkout or of the installed package."""
+    if Path(name).is_file():
+        return Path(name)
+    here = Path(__file__).parent
+    recipes = {
+        p.stem: p for d in (here / "recipes", here.parents[1] / "recipes") for p in sorted(d.glob("*.yaml"))
+    }
+    if name in recipes:
+        return recipes[name]
+    raise InputError(f"{name}: no such recipe or file{_nearest(name, recipes)}")
+
+
+def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:
+    """`{"optim.lr": (old, new)}` of two configs as dicts; what one of them lacks is None."""
+    found = {}
+    for key in dict.fromkeys([*old, *new]):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found |= differences(before, after, f"{where}{key}.")
+        elif before != after:
+            found[f"{where}{key}"] = (before, after)
+    return found
+
+
+def _override(values: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise InputError(f"{override}: expected section.key=value, such as train.steps=100")
+    *path, last = key.split(".")
+    for part in path:
+        child = values.get(part)
+        if part == "tokenizer" and isinstance(child, str):
+            child = {"path": child}
+        values[part] = values = child if isinstance(child, dict) else {}
+    values[last] = _parse_yaml(text, override)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InputError(f"{source}: line {mark.line + 1 if mark else 1}: not YAML: {problem}") from None
+
+
+def _section(cls: type, values: Any, where: str) -> Any:
+    """An instance of dataclass `cls` from a mapping, its keys and types checked. `where`: `optim.` or
+    empty."""
+    if cls is TokenizerConfig and isinstance(values, str):
+        values = {"path": values}
+    if not isinstance(values, dict):
+        raise InputError(f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}")
+    kinds = typing.get_type_hints(cls)
+    known = [f for f in fields(cls) if f.init]
+    for key in values:
+        if key not in {f.name for f in known}:
+            raise InputError(f"{where}{key}: no such key{_nearest(str(key), [f.name for f in known])}")
+    arguments = {}
+    for f in known:
+        if f.name in values:
+            arguments[f.name] = _convert(values[f.name], kinds[f.name], f"{where}{f.name}")
+        elif f.default is MISSING and f.default_factory is MISSING:
+            # A section that the recipe leaves out is read as empty, so that the missing key is named, not
+            # the section.
+            if not is_dataclass(kinds[f.name]):
+                raise InputError(f"{where}{f.name}: missing from the recipe")
+            arguments[f.name] = _section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
+    return cls(**arguments)
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """`value` as `kind`. YAML reads 3e-4 as a string, so numbers are taken from strings too."""
+    if is_dataclass(kind):
+        return _section(typing.cast(type, kind), value, f"{where}.")
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        kinds = [k for k in arguments if k is not type(None)]
+        for choice in kinds[:-1]:
+            try:
+                return _convert(value, choice, where)
+            except InputError:
+                continue
+        return _convert(value, kinds[-1], where)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        names = ", ".join(map(str, arguments))
+        raise InputError(f"{where}: expected one of {names}; got {value!r}")
+    if origin in (list, tuple) and isinstance(value, (list, tuple)):
+        variadic = origin is list or arguments[-1] is Ellipsis
+        if not variadic and len(value) != len(arguments):
+            raise InputError(f"{where}: expected {len(arguments)} values, got {len(value)}")
+        kinds = [arguments[0]] * len(value) if variadic else arguments
+        return origin(
+            _convert(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+        )
+    if origin is dict and isinstance(value, dict):
+        return dict(value)
+    if kind is float and (number := _number(value)) is not None:
+        return number
+    if kind is int and (number := _number(value)) is not None and number.is_integer():
+        return value if isinstance(value, int) else int(number)
+    if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
+        return value
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    expected = words.get(kind) or {list: "a list", tuple: "a list", dict: "a section of keys"}.get(
+        origin or kind
+    )
+    raise InputError(f"{where}: expected {expected or kind}, got {_name(value)}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are {', '.join(known)}" if known else ""
+
+
+def _name(value: Any) -> str:
+    return "nothing" if value is None else repr(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,448 @@
+"""The loop: what its loss is a mean of, that nothing a run was told or did is lost, and what it refuses."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig
+
+from nalanda import checkpoint, metrics
+from nalanda import train as loop
+from nalanda.config import RunConfig, load_config
+from nalanda.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+PRETRAIN = ROOT / "recipes" / "pretrain.py"
+WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A run of a few seconds; documents of 1 to 60 words, so that label counts differ from row to row."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.choice((1, 1, 1, 2, 60)))) for _ in range(1500)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {
+        "output_dir": str(folder / "unset"),
+        "seed": 3,
+        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2},
+        "tokenizer": {"train": "bpe", "vocab_size": 320},
+        "data": {"source": str(folder), "seq_len": 32, "shuffle_buffer": 50, "max_validation_rows": 7},
+        "optim": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "train": {
+            "steps": 24,
+            "tokens_per_step": 256,
+            "micro_batch_size": 4,
+            "precision": "fp32",
+            "cpu_threads": 1,
+        },
+        "validation": {"every": 10},
+        "checkpoint": {"every": 5, "keep_last": 9},
+        "log": {"every": 1, "tensorboard": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def configured(recipe: Path, output_dir: Path, *overrides: str) -> RunConfig:
+    return load_config(recipe, [f"output_dir={output_dir}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory) -> Path:
+    """The run as nothing interrupts it."""
+    return loop.train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))
+
+
+def start(
+    recipe: Path, output_dir: Path, *overrides: str, launcher: tuple = (), **env: str
+) -> subprocess.Popen:
+    command = [
+        *(launcher or (sys.executable,)),
+        str(PRETRAIN),
+        str(recipe),
+        f"output_dir={output_dir}",
+        *overrides,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def outcome(run_dir: Path) -> dict:
+    """Everything that a resume could change: weights, moments, random states, data position, metrics."""
+    last = checkpoint.latest(run_dir / "checkpoints")
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    lines = [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")}
+        for line in metrics.read(run_dir / "metrics.jsonl")
+    ]
+    own = torch.load(last / "rank-0.pt", weights_only=True)
+    return {
+        "files": {name: files[name]["sha256"] for name in files if not name.endswith(".pt")},
+        "final": hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest(),
+        "random": str([own["random"][key] for key in ("python", "numpy")])
+        + str(own["random"]["torch"].tolist()),
+        "data": own["data"],
+        "metrics": lines,
+    }
+
+
+# ----------------------------------------------------------------------------------------------- the loss
+
+
+def gradients(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Of the first step, out of AdamW's first moment: exp_avg = (1 - 0.9) · gradient."""
+    state = safetensors.torch.load_file(run_dir / "checkpoints" / "step-1" / "optimizer.safetensors")
+    return {k.removesuffix(".exp_avg"): v / 0.1 for k, v in state.items() if k.endswith(".exp_avg")}
+
+
+ONE_STEP = (
+    "train.steps=1",
+    "optim.max_grad_norm=1e9",
+    "schedule.name=constant",
+    "schedule.warmup_steps=0",
+    "validation.every=0",
+)
+
+
+@pytest.fixture(scope="module")
+def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients and loss of the first step's 8 rows as one batch, without the loop."""
+    config = configured(
+        recipe, tmp_path_factory.mktemp("runs") / "reference", *ONE_STEP, "train.micro_batch_size=8"
+    )
+    tokenizer = loop.build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
+    set_seed(config.seed)
+    model = loop.build_model(config, tokenizer)
+    batch = next(loop.open_batches(config, tokenizer, "train", rank=0, processes=1))
+    counts = (batch["labels"][:, 1:] != -100).sum(1)
+    assert counts.min() < 0.9 * counts.max()  # else a mean of means would pass
+    loss = model(batch["input_ids"], labels=batch["labels"], cu_seqlens=batch["cu_seqlens"]).loss
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, loss.item()
+
+
+def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
+    expected, loss = one_big_batch
+    (line,) = metrics.read(run_dir / "metrics.jsonl")
+    assert line["loss"] == pytest.approx(loss, rel=1e-6)
+    found = gradients(run_dir)
+    assert found.keys() == expected.keys()
+    scale = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("rows", [8, 4, 2])
+def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_big_batch, rows):
+    loop.train(configured(recipe, tmp_path / "run", *ONE_STEP, f"train.micro_batch_size={rows}"))
+    check_gradients(tmp_path / "run", one_big_batch)
+
+
+def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(recipe, tmp_path, one_big_batch):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    overrides = (*ONE_STEP, "train.micro_batch_size=2")
+    process = start(recipe, tmp_path / "run", *overrides, launcher=torchrun, ACCELERATE_USE_CPU="true")
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
+    assert len(list((tmp_path / "run" / "checkpoints" / "step-1").glob("rank-*.pt"))) == 2
+    check_gradients(tmp_path / "run", one_big_batch)
+
+    for name in ("run", "alone"):
+        loop.train(
+            configured(recipe, tmp_path / name, *ONE_STEP, "train.steps=2", "train.micro_batch_size=2")
+        )
+    resumed, alone = (
+        [line["loss"] for line in metrics.read(tmp_path / name / "metrics.jsonl")]
+        for name in ("run", "alone")
+    )
+    assert len(resumed) == 2
+    assert resumed == pytest.approx(alone, rel=1e-5)
+
+
+def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # accelerate launch --cpu --num_processes 2
+    with pytest.raises(InputError, match="torchrun"):
+        loop.train(configured(recipe, tmp_path / "run"))
+    monkeypatch.setenv("RANK", "0")  # use_cpu: true with --multi_gpu
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(loop, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1}))
+    with pytest.raises(InputError, match="torchrun"):
+        loop.train(configured(recipe, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_leaves_a_model(whole):
+    lines = list(metrics.read(whole / "metrics.jsonl"))
+    train = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in train] == list(range(1, 25))
+    assert [line["step"] for line in lines if "val_loss" in line] == [10, 20, 24]
+    assert train[-1]["tokens"] == 24 * 256
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert all(line["tokens_per_second"] > 0 and line["mfu"] > 0 for line in train)
+    assert [p.name for p in checkpoint.steps(whole / "checkpoints")] == [
+        f"step-{n}" for n in (5, 10, 15, 20, 24)
+    ]
+    facts = json.loads((whole / "final" / "run.json").read_text())
+    assert facts["state"] == "finished"
+    assert facts["documents_kept_apart"] is True
+
+
+def test_the_schedule_reaches_the_optimizer(recipe, tmp_path, monkeypatch):
+    rates = []
+
+    def built(*arguments):
+        optimizer = build_optimizer(*arguments)
+        optimizer.register_step_pre_hook(
+            lambda o, *_: rates.append({group["lr"] for group in o.param_groups})
+        )
+        return optimizer
+
+    build_optimizer = loop.build_optimizer
+    monkeypatch.setattr(loop, "build_optimizer", built)
+    config = configured(
+        recipe, tmp_path / "run", "train.steps=4", "validation.every=0", "schedule.name=linear"
+    )
+    loop.train(config)
+    expected = [3e-3 / 2, 3e-3, 3e-3 * (0.1 + 0.9 / 2), 3e-4]
+    assert [rate for (rate,) in rates] == pytest.approx(expected)
+    assert [line["lr"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
+        expected
+    )
+
+
+def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
+    config = load_config(whole / "config.yaml")
+    model = AutoModelForCausalLM.from_pretrained(whole / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(whole / "final")
+    assert model.config.vocab_size == 320
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    total = count = 0
+    for batch in loop.open_batches(config, tokenizer, "validation", rank=0, processes=1):
+        logits = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False).logits
+        targets = batch["labels"][:, 1:]
+        kept = targets != -100
+        chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        total, count = total - chosen[kept].sum().item(), count + int(kept.sum())
+    last = [line for line in metrics.read(whole / "metrics.jsonl") if "val_loss" in line][-1]
+    assert last["val_tokens"] == count
+    assert last["val_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, whole):
+    config = configured(recipe, tmp_path / "run", "train.precision=bf16", "train.gradient_checkpointing=true")
+    loop.train(config)
+    weights = safetensors.torch.load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    bf16, fp32 = (
+        [m["loss"] for m in metrics.read(run / "metrics.jsonl") if "loss" in m]
+        for run in (tmp_path / "run", whole)
+    )
+    assert bf16 == pytest.approx(fp32, rel=0.02)
+    assert bf16 != fp32
+
+
+@pytest.mark.parametrize(("kind", "apart"), [(LlamaConfig, True), (MambaConfig, False)])
+def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
+    recipe, tmp_path, capsys, kind, apart
+):
+    kind(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(tmp_path / "config")
+    model = f"model={{auto: {tmp_path / 'config'}}}"
+    loop.train(configured(recipe, tmp_path / "run", model, "train.steps=3", "validation.every=0"))
+    assert json.loads((tmp_path / "run" / "final" / "run.json").read_text())["documents_kept_apart"] is apart
+    assert ("packed documents see one another" in capsys.readouterr().out) is not apart
+    losses = [line["loss"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(5.77, abs=0.2)  # ln 320
+    assert losses[2] < losses[0]
+
+
+# ----------------------------------------------------------------------------------------------- resume
+
+
+def test_sigkill_changes_nothing(recipe, tmp_path, whole):
+    """Killed twice from outside, once at any moment and once within a save; then finished in this process."""
+    run_dir, slow = tmp_path / "run", ("checkpoint.every=3",)
+    lines, saves = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    some = random.randint(4, 12)
+
+    def written() -> int:
+        return lines.read_text().count("\n") if lines.exists() else 0
+
+    moments = [
+        lambda: written() >= some,
+        lambda: len(checkpoint.steps(saves)) >= 4 and (any(saves.glob(".tmp-step-*")) or written() >= 21),
+    ]
+    for moment in moments:
+        process = start(recipe, run_dir, *slow)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and not moment() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "finished before it was killed"
+    assert not (run_dir / "final").exists()
+    loop.train(configured(recipe, run_dir))
+    assert outcome(run_dir) == outcome(whole)
+
+
+def test_sigterm_saves_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch):
+    def kick(step, *rest):
+        if step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return learning_rate(step, *rest)
+
+    learning_rate = loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", kick)
+    config = configured(recipe, tmp_path / "run")
+    with pytest.raises(SystemExit) as stop:
+        loop.train(config)
+    assert stop.value.code == 143
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    last = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert checkpoint.step_of(last) in (7, 8)  # the step that it struck, or the one after
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "interrupted"
+    loop.train(config)
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, capsys):
+    config = configured(recipe, tmp_path / "run")
+    loop.train(config)
+    run_dir = tmp_path / "run"
+    facts = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**facts, "state": "running"}))
+    (run_dir / "checkpoints" / "step-24" / "optimizer.safetensors").write_bytes(b"short")
+    capsys.readouterr()
+    loop.train(config)
+    out = capsys.readouterr().out
+    assert "step-24: damaged, passed over: optimizer.safetensors" in out
+    assert "goes on from step-20" in out
+    assert outcome(run_dir) == outcome(whole)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_path, capsys):
+    short = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
+    loop.train(short)
+    model = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    loop.train(short)
+    assert "is finished, 4 steps" in capsys.readouterr().out
+    loop.train(configured(recipe, tmp_path / "run", "train.steps=6", "validation.every=0", "optim.lr=1e-3"))
+    out = capsys.readouterr().out
+    assert "train.steps: 4 → 6" in out
+    assert "optim.lr: 0.003 → 0.001" in out
+    assert [line["step"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["changes"][0]["step"] == 4
+    assert facts["changes"][0]["optim.lr"] == [0.003, 0.001]
+    assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() != model
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=4", "data.seq_len=16", "data.bos=false", "tokenizer.vocab_size=300", "model.use_gate=false"],
+)
+def test_a_folder_of_another_run_is_refused(recipe, whole, override):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+    key = override.split("=")[0]
+    with pytest.raises(InputError, match=f"holds another run: {key} is .* choose another output_dir"):
+        loop.train(configured(recipe, whole, override))
+    assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+
+
+def test_a_folder_that_is_no_run_is_refused(recipe, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for folder in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(InputError, match="no run of Nalanda's"):
+            loop.train(configured(recipe, folder))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError):
+        loop.train(configured(recipe, tmp_path / "run", f"data.source={tmp_path / 'empty.txt'}"))
+    loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights(recipe, tmp_path):
+    overrides = ("optim.lr=1e38", "schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.every=1")
+    with pytest.raises(InputError, match=r"step [23]: the loss is .*nan.* is unharmed") as error:
+        loop.train(configured(recipe, tmp_path / "run", *overrides))
+    assert "\n" not in str(error.value)
+    last = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert f"step {checkpoint.step_of(last) + 1}:" in str(error.value)
+
+
+def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
+    tokenizer = AutoTokenizer.from_pretrained(whole / "tokenizer")
+    expected = safetensors.torch.load_file(whole / "final" / "model.safetensors")
+    for source in (whole / "final", whole / "checkpoints" / "step-24"):
+        for keys in (f"model.init_from={source}", f"model={{init_from: {source}}}"):
+            model = loop.build_model(configured(recipe, tmp_path / "run", keys), tokenizer)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, expected[name]), name
+    for change in ("model.hidden_size=64", "model.num_hidden_layers=2", "model.use_gate=false"):
+        config = configured(recipe, tmp_path / "run", f"model.init_from={whole / 'final'}", change)
+        with pytest.raises(InputError, match="another shape"):
+            loop.build_model(config, tokenizer)
+    with pytest.raises(InputError, match=r"model\.init_from"):
+        loop.build_model(configured(recipe, tmp_path, f"model.init_from={tmp_path / 'none'}"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("vocab_size: 64", "vocab_size"),
+        ("auto: {path}/none", "model: "),
+        ("auto: {path}, hiden_size: 3", "model.hiden_size"),
+        ("auto: {path}, max_position_embeddings: 16", "data.seq_len: 32 is more than the model's 16"),
+    ],
+)
+def test_models_that_cannot_be_built(recipe, tmp_path, whole, model, words):
+    LlamaConfig(vocab_size=320, hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path)
+    keys = "{" + model.format(path=tmp_path) + "}"
+    config = configured(recipe, tmp_path / "run", f"model={keys}")
+    with pytest.raises(InputError) as error:
+        loop.build_model(config, AutoTokenizer.from_pretrained(whole / "tokenizer"))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
+    process = start(recipe, tmp_path / "run", "optim.learnin_rate=1")
+    stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert stderr.strip().splitlines()[-1].startswith("nalanda: optim.learnin_rate: no such key")
+    assert "Traceback" not in stderr
+    assert stdout == ""
