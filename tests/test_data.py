@@ -1,0 +1,861 @@
+"""Documents → tokens → rows → batches: nothing lost, nothing twice, the same after any interruption."""
+
+import copy
+import gc
+import gzip
+import io
+import itertools
+import json
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+import zstandard
+from pyarrow import parquet
+
+from nalanda import corpus, data
+from nalanda.corpus import DocumentStream, open_corpus, python_documents, split_families, without_copies
+from nalanda.data import DataConfig, PackedBatches, TokenizerConfig, build_tokenizer, check_vocabulary
+from nalanda.errors import InputError
+
+
+def ragged_texts(count: int, seed: int = 0) -> list[str]:
+    """Distinct texts of 5 to 90 bytes, now and then one of several rows."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([5, 6, 7, 8, 12, 30, 90]) for _ in range(count)]
+    return [f"{i:04d}" + "".join(rng.choices("abc é漢", k=length - 4)) for i, length in enumerate(lengths)]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(
+        json.dumps({field: text, "meta": {"n": i}}) + "\n" for i, text in enumerate(texts)
+    ).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    if path.suffix == ".zst":  # two frames, as concatenated files and parallel compressors have
+        half = len(content) // 2
+        content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+    path.write_bytes(content)
+    return path
+
+
+def write_parquet(path: Path, texts: list[str]) -> Path:
+    table = pyarrow.table({"text": texts, "n": list(range(len(texts)))})
+    parquet.write_table(table, path, row_group_size=7)
+    return path
+
+
+def read_all(source, split: str = "train", **settings) -> list[str]:
+    config = DataConfig(source=str(source), validation_share=1e-9, **settings)
+    return sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    """A BPE without a merge: a token is a byte."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "a.txt").write_text("some text")
+    config = DataConfig(source=str(folder / "a.txt"), validation_share=1e-9)
+    return build_tokenizer(TokenizerConfig(train="bpe", vocab_size=257), config, folder / "tokenizer")
+
+
+@pytest.fixture
+def shards(tmp_path) -> DataConfig:
+    """Three shards of ragged documents, a small shuffle buffer."""
+    texts = ragged_texts(60)
+    for i, part in enumerate((texts[:17], texts[17:20], texts[20:])):
+        write_jsonl(tmp_path / "shards" / f"{i}.jsonl", part)
+    return DataConfig(source=str(tmp_path / "shards"), validation_share=1e-9, seq_len=16, shuffle_buffer=7)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """So that a few kilobytes cross many groups."""
+    monkeypatch.setattr(data, "GROUP", 100)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    yield
+    if reading_threads():
+        gc.collect()
+    assert not reading_threads()
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nalanda-data"]
+
+
+def same(batch: dict, other: dict) -> bool:
+    return batch.keys() == other.keys() and all(torch.equal(batch[key], other[key]) for key in batch)
+
+
+# ------------------------------ packing
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, byte_tokenizer, seed):
+    rng = random.Random(seed)
+    texts = ragged_texts(rng.randint(1, 60), seed)
+    bos, eos = bool(seed & 1), bool(seed & 2)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    config = DataConfig(
+        source=str(source), validation_source=str(source), seq_len=rng.randint(2, 40), bos=bos, eos=eos
+    )
+    batches = PackedBatches(config, byte_tokenizer, split="validation", batch_size=rng.randint(1, 5))
+    ids = byte_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    documents = [[0] * bos + tokens + [0] * eos for tokens in ids]
+    assert any(len(d) > config.seq_len for d in documents)
+
+    tokens, starts, unlabelled = [], [], []
+    for batch in batches:
+        size = batch["input_ids"].shape
+        assert (
+            size
+            == (batches.batch_size, config.seq_len)
+            == batch["labels"].shape
+            == batch["position_ids"].shape
+        )
+        assert {batch[key].dtype for key in ("input_ids", "labels", "position_ids")} == {torch.int64}
+        assert batch["cu_seqlens"].dtype == torch.int32
+        bounds = batch["cu_seqlens"].tolist()
+        assert bounds == sorted(set(bounds))
+        assert set(range(0, size.numel() + 1, config.seq_len)) <= set(bounds)
+        assert torch.equal(
+            (batch["position_ids"].view(-1) == 0).nonzero()[:, 0], batch["cu_seqlens"][:-1].long()
+        )
+        assert batch["position_ids"].view(-1).diff().le(1).all()
+        labels, inputs = batch["labels"].view(-1), batch["input_ids"].view(-1)
+        unlabelled += [len(tokens) + place for place in (labels == -100).nonzero()[:, 0].tolist()]
+        assert torch.equal(labels[labels != -100], inputs[labels != -100])
+        starts += [len(tokens) + bound for bound in bounds[:-1]]
+        tokens += inputs.tolist()
+    total = sum(map(len, documents))
+    assert tokens[:total] == list(itertools.chain(*documents))
+    expected = set(itertools.accumulate(map(len, documents), initial=0)) | set(
+        range(0, total, config.seq_len)
+    )
+    assert {start for start in starts if start <= total} == expected
+    assert unlabelled == sorted({start for start in starts if start < total} | set(range(total, len(tokens))))
+
+
+def test_single_leftover_token_is_a_segment_without_label(tmp_path, byte_tokenizer):
+    source = write_jsonl(tmp_path / "a.jsonl", ["abcdefgh"])  # with eos: 9 tokens in rows of 4
+    config = DataConfig(source=str(source), validation_source=str(source), seq_len=4, bos=False)
+    (batch,) = PackedBatches(config, byte_tokenizer, split="validation", batch_size=3)
+    assert batch["cu_seqlens"].tolist() == [0, 4, 8, 9, 12]
+    assert (batch["labels"][2] == -100).all()
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2]]
+
+
+def test_every_document_once_an_epoch_in_a_new_order(byte_tokenizer, shards):
+    stream = DocumentStream(open_corpus(shards, "train"), seed=3, buffer_size=7, epochs=2)
+    texts = list(stream)
+    first, second = texts[:60], texts[60:]
+    assert sorted(first) == sorted(second) == sorted(ragged_texts(60))
+    assert first != second
+    assert first != sorted(first)
+    again = DocumentStream(open_corpus(shards, "train"), seed=3, buffer_size=7, epochs=2)
+    other = DocumentStream(open_corpus(shards, "train"), seed=4, buffer_size=7, epochs=2)
+    assert list(again) == texts
+    assert list(other) != texts
+
+
+def test_every_token_once_an_epoch(byte_tokenizer, shards):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=1, epochs=2)
+    counted = sum((np.bincount(b["input_ids"].view(-1), minlength=257) for b in batches), np.zeros(257, int))
+    ids = byte_tokenizer(ragged_texts(60), add_special_tokens=False)["input_ids"]
+    expected = 2 * np.bincount([*itertools.chain(*ids), *[0] * 120], minlength=257)
+    missing = expected - counted
+    assert missing.min() >= 0
+    assert missing.sum() == expected.sum() % 16  # training drops only what fills no row
+
+
+def test_training_has_no_padding_and_no_end(byte_tokenizer, shards):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=8)
+    rows = sum(len(text.encode()) + 2 for text in ragged_texts(60)) // 16
+    for batch in itertools.islice(batches, 3 * rows // 8 + 2):
+        bounds = batch["cu_seqlens"].long()
+        assert (batch["labels"] == -100).sum() == len(bounds) - 1
+    batches.close()
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks_sees_the_same_rows(byte_tokenizer, shards, split, world_size):
+    shards.validation_source = shards.source
+    batch_size = 8 // world_size
+    alone = list(PackedBatches(shards, byte_tokenizer, split=split, batch_size=8, epochs=2))
+    ranks = [
+        list(
+            PackedBatches(
+                shards,
+                byte_tokenizer,
+                split=split,
+                batch_size=batch_size,
+                epochs=2,
+                rank=r,
+                world_size=world_size,
+            )
+        )
+        for r in range(world_size)
+    ]
+    assert {len(batches) for batches in ranks} == {len(alone)}
+    for step, batch in enumerate(alone):
+        for rank in range(world_size):
+            for key in ("input_ids", "labels", "position_ids"):
+                assert torch.equal(batch[key][rank::world_size], ranks[rank][step][key])
+
+
+def test_validation_is_one_pass_that_can_be_repeated(byte_tokenizer, shards):
+    shards.validation_source = shards.source
+    batches = PackedBatches(shards, byte_tokenizer, split="validation", batch_size=4, seed=1)
+    once, twice = list(batches), list(batches)
+    assert len(once) == len(twice) > 1
+    assert all(map(same, once, twice))
+    shards.max_validation_rows = 6
+    limited = list(PackedBatches(shards, byte_tokenizer, split="validation", batch_size=4, seed=2))
+    assert len(limited) == 2
+    assert same(limited[0], once[0])
+    assert torch.equal(limited[1]["labels"][:2], once[1]["labels"][:2])
+    assert (limited[1]["labels"][2:] == -100).all()
+
+
+def test_a_special_token_written_in_a_text_stays_text(tmp_path, byte_tokenizer):
+    source = write_jsonl(tmp_path / "a.jsonl", ["a<|endoftext|>b"])
+    config = DataConfig(source=str(source), validation_source=str(source), seq_len=17)
+    (batch,) = PackedBatches(config, byte_tokenizer, split="validation", batch_size=1)
+    assert batch["input_ids"].eq(0).sum() == 2  # bos and eos
+
+
+# ------------------------------ resume
+
+
+def through_json(state: dict) -> dict:
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 7, 1000])
+@pytest.mark.parametrize("trip", [through_json, through_torch])
+def test_resume_at_every_batch_is_the_uninterrupted_run(byte_tokenizer, shards, shuffle_buffer, trip):
+    shards.shuffle_buffer = shuffle_buffer
+
+    def new(**kwargs):
+        return PackedBatches(shards, byte_tokenizer, split="train", batch_size=5, seed=9, epochs=2, **kwargs)
+
+    batches, states = new(), []
+    whole = []
+    for batch in batches:
+        whole.append(batch)
+        states.append(trip(batches.state_dict()))
+    assert len(whole) > 20
+    for step, state in enumerate(states):
+        resumed = new()
+        resumed.load_state_dict(state)
+        rest = list(resumed) if step % 5 == 0 else list(itertools.islice(resumed, 1))
+        resumed.close()
+        expected = whole[step + 1 :] if step % 5 == 0 else whole[step + 1 : step + 2]
+        assert len(rest) == len(expected)
+        assert all(map(same, rest, expected))
+
+
+def test_resume_of_a_resumed_run_and_of_the_same_object(byte_tokenizer, shards):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=3)
+    start = batches.state_dict()
+    whole = list(itertools.islice(batches, 30))
+    batches.load_state_dict(start)
+    seen = []
+    while len(seen) < 30:
+        seen += itertools.islice(batches, 4)
+        state = batches.state_dict()
+        batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=3)
+        batches.load_state_dict(state)
+    assert all(map(same, whole, seen))
+
+
+def test_resume_on_another_number_of_ranks(byte_tokenizer, shards):
+    one = PackedBatches(shards, byte_tokenizer, split="train", batch_size=4, epochs=1)
+    two = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2, epochs=1, rank=1, world_size=2)
+    steps = [next(one) for _ in range(5)]
+    two.load_state_dict(one.state_dict())
+    rest, half = list(one), list(two)
+    assert len(steps) == 5
+    assert len(rest) == len(half) > 5
+    assert all(torch.equal(a["labels"][1::2], b["labels"]) for a, b in zip(rest, half, strict=True))
+
+
+@pytest.mark.parametrize("max_rows", [30, 1000])
+def test_resume_in_the_middle_of_validation(byte_tokenizer, shards, max_rows):
+    shards.validation_source = shards.source
+    shards.max_validation_rows = max_rows
+    batches = PackedBatches(shards, byte_tokenizer, split="validation", batch_size=4)
+    states = [(batch, batches.state_dict()) for batch in batches]
+    for step, (_, state) in enumerate(states):
+        batches.load_state_dict(state)
+        rest = list(batches)
+        assert len(rest) == len(states) - step - 1
+        assert all(same(a, b) for a, (b, _) in zip(rest, states[step + 1 :], strict=True))
+
+
+def test_restoring_reads_no_earlier_shard(byte_tokenizer, shards, monkeypatch):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2, epochs=1)
+    for _ in batches:
+        state = batches.state_dict()
+        if state["documents"]["shard"] == 2:
+            break
+    batches.close()
+    opened = []
+    monkeypatch.setattr(
+        corpus, "_lines", lambda path, read=corpus._lines: (opened.append(path.name), read(path))[1]
+    )
+    batches.load_state_dict(state)
+    list(batches)
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("change", ["seq_len", "seed", "eos", "corpus", "tokenizer"])
+def test_a_state_of_other_data_is_refused(byte_tokenizer, shards, change):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2)
+    next(batches)
+    state = batches.state_dict()
+    batches.close()
+    if change == "seq_len":
+        shards.seq_len = 8
+    if change == "eos":
+        shards.eos = False
+    if change == "corpus":
+        write_jsonl(Path(shards.source) / "9.jsonl", ["more"])
+    if change == "tokenizer":
+        byte_tokenizer = copy.deepcopy(byte_tokenizer)
+        byte_tokenizer.add_tokens(["abc"])
+    other = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2, seed=change == "seed")
+    with pytest.raises(InputError, match=f"changed since the checkpoint was saved: {change} was"):
+        other.load_state_dict(state)
+
+
+# ------------------------------ readers
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_shards_are_read_whole_and_from_any_row(tmp_path, suffix):
+    texts = ragged_texts(40)
+    path = tmp_path / f"a{suffix}"
+    _ = write_parquet(path, texts) if suffix == ".parquet" else write_jsonl(path, texts)
+    assert read_all(path) == sorted(texts)
+    shard = corpus.FileShard(path, path.name, "text")
+    for cursor in (0, 1, 13, 14, 39, 40):
+        rest = list(shard.read(cursor))
+        assert [text for text, _ in rest] == texts[cursor:]
+        assert [row for _, row in rest] == list(range(cursor + 1, 41))
+
+
+def test_lines_longer_than_a_chunk(tmp_path):
+    texts = ["x" * 700_000, "y" * 3, "".join(map(chr, range(0x4E00, 0x9000))) * 20]
+    assert read_all(write_jsonl(tmp_path / "a.jsonl.zst", texts)) == sorted(texts)
+
+
+def test_text_files_globs_and_hidden_files(tmp_path):
+    for name in ("b.txt", "sub/a.txt", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"the text of {name}\nin two lines")
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "notes.md").write_text("not data")
+    both = [f"the text of {name}\nin two lines" for name in ("b.txt", "sub/a.txt")]
+    assert read_all(tmp_path) == both
+    assert read_all(f"{tmp_path}/**/a*.txt") == both[1:]
+    assert read_all(tmp_path / "b.txt") == both[:1]
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        for i in range(len(content) // 3, len(content) * 2 // 3, 10):
+            content[i] ^= 0xFF
+    path.write_bytes(content[: len(content) * 2 // 3] if how == "truncated" else content)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
+def test_a_damaged_shard_is_named_with_its_line(tmp_path, byte_tokenizer, suffix, how):
+    path = tmp_path / f"shard{suffix}"
+    texts = [f"{i} " + "".join(random.Random(i).choices("abcdefgh ", k=400)) for i in range(50)]
+    _ = write_parquet(path, texts) if suffix == ".parquet" else write_jsonl(path, texts)
+    damage(path, how)
+    if how == "empty":
+        path.write_bytes(b"")
+    config = DataConfig(source=str(path), seq_len=64, validation_share=1e-9)
+    with pytest.raises(InputError, match=rf"shard{suffix}, (line|row) \d+: ") as caught:
+        list(PackedBatches(config, byte_tokenizer, split="train", batch_size=1, epochs=1))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
+def test_a_shard_cut_between_two_lines_is_not_taken_for_a_short_one(tmp_path, suffix, compress):
+    path = tmp_path / f"a.jsonl{suffix}"
+    whole = [compress(json.dumps({"text": text}).encode() + b"\n") for text in ("one", "two")]
+    path.write_bytes(b"".join(whole)[:-1])
+    with pytest.raises(InputError, match=rf"a\.jsonl\{suffix}, line \d: corrupt or truncated"):
+        read_all(path)
+
+
+def test_the_line_of_a_broken_record(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n\n{"text": "cut\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 3: not JSON"):
+        read_all(path)
+    path.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2"):
+        read_all(path)
+    path.write_text('{"text": "fine"}\n{"text": null}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2: field 'text' is not text"):
+        read_all(path)
+    path.write_text('{"text": "fine"}\n["text"]\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2: not an object"):
+        read_all(path)
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo \xff\n")
+    with pytest.raises(InputError, match=r"b\.txt, line 2: not UTF-8"):
+        read_all(tmp_path / "b.txt")
+
+
+def test_a_missing_field_is_named_with_those_that_exist(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one"], field="content")
+    with pytest.raises(InputError, match=r"a\.jsonl, line 1: no field 'text' \(there are: content, meta\)"):
+        read_all(path)
+    assert read_all(path, text_field="content") == ["one"]
+    table = write_parquet(tmp_path / "b.parquet", ["one"])
+    with pytest.raises(InputError, match=r"b\.parquet, row 1: no field 'body' \(there are: text, n\)"):
+        read_all(table, text_field="body")
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    assert read_all(path) == ["a?b"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "data.source is missing"),
+        ("{tmp}/nowhere", "does not exist; .* cerebras/SlimPajama-627B"),
+        ("nowhere.jsonl", "does not exist"),
+        ("{tmp}/*.jsonl", "no documents for train"),
+        ("{tmp}/notes.md", "none of the kinds"),
+        ("{tmp}", "no documents for train"),
+        ("{tmp}/mixed", "holds .txt files beside shards"),
+        ("{tmp}/blank", "the corpus is empty"),
+    ],
+)
+def test_sources_that_cannot_work(tmp_path, byte_tokenizer, source, message):
+    (tmp_path / "notes.md").write_text("not data")
+    for name in ("mixed", "blank"):
+        write_jsonl(tmp_path / name / "a.jsonl", ["", " \n"])
+    (tmp_path / "mixed" / "a.txt").write_text("text")
+    chosen = source.format(tmp=tmp_path) if source != "{tmp}" else str(tmp_path / "void")
+    (tmp_path / "void").mkdir()
+    with pytest.raises(InputError, match=message):
+        next(PackedBatches(DataConfig(source=chosen, seq_len=8), byte_tokenizer, split="train", batch_size=1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seq_len": 0},
+        {"seq_len": 1},
+        {"validation_share": 0.0},
+        {"shuffle_buffer": -1},
+        {"max_validation_rows": 0},
+    ],
+)
+def test_settings_that_cannot_work(byte_tokenizer, settings):
+    with pytest.raises(InputError, match=f"data.{next(iter(settings))} is"):
+        PackedBatches(DataConfig(source="python", **settings), byte_tokenizer, split="train", batch_size=1)
+
+
+# ------------------------------ splits
+
+
+def test_slimpajamas_layout(tmp_path):
+    texts = ragged_texts(40)
+    write_jsonl(tmp_path / "train/chunk1/example_train_0.jsonl.zst", texts[:10])
+    write_jsonl(tmp_path / "train/chunk2/example_train_1.jsonl.zst", texts[10:20])
+    write_jsonl(tmp_path / "validation/chunk1/example_validation_0.jsonl.zst", texts[20:30])
+    write_jsonl(tmp_path / "test/chunk1/example_test_0.jsonl.zst", texts[30:])
+    assert read_all(tmp_path) == texts[:20]
+    assert read_all(tmp_path, "validation") == texts[20:30]
+
+
+def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):
+    texts = ragged_texts(400)
+    path = write_jsonl(tmp_path / "a.jsonl", texts + texts[:100])  # copies fall on the same side
+
+    def part(split: str) -> list[str]:
+        config = DataConfig(source=str(tmp_path), validation_share=0.2)
+        return list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+
+    train, validation = part("train"), part("validation")
+    assert len(train) + len(validation) == 500
+    assert not set(train) & set(validation)
+    assert 50 < len(set(validation)) < 110
+    write_jsonl(path, texts[200:])
+    assert set(part("validation")) == set(validation) & set(texts[200:])
+
+
+def test_validation_source(tmp_path):
+    train = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    own = write_jsonl(tmp_path / "b.jsonl", ["three"])
+    config = DataConfig(source=str(train), validation_source=str(own), validation_share=0.99)
+    parts = [
+        sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+        for split in ("train", "validation")
+    ]
+    assert parts == [["one", "two"], ["three"]]
+
+
+# ------------------------------ the Hub
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_hub_datasets_resume_exactly(tmp_path, byte_tokenizer, monkeypatch, streaming):
+    import datasets
+
+    texts = ragged_texts(60)
+    files = [str(write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20])) for i in range(3)]
+    load = datasets.load_dataset
+
+    def load_dataset(path, name, split, streaming):
+        assert (path, name, split) == ("someone/texts", "tiny", "train")
+        cache = str(tmp_path / "cache")
+        return load("json", data_files={"train": files}, split=split, streaming=streaming, cache_dir=cache)
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, name: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = DataConfig(
+        source="someone/texts",
+        name="tiny",
+        streaming=streaming,
+        seq_len=16,
+        shuffle_buffer=5,
+        validation_share=0.2,
+    )
+    parts = [
+        list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=3, epochs=1))
+        for split in ("train", "validation")
+    ]
+    assert sorted(parts[0] + parts[1]) == texts
+    assert min(map(len, parts)) > 2
+
+    def new():
+        return PackedBatches(config, byte_tokenizer, split="train", batch_size=4, epochs=2)
+
+    batches = new()
+    whole = [(batch, through_json(batches.state_dict())) for batch in batches]
+    for step in range(0, len(whole), 4):
+        resumed = new()
+        resumed.load_state_dict(whole[step][1])
+        rest = list(resumed)
+        assert len(rest) == len(whole) - step - 1
+        assert all(same(a, b) for a, (b, _) in zip(rest, whole[step + 1 :], strict=True))
+
+
+def test_a_hub_dataset_that_does_not_exist(byte_tokenizer, monkeypatch):
+    import datasets
+
+    def fail(path, name):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'no/such' doesn't exist\nat all")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
+    with pytest.raises(
+        InputError, match=r"'no/such' is neither a local path nor a Hub dataset .*doesn't exist\)$"
+    ):
+        PackedBatches(DataConfig(source="no/such"), byte_tokenizer, split="train", batch_size=1)
+
+
+# ------------------------------ the running Python
+
+FEW_MODULES = {
+    "reference",
+    "bisect",
+    "_bisect",
+    "heapq",
+    "_heapq",
+    "json",
+    "_json",
+    "abc",
+    "gzip",
+    "bz2",
+    "_bz2",
+    "lzma",
+}
+
+
+@pytest.fixture(scope="module")
+def few_documents():
+    return without_copies(python_documents(FEW_MODULES))
+
+
+def test_python_corpus_is_prose_without_tests_and_tables():
+    names = python_documents().keys()
+    assert {"json/decoder.py", "heapq.py", "itertools (C)", "reference/with"} <= names
+    excluded = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "lib2to3"}
+    assert not [name for name in names if excluded & set(name.split("/"))]
+    assert "stringprep.py" not in names
+    assert sum(map(len, python_documents().values())) > 5_000_000
+
+
+def test_python_corpus_has_no_copies(few_documents):
+    documents = python_documents(FEW_MODULES)
+    assert "_heapq (C)" in documents
+    assert "_heapq (C)" not in few_documents  # heapq.py holds the same docstrings
+    assert "reference/with" not in few_documents  # a part of reference/compound
+    passages = [set(corpus._passages(text)) for text in few_documents.values()]
+    for one, other in itertools.combinations(passages, 2):
+        assert len(one & other) <= max(len(one), len(other)) / 2
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_no_docstring_of_training_is_in_validation(few_documents, share):
+    import ast
+
+    train, validation = split_families(few_documents, share)
+    assert train.keys() | validation.keys() == few_documents.keys()
+    assert not train.keys() & validation.keys()
+    assert train
+    assert validation
+    sizes = [sum(map(len, part.values())) for part in (validation, few_documents)]
+    assert share / 2 < sizes[0] / sizes[1] <= share
+    held_out = " ".join(" ".join(validation.values()).split())
+    for name, text in train.items():
+        if not name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                docstring = " ".join((ast.get_docstring(node) or "").split())
+                assert len(docstring) < corpus.PASSAGE or docstring not in held_out, (name, docstring)
+    shared = {b for t in train.values() for b in corpus._passages(t)}
+    assert not shared & {b for t in validation.values() for b in corpus._passages(t)}
+
+
+def test_python_corpus_is_the_same_in_every_process():
+    code = textwrap.dedent("""
+        import sys, types
+        from hashlib import sha256
+        package = types.ModuleType("nalanda"); package.__path__ = [sys.argv[1]]
+        sys.modules["nalanda"] = package
+        from nalanda.corpus import python_splits
+        parts = [list(part.items()) for part in python_splits(0.05).values()]
+        print(sha256(repr(parts).encode()).hexdigest())
+    """)
+    package = str(Path(corpus.__file__).parent)
+    sums = {
+        subprocess.run(
+            [sys.executable, "-c", code, package],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(sums) == 1
+
+
+def test_python_corpus_does_not_depend_on_the_order_of_the_file_system(monkeypatch):
+    names = list(python_documents({"json", "email"}))
+    monkeypatch.setattr(Path, "rglob", lambda *args, rglob=Path.rglob: reversed(list(rglob(*args))))
+    assert list(python_documents({"json", "email"})) == names
+
+
+def test_a_python_without_its_language_reference(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(InputError, match=r"no pydoc_data\.topics"):
+        python_documents()
+
+
+# ------------------------------ tokenizers
+
+
+@pytest.fixture
+def prose(tmp_path, monkeypatch) -> DataConfig:
+    monkeypatch.setattr(data, "GROUP", 1 << 19)
+    documents = python_documents({"json", "heapq", "abc"})
+    write_jsonl(tmp_path / "prose" / "a.jsonl", list(documents.values()))
+    return DataConfig(source=str(tmp_path / "prose"), seq_len=64, validation_share=0.3)
+
+
+def test_trained_tokenizer_is_deterministic_and_reloaded(tmp_path, prose, monkeypatch):
+    config = TokenizerConfig(train="bpe", vocab_size=500)
+    tokenizer = build_tokenizer(config, prose, tmp_path / "run" / "tokenizer")
+    build_tokenizer(config, prose, tmp_path / "again")
+    saved = [(tmp_path / p / "tokenizer.json").read_bytes() for p in ("run/tokenizer", "again")]
+    assert saved[0] == saved[1]
+    assert not list(tmp_path.rglob("*.partial"))
+    assert len(tokenizer) == 500
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer.pad_token is None
+    text = "def f(x):\n    return 'Größe 漢字 \x00'  # ok"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == 0
+    assert tokenizer.decode(ids[1:]) == text
+    assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
+
+    monkeypatch.setattr(data, "_train_bpe", None)  # not called again
+    reloaded = build_tokenizer(config, prose, tmp_path / "run" / "tokenizer")
+    assert reloaded(text) == tokenizer(text)
+    for path in (tmp_path / "again", tmp_path / "again" / "tokenizer.json"):
+        named = build_tokenizer(TokenizerConfig(path=str(path)), prose, tmp_path / "unused")
+        assert named(text) == tokenizer(text)
+        assert named.eos_token_id == 0
+    assert not (tmp_path / "unused").exists()
+
+
+def test_lone_tokenizer_json_has_its_special_tokens(tmp_path, byte_tokenizer, prose):
+    path = tmp_path / "my.json"
+    byte_tokenizer.backend_tokenizer.save(str(path))
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(path)), prose, tmp_path)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|endoftext|>")
+
+
+def test_tokenizer_is_trained_on_the_training_part_alone(tmp_path, prose):
+    texts = [f"{word} {i} " + f"{word} " * 50 for i in range(30) for word in ("alpha", "beta")]
+    write_jsonl(tmp_path / "t" / "train" / "a.jsonl", [t for t in texts if "alpha" in t])
+    write_jsonl(tmp_path / "t" / "validation" / "a.jsonl", [t for t in texts if "beta" in t])
+    config = DataConfig(source=str(tmp_path / "t"))
+    vocabulary = build_tokenizer(
+        TokenizerConfig(train="bpe", vocab_size=270), config, tmp_path / "x"
+    ).get_vocab()
+    assert "Ġalpha" in vocabulary
+    assert not {"be", "ta", "et", "eta", "Ġb"} & vocabulary.keys()
+
+
+def test_sentencepiece_models(tmp_path, prose):
+    import sentencepiece
+
+    texts = list(DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1))
+
+    def train(name: str, **options) -> str:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter("\n".join(texts).splitlines()),
+            model_prefix=str(tmp_path / name),
+            vocab_size=500,
+            byte_fallback=True,
+            minloglevel=2,
+            **options,
+        )
+        return str(tmp_path / f"{name}.model")
+
+    exact = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = train("llama", model_type="bpe", **exact)
+    tokenizer = build_tokenizer(TokenizerConfig(path=path), prose, tmp_path / "unused")
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    assert len(tokenizer) == 500
+    for text in [*texts, "  two  spaces\n\n\tGröße 漢字"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == model.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer("a")["input_ids"][0] == 1
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = build_tokenizer(TokenizerConfig(path=str(tmp_path / "saved")), prose, tmp_path / "unused")
+    assert saved(texts[0]) == tokenizer(texts[0])
+
+    unigram = train("unigram", model_type="unigram")
+    with pytest.raises(InputError, match=r"give its tokenizer\.json"):
+        build_tokenizer(TokenizerConfig(path=unigram), prose, tmp_path / "unused")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give either path"),
+        ({"path": "a", "train": "bpe"}, "give either path"),
+        ({"train": "wordpiece"}, "only trained tokenizer is 'bpe'"),
+        ({"train": "bpe", "vocab_size": 256}, "needs 257 or more"),
+        ({"path": "./nowhere"}, "'./nowhere' cannot be loaded: give a directory"),
+    ],
+)
+def test_tokenizers_that_cannot_work(tmp_path, settings, message):
+    with pytest.raises(InputError, match=message) as caught:
+        build_tokenizer(TokenizerConfig(**settings), DataConfig(source="python"), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_vocabulary_larger_than_the_models_is_refused(byte_tokenizer):
+    check_vocabulary(byte_tokenizer, 257)
+    with pytest.raises(InputError, match="257 tokens and the model's vocab_size is 256"):
+        check_vocabulary(byte_tokenizer, 256)
+
+
+def test_a_tokenizer_without_bos(byte_tokenizer, shards):
+    from transformers import PreTrainedTokenizerFast
+
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer.backend_tokenizer, eos_token="<|endoftext|>"
+    )
+    with pytest.raises(InputError, match=r"no bos token; set data\.bos: false"):
+        PackedBatches(shards, bare, split="train", batch_size=1)
+    shards.bos = False
+    assert PackedBatches(shards, bare, split="train", batch_size=1)
+
+
+# ------------------------------ the thread
+
+
+def test_an_error_in_the_thread_reaches_the_consumer_after_what_was_good(byte_tokenizer, shards, monkeypatch):
+    expected = list(itertools.islice(PackedBatches(shards, byte_tokenizer, split="train", batch_size=1), 3))
+
+    def fail_after_three(*args, pack=data._pack, **kwargs):
+        yield from itertools.islice(pack(*args, **kwargs), 3)
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(data, "_pack", fail_after_three)
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=1)
+    seen = [next(batches) for _ in range(3)]
+    assert all(map(same, seen, expected))
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(batches)
+
+
+def test_no_thread_outlives_close_or_the_object(byte_tokenizer, shards):
+    batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=1)
+    assert not reading_threads()
+    first = next(batches)
+    assert len(reading_threads()) == 1
+    batches.close()
+    assert not reading_threads()
+    assert not same(first, next(batches))  # goes on
+    assert len(reading_threads()) == 1
+    del batches
+    gc.collect()
+    assert not reading_threads()
+
+
+def test_a_process_that_stops_in_the_middle_ends_at_once(shards, byte_tokenizer, tmp_path):
+    byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    code = textwrap.dedent(f"""
+        import sys, types
+        package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parent)!r}]
+        sys.modules["nalanda"] = package
+        from nalanda.data import *
+        data = DataConfig(source={shards.source!r}, seq_len=16)
+        tokenizer = build_tokenizer(TokenizerConfig(path={str(tmp_path / "tokenizer")!r}), data, "unused")
+        batches = PackedBatches(data, tokenizer, split="train", batch_size=2)
+        next(batches)
+        raise SystemExit(7)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (7, b"")
