@@ -1,0 +1,432 @@
+"""The delta rule: every mode is held to the float64 reference, outputs, final state and all gradients."""
+
+import importlib.util
+import itertools
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils import deterministic
+
+from nalanda import ops
+
+NAMES = ("q", "k", "v", "beta", "g", "initial_state")
+# Largest error relative to the largest entry of the same tensor.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+LENGTHS = (1, 15, 63, 64, 65, 127, 200)
+
+
+def make(
+    batch, length, *, heads=2, value_heads=2, k_dim=8, v_dim=6, gated=True, sequences=None, initial=True
+):
+    """Inputs in float64; keys have unit length, as the models give them to the op."""
+    generator = torch.Generator().manual_seed(length + 1000 * value_heads)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "q": normal(batch, length, heads, k_dim),
+        "k": F.normalize(normal(batch, length, heads, k_dim), dim=-1),
+        "v": normal(batch, length, value_heads, v_dim),
+        "beta": normal(batch, length, value_heads).sigmoid() * 2,
+        "g": F.logsigmoid(normal(batch, length, value_heads) + 1) if gated else None,
+        "initial_state": normal(sequences or batch, value_heads, k_dim, v_dim) if initial else None,
+    }
+
+
+def run(inputs, mode, dtype=torch.float64, function=ops.delta_rule, **options):
+    """Outputs, final state, and the gradients of a fixed random combination of both, by name."""
+    inputs = {
+        name: x.to(torch.promote_types(dtype, torch.float32) if name == "initial_state" else dtype)
+        for name, x in inputs.items()
+        if x is not None
+    }
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    o, state = function(**leaves, mode=mode, output_final_state=True, **options)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, state)]
+    ((o * weights[0]).sum() + (state * weights[1]).sum()).backward()
+    return {"o": o.detach(), "state": state.detach()} | {name: x.grad for name, x in leaves.items()}
+
+
+def assert_same(results, expected, dtype=torch.float64):
+    assert results.keys() == expected.keys()
+    for name, right in expected.items():
+        error = (results[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
+        assert error <= TOLERANCE[dtype], f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_modes_agree_with_the_reference(mode, gated, value_heads, length):
+    for initial in (True, False):
+        inputs = make(2, length, value_heads=value_heads, gated=gated, initial=initial)
+        expected = run(inputs, "reference")
+        for dtype in (torch.float64, torch.float32):
+            assert_same(run(inputs, mode, dtype), expected, dtype)
+
+
+def test_reference_is_the_recurrence():
+    x = {name: t[0, :, 0] if t.ndim > 2 and name != "initial_state" else t for name, t in make(1, 5).items()}
+    state, outputs = x["initial_state"][0, 0], []
+    for q, k, v, beta, g in zip(x["q"], x["k"], x["v"], x["beta"], x["g"], strict=True):
+        state = g.exp() * (torch.eye(8, dtype=torch.float64) - beta * k.outer(k)) @ state + beta * k.outer(v)
+        outputs.append(8**-0.5 * q @ state)
+    results = run(make(1, 5), "reference")
+    torch.testing.assert_close(results["o"][0, :, 0], torch.stack(outputs))
+    torch.testing.assert_close(results["state"][0, 0], state)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
+def test_any_chunk_size_gives_the_same(chunk_size):
+    inputs = make(1, 200, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
+    assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
+def test_packed_sequences_are_those_alone(mode, gated, value_heads):
+    bounds = [0, 0, 1, 16, 79, 79, 143, 208, 335, 535, 535]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
+    inputs = make(1, bounds[-1], value_heads=value_heads, gated=gated, sequences=len(bounds) - 1)
+    for dtype in (torch.int32, torch.int64):
+        packed = run(inputs, mode, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+        assert_same(packed, run(inputs, "reference", cu_seqlens=torch.tensor(bounds)))
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        alone = {
+            name: None if x is None else x[n : n + 1] if name == "initial_state" else x[:, start:stop]
+            for name, x in inputs.items()
+        }
+        o, state = ops.delta_rule(**alone, mode="chunk", output_final_state=True)
+        torch.testing.assert_close(packed["o"][:, start:stop], o)
+        torch.testing.assert_close(packed["state"][n : n + 1], state)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+def test_nothing_but_empty_sequences(mode):
+    inputs = make(1, 0, sequences=3)
+    results = run(inputs, mode, cu_seqlens=torch.zeros(4, dtype=torch.int64))
+    assert results["o"].shape == inputs["v"].shape
+    assert torch.equal(results["state"], inputs["initial_state"])
+    assert results["initial_state"].abs().sum() > 0  # the gradient passes through
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_identical_keys_with_beta_one(gated):
+    inputs = make(1, 200, k_dim=96, v_dim=160, gated=gated)  # chunks of 64
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    inputs["beta"] = torch.ones_like(inputs["beta"])
+    if gated:
+        inputs["g"] = inputs["g"] * 1e-3
+    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
+
+
+def test_beta_two_reflects():
+    inputs = make(1, 200, k_dim=96, v_dim=160, gated=False)
+    inputs["beta"] = torch.full_like(inputs["beta"], 2.0)
+    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize(
+    "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
+)
+def test_strong_decay(mode, where):
+    inputs = make(1, 200, k_dim=96, v_dim=160)
+    inputs["g"][:, where] = -20.0
+    # Also the tiny gradients of decays that are strong everywhere are right, relative to themselves.
+    assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+def test_zero_rows(mode):
+    inputs = make(2, 65)
+    for name in ("q", "k", "v", "beta"):
+        inputs[name][:, 10:30] = 0
+    inputs["k"][:, 40] = 0
+    results, expected = (run(inputs, m, qk_norm="l2") for m in (mode, "reference"))
+    assert all(x.isfinite().all() for x in results.values())
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_read_before_it_is_written(packed):
+    cu_seqlens = torch.tensor([0, 3, 3, 70, 130]) if packed else None
+    inputs = make(1, 130, sequences=4 if packed else 1)
+    expected = run(inputs, "reference", cu_seqlens=cu_seqlens)
+    assert deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        assert torch.empty(1).isnan().all()
+        results = run(inputs, "chunk", cu_seqlens=cu_seqlens)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sequence_does_not_see_the_other(packed):
+    inputs = make(2, 100, initial=False)
+    inputs["v"][0, 50:] = torch.nan  # neither the other row, nor this row's past
+    if packed:
+        inputs = {name: None if x is None else x.flatten(0, 1)[None] for name, x in inputs.items()}
+    o, _ = ops.delta_rule(**inputs, cu_seqlens=torch.tensor([0, 100, 200]) if packed else None, chunk_size=2)
+    o = o.view(2, 100, *o.shape[2:])
+    assert o[1].isfinite().all()
+    assert o[0, :50].isfinite().all()
+    assert o[0, 50:].isnan().all()
+
+
+def test_initial_state_is_left_alone():
+    inputs = make(2, 70)
+    before = inputs["initial_state"].clone()
+    for mode in ("chunk", "recurrent", "reference"):
+        ops.delta_rule(**inputs, mode=mode)
+        assert torch.equal(inputs["initial_state"], before)
+
+
+@pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
+@pytest.mark.parametrize("modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")])
+def test_state_carries_over(split, modes):
+    inputs = make(2, 129)
+    whole, last = ops.delta_rule(**inputs, output_final_state=True)
+    state, parts = inputs["initial_state"], []
+    for mode, piece in zip(modes, (slice(0, split), slice(split, None)), strict=True):
+        some = {name: x[:, piece] for name, x in inputs.items() if name != "initial_state"}
+        o, state = ops.delta_rule(**some, initial_state=state, output_final_state=True, mode=mode)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+def test_half_precision_inputs_and_fp32_inside(dtype, mode):
+    inputs = {name: x.to(dtype) for name, x in make(2, 130).items()}
+    inputs["initial_state"] = inputs["initial_state"].float()
+    results = run(inputs, mode, dtype)
+    assert results["o"].dtype == results["q"].dtype == results["beta"].dtype == dtype
+    assert results["state"].dtype == results["initial_state"].dtype == torch.float32
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference")
+    # All that was rounded is what leaves in half precision: o and the gradients, not the state.
+    assert (results["state"] - exact["state"]).abs().max() < 2e-5 * exact["state"].abs().max()
+    assert_same(results, exact, torch.bfloat16)
+    assert (results["o"] - exact["o"]).abs().max() < torch.finfo(dtype).eps * exact["o"].abs().max()
+
+
+def test_autocast_does_not_reach_inside():
+    inputs = make(1, 70)
+    inputs = {name: x.float() for name, x in inputs.items()}
+    expected = run(inputs, "chunk", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = run(inputs, "chunk", torch.float32)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def doubling_map(q, k):
+    return tuple(torch.cat((x.cos() * x.abs(), x.sin() * x.abs()), -1) for x in (q, k))
+
+
+@pytest.mark.parametrize("qk_norm", [None, "l2"])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
+    inputs = make(1, 65, initial=False)
+    inputs["k"] = inputs["k"] * (0.5 if qk_norm is None else 3.0)
+    inputs["initial_state"] = torch.randn(1, 2, 16, 6, dtype=torch.float64)
+    options = {"feature_map": doubling_map, "qk_norm": qk_norm}
+    results = run(inputs, mode, **options)
+    assert_same(results, run(inputs, "reference", **options))
+
+    q, k = doubling_map(inputs["q"], inputs["k"])
+    if qk_norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    mapped = run(inputs | {"q": q, "k": k}, mode, scale=16**-0.5)  # the default scale counts mapped features
+    torch.testing.assert_close(results["o"], mapped["o"])
+
+
+def test_map_and_norm_run_in_fp32_with_one_cast():
+    seen = []
+
+    def spy(q, k):
+        seen.extend((q.dtype, k.dtype))
+        return q * 1e6, k * 1e6  # squares leave the range of fp16
+
+    inputs = {name: x.half() for name, x in make(1, 20, initial=False).items() if x is not None}
+    o, _ = ops.delta_rule(**inputs, feature_map=spy, qk_norm="l2")
+    assert seen == [torch.float32, torch.float32]
+    assert o.isfinite().all()
+
+
+def test_l2norm():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ops.l2norm, x)
+    torch.testing.assert_close(
+        ops.l2norm(x).norm(dim=-1), torch.ones(3, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+    zero = torch.zeros(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(ops.l2norm(zero).sum(), zero)
+    assert ops.l2norm(zero).abs().max() == 0
+    torch.testing.assert_close(slope, torch.full((2, 4), 1e3))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_gradcheck(gated):
+    inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, gated=gated, sequences=2)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+
+    def function(*tensors):
+        cu_seqlens = torch.tensor([0, 2, 5])
+        given = dict(zip(inputs, tensors, strict=True))
+        return ops.delta_rule(**given, chunk_size=2, cu_seqlens=cu_seqlens, output_final_state=True)
+
+    assert torch.autograd.gradcheck(function, tuple(inputs.values()))
+
+
+def test_gradients_through_one_output_only():
+    inputs = {name: x.requires_grad_() for name, x in make(1, 70).items()}
+    for pick in (0, 1):
+        chunk, reference = (
+            torch.autograd.grad(
+                ops.delta_rule(**inputs, mode=mode, output_final_state=True)[pick].sum(),
+                list(inputs.values()),
+                materialize_grads=True,
+            )
+            for mode in ("chunk", "reference")
+        )
+        for ours, theirs in zip(chunk, reference, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_final_state_is_returned_only_on_request():
+    inputs = make(1, 20)
+    for mode in ("chunk", "recurrent", "reference"):
+        assert ops.delta_rule(**inputs, mode=mode)[1] is None
+
+
+def test_strided_inputs():
+    inputs = make(2, 64)
+    mixed = torch.cat((inputs["q"].flatten(2), inputs["k"].flatten(2)), -1)
+    q, k = (x.unflatten(2, (2, 8)) for x in mixed.split(16, -1))  # views, as projections give them
+    assert not q.is_contiguous()
+    for length in (64, 63):
+        cut = {name: x if name == "initial_state" else x[:, :length] for name, x in inputs.items()}
+        views = cut | {"q": q[:, :length], "k": k[:, :length]}
+        torch.testing.assert_close(ops.delta_rule(**views)[0], ops.delta_rule(**cut, mode="reference")[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_torch_compile_sees_one_operator(packed, gated):
+    inputs = make(1, 130, gated=gated, sequences=3 if packed else 1)
+    options = {"cu_seqlens": torch.tensor([0, 5, 40, 130]) if packed else None, "qk_norm": "l2"}
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    torch._dynamo.reset()
+    expected = run(inputs, "chunk", **options)
+    compiled = torch.compile(ops.delta_rule, backend=backend, fullgraph=True)
+    assert_same(run(inputs, "chunk", function=compiled, **options), expected)
+    assert sum("chunk_delta_rule" in target for target in graphs[0]) == 1
+    assert not any("bmm" in target for target in graphs[0])
+    compiled = torch.compile(ops.delta_rule, backend="aot_eager", fullgraph=True)
+    assert_same(run(inputs, "chunk", function=compiled, **options), expected)
+
+
+def test_operators_are_declared_as_they_behave():
+    inputs = {name: x.requires_grad_() for name, x in make(1, 70).items()}
+    torch.library.opcheck(ops._chunk_op, (*inputs.values(), None, 1.0, 64, True))
+
+
+def load_copy(monkeypatch, kernels):
+    """The file as it arrives with a checkpoint: under another name, beside other kernels or none."""
+    monkeypatch.setitem(sys.modules, "nalanda_kernels", kernels)
+    spec = importlib.util.spec_from_file_location("copied_with-a.checkpoint", ops.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_works_without_kernels(monkeypatch, recwarn):
+    module = load_copy(monkeypatch, None)
+    inputs = make(1, 20)
+    assert torch.equal(module.delta_rule(**inputs)[0], ops.delta_rule(**inputs)[0])
+    assert not recwarn.list
+    assert module._chunk_op._qualname != ops._chunk_op._qualname  # the copies do not replace one another
+
+
+def fake_kernels(api=1):
+    def kernel(q, k, v, beta, g, **options):
+        return v + 1, None
+
+    entry = types.SimpleNamespace(devices=("cpu",), load=lambda: kernel)
+    return types.SimpleNamespace(API=api, KERNELS={"delta_rule": {"triton": entry}})
+
+
+def test_a_registered_kernel_is_found(monkeypatch):
+    module = load_copy(monkeypatch, fake_kernels())
+    inputs = make(1, 20)
+    for backend in ("auto", "triton"):
+        assert torch.equal(module.delta_rule(**inputs, backend=backend)[0], inputs["v"] + 1)
+    torch.testing.assert_close(
+        module.delta_rule(**inputs, backend="torch")[0], ops.delta_rule(**inputs, mode="reference")[0]
+    )
+
+
+def test_kernels_of_another_api_are_refused_once(monkeypatch):
+    with pytest.warns(UserWarning, match="API 2"):
+        module = load_copy(monkeypatch, fake_kernels(api=2))
+    with warnings.catch_warnings(action="error"):
+        module.delta_rule(**make(1, 20))
+    with pytest.raises(ValueError, match=r"choose one of auto, torch$"):
+        module.delta_rule(**make(1, 20), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 20, 2, 7)}, "q and k must both be"),
+        ({"v": torch.zeros(2, 19, 2, 6)}, "v must be"),
+        ({"v": torch.zeros(2, 20, 3, 6)}, "not a multiple"),
+        ({"beta": torch.zeros(2, 20, 2, 1)}, "beta must be"),
+        ({"g": torch.zeros(2, 20, 1)}, "g must be"),
+        ({"initial_state": torch.zeros(1, 2, 8, 6)}, "initial_state must be"),
+        ({"initial_state": torch.zeros(2, 2, 9, 6)}, "K = 9, but q and k have 8"),
+        ({"cu_seqlens": torch.tensor([0, 20])}, "B = 1"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.0])}, "integers"),
+        ({"chunk_size": 48}, "power of two"),
+        ({"chunk_size": 0}, "power of two"),
+        ({"mode": "parallel"}, "mode must be"),
+        ({"qk_norm": "l1"}, "qk_norm must be"),
+        ({"backend": "cuda"}, "choose one of auto, torch"),
+        ({"backend": "fla"}, "choose one of auto, torch"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(change, message):
+    inputs = {name: x.float() for name, x in make(2, 20).items()}
+    with pytest.raises(ValueError, match=message) as error:
+        ops.delta_rule(**(inputs | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bounds", [[0, 10, 19], [1, 20], [0, 12, 8, 20], [0, 21]])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+def test_bad_bounds(bounds, mode):
+    inputs = make(1, 20, initial=False)
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 20 tokens"):
+        ops.delta_rule(**inputs, cu_seqlens=torch.tensor(bounds), mode=mode)
+
+
+def test_flops_are_those_of_the_products():
+    # A token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
+    expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
+    assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
+    assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)
