@@ -34,7 +34,7 @@ def test_kernels_import_nothing_of_ours(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "src/nalanda/model").glob("*.py")), ids=lambda p: p.name)
 def test_model_is_flat_and_imports_siblings_only(path):
-    """`save_pretrained` copies these files: an import that leaves the folder breaks a checkpoint elsewhere."""
+    """`save_pretrained` copies these files: an import that leaves the folder breaks a checkpoint."""
     assert ours(path) <= ({"nalanda_kernels"} if path.name == "ops.py" else set())
     siblings = {f".{p.stem}" for p in path.parent.glob("*.py")}
     relative = {name for name in imports(path) if name.startswith(".")}
