@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,8 @@ def shards(tmp_path) -> DataConfig:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """So that a few kilobytes cross many groups."""
-    monkeypatch.setattr(data, "GROUP", 100)
+    monkeypatch.setattr(data, "STREAM_GROUP", 100)
+    monkeypatch.setattr(data, "PERMUTED_GROUP", 200)
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +179,23 @@ def test_every_token_once_an_epoch(byte_tokenizer, shards):
     missing = expected - counted
     assert missing.min() >= 0
     assert missing.sum() == expected.sum() % 16  # training drops only what fills no row
+
+
+def test_rows_of_a_long_document_do_not_fill_a_batch(tmp_path, byte_tokenizer, monkeypatch):
+    """Of four files of fifty rows each: in order, most batches of four rows would see one file."""
+    monkeypatch.setattr(data, "PERMUTED_GROUP", 1 << 20)
+    for letter in "abcd":
+        (tmp_path / f"{letter}.txt").write_text(letter * 800)
+    config = DataConfig(source=str(tmp_path), validation_share=1e-9, seq_len=16, bos=False, eos=False)
+
+    def batches(seed: int) -> list[list[int]]:
+        packed = PackedBatches(config, byte_tokenizer, split="train", batch_size=4, seed=seed, epochs=1)
+        return [batch["input_ids"][:, 0].tolist() for batch in packed]
+
+    seen = batches(0)
+    assert sorted(Counter(itertools.chain(*seen)).values()) == [50] * 4
+    assert sum(len(set(batch)) > 1 for batch in seen) > 0.8 * len(seen)
+    assert batches(0) == seen != batches(1)
 
 
 def test_training_has_no_padding_and_no_end(byte_tokenizer, shards):
@@ -691,7 +710,8 @@ def test_a_python_without_its_language_reference(monkeypatch):
 
 @pytest.fixture
 def prose(tmp_path, monkeypatch) -> DataConfig:
-    monkeypatch.setattr(data, "GROUP", 1 << 19)
+    monkeypatch.setattr(data, "STREAM_GROUP", 1 << 19)
+    monkeypatch.setattr(data, "PERMUTED_GROUP", 1 << 19)
     documents = python_documents({"json", "heapq", "abc"})
     write_jsonl(tmp_path / "prose" / "a.jsonl", list(documents.values()))
     return DataConfig(source=str(tmp_path / "prose"), seq_len=64, validation_share=0.3)

@@ -105,7 +105,8 @@ class DocumentStream:
 
     def __init__(self, corpus: Corpus, *, seed: int, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
-        self.buffer_size = 0 if all(shard.single for shard in corpus.shards) else buffer_size
+        self.permuted = all(shard.single for shard in corpus.shards)  # to order shards is to order documents
+        self.buffer_size = 0 if self.permuted else buffer_size
         self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
 
     def state_dict(self) -> dict:
@@ -122,36 +123,44 @@ class DocumentStream:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
         self.documents, self.buffer = state["documents"], list(state["buffer"])
 
+    @property
+    def ended(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.epochs
+
     def __iter__(self) -> Iterator[str]:
+        while not self.ended:
+            yield from self.rest_of_epoch()
+
+    def rest_of_epoch(self) -> Iterator[str]:
+        """The documents that this epoch has not given yet; behind the last one the next epoch begins."""
         shards = self.corpus.shards
-        while self.epochs is None or self.epoch < self.epochs:
-            order = sorted(range(len(shards)), key=lambda index: self._draw("shard", index))
-            while self.shard < len(order):
-                for text, cursor in shards[order[self.shard]].read(self.cursor):
-                    self.cursor = cursor
-                    if not text or text.isspace() or not self.corpus.keep(text):
-                        continue
-                    if len(self.buffer) < self.buffer_size:
-                        self.buffer.append(text)
-                        continue
-                    if self.buffer:
-                        place = self._draw("document", self.documents) % len(self.buffer)
-                        text, self.buffer[place] = self.buffer[place], text
-                    self.documents += 1
-                    yield text
-                self.shard, self.cursor = self.shard + 1, None
-            while self.buffer:
-                text = self.buffer.pop(self._draw("document", self.documents) % len(self.buffer))
+        order = sorted(range(len(shards)), key=lambda index: self.draw("shard", index))
+        while self.shard < len(order):
+            for text, cursor in shards[order[self.shard]].read(self.cursor):
+                self.cursor = cursor
+                if not text or text.isspace() or not self.corpus.keep(text):
+                    continue
+                if len(self.buffer) < self.buffer_size:
+                    self.buffer.append(text)
+                    continue
+                if self.buffer:
+                    place = self.draw("document", self.documents) % len(self.buffer)
+                    text, self.buffer[place] = self.buffer[place], text
                 self.documents += 1
                 yield text
-            if not self.documents:
-                raise InputError(
-                    "the corpus is empty: no document with text is left for this split; look at data.source "
-                    "and data.validation_share, or give a data.validation_source"
-                )
-            self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
+            self.shard, self.cursor = self.shard + 1, None
+        while self.buffer:
+            text = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
+            self.documents += 1
+            yield text
+        if not self.documents:
+            raise InputError(
+                "the corpus is empty: no document with text is left for this split; look at data.source "
+                "and data.validation_share, or give a data.validation_source"
+            )
+        self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
 
-    def _draw(self, what: str, number: int) -> int:
+    def draw(self, what: str, number: int) -> int:
         return _hash(f"{self.seed}/{self.epoch}/{what}/{number}")
 
 

@@ -1,0 +1,145 @@
+"""Results as tables: one row a model, under the literature's rows where the tasks are the literature's."""
+
+import math
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+# The zero-shot suite of NaLaFormer's table 4: task, metric, column.
+TABLE4 = (
+    ("wikitext", "word_perplexity", "Wiki ppl"),
+    ("lambada_openai", "perplexity", "LMB ppl"),
+    ("piqa", "acc", "PIQA"),
+    ("hellaswag", "acc_norm", "Hella"),
+    ("winogrande", "acc", "Wino"),
+    ("arc_easy", "acc", "ARC-e"),
+    ("arc_challenge", "acc_norm", "ARC-c"),
+)
+# NaLaFormer, table 4. Its DeltaNet row is, by its figures, the variant without short convolutions; the row
+# with them is that of the DeltaNet paper.
+LITERATURE = {
+    "Transformer++": (28.39, 42.69, 63.3, 34.0, 50.4, 44.5, 24.2),
+    "RetNet": (32.33, 49.19, 63.5, 33.5, 52.5, 44.5, 23.4),
+    "Mamba": (28.39, 39.66, 65.0, 35.4, 50.1, 46.3, 23.6),
+    "GLA": (28.65, 43.35, 64.8, 34.5, 51.4, 45.1, 22.7),
+    "DeltaNet, no conv": (29.08, 50.87, 63.6, 33.6, 51.7, 46.0, 23.0),
+    "DeltaNet": (28.24, 37.37, 64.8, 34.3, 52.2, 45.8, 23.2),
+    "NaLa + DeltaNet": (27.82, 49.77, 64.9, 34.3, 52.7, 46.5, 23.1),
+    "Gated DeltaNet": (26.59, 31.67, 65.8, 35.2, 50.8, 46.0, 23.5),
+    "NaLa + Gated DeltaNet": (25.89, 32.32, 65.6, 36.2, 53.2, 45.4, 23.8),
+}
+PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
+
+
+def suite(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
+    """Table 4: header, the literature's rows and one row a model, as text; None if no task of it was asked.
+
+    Accuracies are in percent. What was not measured is a dash; `avg` is the mean of the five accuracies, and
+    a dash if one is missing.
+    """
+    names = {task for task, _, _ in TABLE4}
+    if not names & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
+        return None
+    header = ["model", *(title for _, _, title in TABLE4), "avg"]
+    literature = [_suite_row(name, list(figures)) for name, figures in LITERATURE.items()]
+    ours = [
+        _suite_row(model["name"], [_figure(model, task, metric) for task, metric, _ in TABLE4])
+        for model in results["models"]
+    ]
+    return header, literature, ours
+
+
+def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+    """All other tasks: header, and one row a metric with its standard error; None if there are none."""
+    names = {task for task, _, _ in TABLE4}
+    asked = {  # a dict keeps the order in which tasks and metrics came
+        (task, metric): [task, metric.replace("_", " ")]
+        for model in results["models"]
+        for task, scores in model["tasks"].items()
+        for metric in scores["metrics"]
+        if task not in names
+    }
+    for (task, metric), row in asked.items():
+        for model in results["models"]:
+            value, error = (_figure(model, task, metric, kind) for kind in ("metrics", "stderr"))
+            row.append(_cell(metric, value) + (f" ± {_cell(metric, error)}" if error is not None else ""))
+    header = ["task", "metric", *(model["name"] for model in results["models"])]
+    return (header, list(asked.values())) if asked else None
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What a reader of the tables has to know: where their rows come from, what is left out, a limit."""
+    lines = []
+    if table4 := suite(results):
+        lines.append(
+            f"The first {len(table4[1])} rows are published: 340 M parameters, 15 B tokens of SlimPajama."
+        )
+    lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
+    if results["limit"] is not None:
+        lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")
+    return lines
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The tables in Markdown."""
+    blocks = []
+    if table4 := suite(results):
+        header, literature, ours = table4
+        bold = [[f"**{row[0]}**", *row[1:]] for row in ours]
+        blocks.append([header, ["---", *("---:" for _ in header[1:])], *literature, *bold])
+    if rest := others(results):
+        header, rows = rest
+        blocks.append([header, ["---", "---", *("---:" for _ in header[2:])], *rows])
+    tables = ["\n".join(f"| {' | '.join(line)} |" for line in block) for block in blocks]
+    return "\n\n".join([*tables, *notes(results)]) + "\n"
+
+
+def show(results: dict[str, Any], console: Console | None = None) -> None:
+    """Print the tables."""
+    console = console or Console()
+    if table4 := suite(results):
+        header, literature, ours = table4
+        table = _table(header, left=1)
+        for row in literature:
+            table.add_row(*row, style="dim", end_section=row is literature[-1])
+        for row in ours:
+            table.add_row(*row)
+        console.print(table)
+    if rest := others(results):
+        header, rows = rest
+        table = _table(header, left=2)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for note in notes(results):
+        console.print(note, style="dim", highlight=False)
+
+
+def _table(header: list[str], left: int) -> Table:
+    # Spare padding, so that the suite fits into 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for i, title in enumerate(header):
+        table.add_column(title, justify="left" if i < left else "right", overflow="fold")
+    return table
+
+
+def _suite_row(name: str, figures: list[float | None]) -> list[str]:
+    accuracies = [value for value in figures[2:] if value is not None]
+    average = f"{sum(accuracies) / 5:.1f}" if len(accuracies) == 5 else "—"
+    cells = [_cell(metric, value) for (_, metric, _), value in zip(TABLE4, figures, strict=True)]
+    return [name, *cells, average]
+
+
+def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
+    value = model["tasks"].get(task, {kind: {}})[kind].get(metric)
+    return value * 100 if value is not None and metric.startswith(("acc", "exact_match")) else value
+
+
+def _cell(metric: str, value: float | None) -> str:
+    if value is None:
+        return "—"
+    if not math.isfinite(value) or abs(value) >= 1e6:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if metric in PERPLEXITIES else f"{value:.1f}"

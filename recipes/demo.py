@@ -1,0 +1,169 @@
+"""`make demo`: from the text that every Python brings along to a language model that streams, in minutes.
+
+It runs the commands that a large run uses, one after another, and at the end sets the model's validation
+perplexity beside two baselines. Run again, it goes on where it stopped. Arguments are settings of the recipe:
+
+    python recipes/demo.py train.steps=100 output_dir=runs/mine
+"""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+
+RECIPES = Path(__file__).parent
+PROMPT = 'def read_lines(path):\n    """Return'
+CONTEXT, ENDING = 400, 100  # characters of a question of the cloze task
+console = Console(highlight=False)
+
+
+def main(overrides: list[str]) -> None:
+    from nalanda.config import load_config
+    from nalanda.errors import one_line_errors
+
+    recipe = os.path.relpath(RECIPES / "demo.yaml")
+    with one_line_errors():
+        config = load_config(recipe, overrides)
+        run_dir = Path(config.output_dir)
+        console.rule("train")
+        run(
+            *accelerate(config.train.cpu_threads or 1),
+            os.path.relpath(RECIPES / "pretrain.py"),
+            recipe,
+            *overrides,
+        )
+
+        console.rule("evaluate")
+        write_tasks(held_out_documents(run_dir), run_dir / "eval")
+        tasks = ("--tasks", "python_docs", "--data", str(run_dir / "eval"))
+        run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
+
+        console.rule("generate")
+        run("nalanda", "generate", str(run_dir / "final"), PROMPT, "--max-new-tokens", "120", "--seed", "0")
+
+        console.rule("compare")
+        with console.status("counting bigrams, zeroing the token mixers …"):
+            summary = compare(run_dir)
+        console.print(summary)
+
+
+def accelerate(threads: int) -> list[str]:
+    """One process on the GPU or the CPU, with every setting that accelerate would otherwise complain of."""
+    import torch
+
+    command = ["accelerate", "launch", "--quiet", "--num_processes=1", "--num_machines=1"]
+    command += ["--mixed_precision=no", "--dynamo_backend=no", f"--num_cpu_threads_per_process={threads}"]
+    return command if torch.cuda.is_available() else [*command, "--cpu"]
+
+
+def run(program: str, *arguments: str) -> None:
+    """One command of this environment, shown, with its output as it comes. If it fails, so does the demo."""
+    shown = [
+        argument if argument.isprintable() and " " not in argument else repr(argument)
+        for argument in arguments
+    ]
+    console.print(f"$ {' '.join([program, *shown])}", style="bold", markup=False, soft_wrap=True)
+    process = subprocess.Popen([Path(sys.executable).with_name(program), *arguments])
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:  # it got the signal too, and may be saving a checkpoint
+            continue
+    if code:
+        raise SystemExit(code)
+
+
+def held_out_documents(run_dir: Path) -> list[str]:
+    """The validation documents of a run."""
+    from nalanda.config import load_config
+    from nalanda.corpus import open_corpus
+    from nalanda.data import DocumentStream
+
+    corpus = open_corpus(load_config(run_dir / "config.yaml").data, "validation")
+    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
+
+
+def write_tasks(documents: list[str], directory: Path) -> None:
+    """The data of the task `python_docs`: texts to predict, and questions to answer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, rows in {
+        "python_docs": [{"text": text} for text in excerpts(documents, characters=50_000)],
+        "python_cloze": cloze(documents, questions=200),
+    }.items():
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def excerpts(documents: list[str], characters: int) -> list[str]:
+    """The beginning of every document, about `characters` in all."""
+    share = characters // len(documents)
+    return [text[: text.find("\n", share) + 1 or None] for text in documents]
+
+
+def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
+    """Passages, each with the lines that follow it and three beginnings of lines from other documents."""
+    draw = random.Random(seed)
+    passages = []
+    for source, text in enumerate(documents):
+        for start in range(CONTEXT, len(text) - ENDING, CONTEXT + ENDING):
+            cut = text.find("\n", start) + 1
+            ending = text[cut : cut + ENDING]
+            if cut and len(ending) == ENDING and len(ending.split()) > 5:
+                passages.append((source, text[cut - CONTEXT : cut], ending))
+    rows = []
+    for source, context, ending in draw.sample(passages, min(questions, len(passages))):
+        others = [other for document, _, other in passages if document != source and other != ending]
+        choices = draw.sample(others, 3)
+        label = draw.randrange(4)
+        choices.insert(label, ending)
+        rows.append({"context": context, "choices": choices, "label": label})
+    return rows
+
+
+def compare(run_dir: Path) -> Panel:
+    """The validation perplexity of a finished run, of a bigram model of the tokens that it saw, and of itself
+    with its token mixers zeroed, all on the same rows."""
+    from nalanda.baselines import Bigram, perplexity, zeroed_mixers
+    from nalanda.config import load_config
+    from nalanda.generate import load
+    from nalanda.metrics import plot_losses
+    from nalanda.train import open_batches
+
+    config = load_config(run_dir / "config.yaml")
+    model, tokenizer = load(str(run_dir / "final"))
+    seen = itertools.islice(
+        open_batches(config, tokenizer, "train", rank=0, processes=1),
+        config.train.steps * config.accumulation(processes=1),
+    )
+    rows = list(open_batches(config, tokenizer, "validation", rank=0, processes=1))
+    tokens = config.train.steps * config.train.tokens_per_step
+    figures = {
+        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": perplexity(model, rows),
+        f"bigrams of the {tokens:,} tokens it saw": Bigram(seen, len(tokenizer)).perplexity(rows),
+    }
+    with zeroed_mixers(model):
+        figures["the model, token mixers zeroed"] = perplexity(model, rows)
+
+    measured = Table("[bold]validation perplexity", "", box=None, header_style="", padding=(0, 2, 0, 0))
+    measured.columns[1].justify = "right"
+    for name, value in figures.items():
+        measured.add_row(f"  {name}", f"{value:,.1f}")
+    places = Table("[bold]where it is", "", box=None, header_style="", padding=(0, 2, 0, 0))
+    places.add_row("  model", str(run_dir / "final"))
+    places.add_row("  loss curve", str(plot_losses(run_dir, run_dir / "loss.png")))
+    places.add_row("  metrics", str(run_dir / "metrics.jsonl"))
+    places.add_row("  scores", str(run_dir / "eval" / "results.md"))
+    content = Group(measured, "", places)
+    return Panel(content, title="NaLa + Gated DeltaNet, pretrained", expand=False, padding=(1, 2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""What a trained model has to beat: bigrams of the text that it saw, and itself without its token mixers."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nalanda.train import count_labels, summed_loss
+
+IGNORED = -100
+
+
+class Bigram:
+    """Interpolated Kneser–Ney bigrams over token ids, the strongest of the simple ones.
+
+        P(b|a)  = max(c(ab) − d, 0) / c(a) + d · n(a·) / c(a) · P(b)
+        P(b)    = max(n(·b) − e, 0) / n(··) + e · n(·) / n(··) · 1/V
+
+    c counts tokens, n different ones: n(a·) followers of a, n(·b) predecessors of b, n(··) bigrams, n(·)
+    tokens with a predecessor. The discounts d and e are n₁/(n₁ + 2n₂) of the counts that they discount (Ney,
+    Essen and Kneser, 1994), so that nothing is tuned. After an unseen a, P(b|a) is P(b).
+
+    Args:
+        batches: dicts with input_ids [B, T] and labels [B, T], unshifted, −100 where no loss is taken: a pair
+            counts where its second token has a label, as the model's loss does.
+        vocab_size: V.
+    """
+
+    def __init__(self, batches: Iterable[dict[str, Tensor]], vocab_size: int):
+        self.vocab_size = vocab_size
+        pairs = [_pairs(batch) for batch in batches]
+        first, second = (np.concatenate(ids) for ids in zip(*pairs, strict=True))
+        self.bigrams, self.counts = np.unique(first * vocab_size + second, return_counts=True)
+        a, b = self.bigrams // vocab_size, self.bigrams % vocab_size
+        total = np.bincount(first, minlength=vocab_size)
+        followers = np.bincount(a, minlength=vocab_size)
+        predecessors = np.bincount(b, minlength=vocab_size)
+
+        self.discount, e = _discount(self.counts), _discount(predecessors)
+        spread = e * (predecessors > 0).sum() / len(self.bigrams)
+        self.lower = np.maximum(predecessors - e, 0) / len(self.bigrams) + spread / vocab_size
+        self.total = np.maximum(total, 1)
+        self.backoff = np.where(total > 0, self.discount * followers / self.total, 1.0)
+
+    def probabilities(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """P(second|first), elementwise."""
+        keys = first * self.vocab_size + second
+        place = np.minimum(np.searchsorted(self.bigrams, keys), len(self.bigrams) - 1)
+        count = np.where(self.bigrams[place] == keys, self.counts[place], 0)
+        seen = np.maximum(count - self.discount, 0) / self.total[first]
+        return seen + self.backoff[first] * self.lower[second]
+
+    def perplexity(self, batches: Iterable[dict[str, Tensor]]) -> float:
+        """exp of the mean negative log-probability of the labels, a row's first one excepted."""
+        nll = np.concatenate([-np.log(self.probabilities(*_pairs(batch))) for batch in batches])
+        return math.exp(nll.mean())
+
+
+def _pairs(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    labelled = batch["labels"][:, 1:] != IGNORED
+    first, second = batch["input_ids"][:, :-1][labelled], batch["labels"][:, 1:][labelled]
+    return first.numpy().astype(np.int64), second.numpy().astype(np.int64)
+
+
+def _discount(counts: np.ndarray) -> float:
+    once, twice = (counts == 1).sum(), (counts == 2).sum()
+    return float(once / (once + 2 * twice)) if once else 0.5
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
+    """exp of the mean loss over the labels of packed batches, as the trainer validates."""
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        total += summed_loss(model, batch, model.device).item()
+        count += count_labels(batch)
+    return math.exp(total / count)
+
+
+@contextlib.contextmanager
+def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
+    """While this is open, no layer's token mixer adds anything: each token sees itself alone."""
+    projections = [layer.mixer.o_proj for layer in model.model.layers]
+    saved = [[parameter.clone() for parameter in projection.parameters()] for projection in projections]
+    try:
+        with torch.no_grad():
+            for projection in projections:
+                for parameter in projection.parameters():
+                    parameter.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            for projection, values in zip(projections, saved, strict=True):
+                for parameter, value in zip(projection.parameters(), values, strict=True):
+                    parameter.copy_(value)

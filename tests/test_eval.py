@@ -1,0 +1,462 @@
+"""Evaluation through lm-evaluation-harness on a tiny model and documents of our own making; generation."""
+
+import gzip
+import io
+import json
+import math
+import re
+
+import pytest
+import torch
+import transformers
+from nalanda_eval import report
+from nalanda_eval.harness import evaluate
+from nalanda_eval.sources import find
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.errors import InputError
+from nalanda.generate import check_name, generate, load
+
+SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
+WORDS = SENTENCE.split()
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """Seconds to import, so that only the tests that need it wait."""
+    import nalanda_eval.lm as lm
+
+    return lm
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    tokenizer.add_special_tokens({})
+    return tokenizer
+
+
+def build(tokenizer, path, **options):
+    torch.manual_seed(0)
+    config = NalandaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        intermediate_size=64,
+        initializer_range=0.2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    NalandaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    return build(tokenizer, tmp_path_factory.mktemp("model"))
+
+
+def text(seed: int, words: int = 8) -> str:
+    return " ".join(WORDS[(seed * 7 + i * i + i) % len(WORDS)] for i in range(words))
+
+
+def write(directory, name, rows):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".gz"):
+        (directory / name).write_bytes(gzip.compress(lines.encode()))
+    else:
+        (directory / name).write_text(lines)
+
+
+def arc(i):
+    return {
+        "query": f"Question: Why does {text(i)}?\nAnswer:",
+        "choices": [text(i + j, 3) for j in range(4)],
+        "gold": i % 4,
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The layout of local data, without WikiText; half of the files compressed."""
+    directory = tmp_path_factory.mktemp("data")
+    six = range(6)
+    write(
+        directory,
+        "lambada_test.jsonl.gz",
+        [{"context": text(i, 12), "continuation": f" {WORDS[i]}"} for i in six],
+    )
+    write(
+        directory,
+        "piqa_val.jsonl",
+        [{"goal": text(i), "sol1": text(i + 1), "sol2": text(i + 2), "label": i % 2} for i in six],
+    )
+    write(
+        directory,
+        "hellaswag_val.jsonl.gz",
+        [
+            {
+                "activity_label": "Milling",
+                "ctx_a": text(i),
+                "ctx_b": "the miller",
+                "endings": [f"then [title] {text(j)}" for j in range(4)],
+                "label": str(i % 4),
+            }
+            for i in six
+        ],
+    )
+    write(
+        directory,
+        "winogrande_xl_val.jsonl",
+        [
+            {
+                "sentence": f"{text(i)} because _ was late.",
+                "option1": "Ann",
+                "option2": "Bea",
+                "answer": str(i % 2 + 1),
+            }
+            for i in six
+        ],
+    )
+    write(directory, "arc_easy_test.jsonl.gz", [arc(i) for i in six])
+    write(directory, "arc_challenge_test.jsonl", [arc(i) for i in six])
+    return directory
+
+
+def requests(lm, tasks: list[str], data) -> dict[str, list[tuple]]:
+    """What the harness asks a model: the arguments of the first document's requests, by task."""
+    loaded = lm.load_tasks(find(tasks, str(data))[0])["tasks"]
+    for task in loaded.values():
+        task.build_all_requests(limit=1, rank=0, world_size=1)
+    return {name: [instance.args for instance in task.instances] for name, task in loaded.items()}
+
+
+# ------------------------------ table 4 on local data
+
+
+def test_local_prompts_are_the_harness_own(lm, data, tmp_path):
+    write(
+        tmp_path, "wikitext_test.jsonl", [{"page": "= Mill =\n the miller 's sacks , 3 @,@ 000 of them \n"}]
+    )
+    assert requests(lm, ["wikitext"], tmp_path) == {
+        "wikitext": [("= Mill =\nthe miller's sacks, 3,000 of them\n",)]
+    }
+    asked = requests(lm, ["table4"], data)
+    assert list(asked) == [task for task, _, _ in report.TABLE4 if task != "wikitext"]
+    assert asked["lambada_openai"] == [(text(0, 12), f" {WORDS[0]}")]
+    prompt = f"Question: {text(0)}\nAnswer:"
+    assert asked["piqa"] == [(prompt, f" {text(1)}"), (prompt, f" {text(2)}")]
+    prompt = f"Milling: {text(0)} The miller"
+    assert asked["hellaswag"] == [(prompt, f" then. {text(j)}") for j in range(4)]
+    assert asked["winogrande"] == [(f"{text(0)} because {name}", " was late.") for name in ("Ann", "Bea")]
+    prompt = f"Question: Why does {text(0)}?\nAnswer:"
+    assert asked["arc_easy"] == asked["arc_challenge"] == [(prompt, f" {text(j, 3)}") for j in range(4)]
+
+
+def test_the_hubs_own_fields_are_taken_too(lm, data, tmp_path):
+    row = {
+        "question": f"Why does {text(0)}?",
+        "choices": {"text": [text(j, 3) for j in range(4)], "label": list("ABCD")},
+        "answerKey": "A",
+    }
+    write(tmp_path, "arc_easy_test.jsonl", [row])
+    write(tmp_path, "lambada_test.jsonl", [{"text": f"{text(0, 12)} {WORDS[0]}"}])
+    tasks = ["arc_easy", "lambada_openai"]
+    assert requests(lm, tasks, tmp_path) == requests(lm, tasks, data)
+
+
+def test_table4(lm, checkpoint, data, tmp_path, capfd):
+    results = evaluate([checkpoint], ["table4"], data=str(data), output=str(tmp_path))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert not re.search("warn|INFO|it/s|fatal", err, re.IGNORECASE)
+
+    assert list(results["left_out"]) == ["wikitext"]
+    (model,) = results["models"]
+    assert model["begins_with_bos"]
+    assert model["max_length"] == 64
+    assert model["tasks"]["piqa"]["documents"] == 6
+    share = model["tasks"]["piqa"]["metrics"]["acc"]
+    assert model["tasks"]["piqa"]["stderr"]["acc"] == pytest.approx(math.sqrt(share * (1 - share) / 5))
+    assert model["tasks"]["lambada_openai"]["stderr"]["perplexity"] > 0
+    assert json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
+
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert lines[0] == "| model | Wiki ppl | LMB ppl | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
+    assert "| NaLa + Gated DeltaNet | 25.89 | 32.32 | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |" in lines
+    assert sum(line.startswith("| DeltaNet") for line in lines) == 2
+    assert any("wikitext is left out" in line for line in lines)
+    ours = next(line for line in lines if checkpoint in line).strip("| ").split(" | ")
+    scores = [
+        model["tasks"][task]["metrics"][metric] for task, metric, _ in report.TABLE4 if task != "wikitext"
+    ]
+    assert ours[1] == "—"
+    assert float(ours[2]) == pytest.approx(scores[0], rel=0.01)
+    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [f"{20 * sum(scores[1:]):.1f}"]
+
+
+# ------------------------------ log-likelihoods
+
+
+def score(lm, checkpoint, pairs, batch_size=8, max_length=None):
+    from lm_eval.api.instance import Instance
+
+    scorer = lm.Scorer(
+        *load(checkpoint), batch_size=batch_size, max_length=max_length, advance=lambda *_: None
+    )
+    kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
+    asked = [Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0) for pair in pairs]
+    return getattr(scorer, kind)(asked)
+
+
+def by_hand(checkpoint, ids: list[int], first: int) -> float:
+    """log P of ids[first:] given what is before."""
+    model, _ = load(checkpoint, dtype="float64")
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logp[range(first - 1, len(ids) - 1), ids[first:]].sum().item()
+
+
+def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
+    pairs = [(text(i, 1 + i), f" {text(i + 3, 1 + i % 4)}") for i in range(8)] + [("", "alone")]
+    one = [value for value, _ in score(lm, checkpoint, pairs, batch_size=1)]
+    seven = [value for value, _ in score(lm, checkpoint, pairs, batch_size=7)]
+    assert one == pytest.approx(seven, abs=1e-5 * 20)  # summed over up to twenty-odd tokens
+    tokenizer = load(checkpoint)[1]
+    expected = []
+    for context, continuation in pairs:
+        ids = [0, *tokenizer(context + continuation, add_special_tokens=False).input_ids]
+        expected.append(by_hand(checkpoint, ids, 1 + len(context)))
+    assert one == pytest.approx(expected, abs=1e-4)
+
+
+def test_rolling_begins_with_one_bos_and_goes_on_in_windows(lm, checkpoint):
+    long = text(3, 30)
+    tokenizer = load(checkpoint)[1]
+    ids = tokenizer(long, add_special_tokens=False).input_ids
+    assert len(ids) > 100
+    whole = by_hand(checkpoint, [0, *ids], 1)
+    assert score(lm, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(whole, abs=1e-3)
+    # Windows of 64 predictions; the last one reaches back, so as to be as long as the others.
+    windows = by_hand(checkpoint, [0, *ids[:64]], 1)
+    for start in range(64, len(ids), 64):
+        end = min(start + 64, len(ids))
+        windows += by_hand(checkpoint, ids[end - 65 : end], 65 - (end - start))
+    assert score(lm, checkpoint, ["b", long])[1] == pytest.approx(windows, abs=1e-3)
+
+
+def test_an_untrained_model_has_infinite_perplexity(lm, tokenizer, data, tmp_path):
+    path = build(tokenizer, tmp_path / "wild")
+    model = NalandaForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.lm_head.weight *= 1e4
+    model.save_pretrained(path)
+    results = evaluate([path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out"))
+    assert results["models"][0]["tasks"]["lambada_openai"]["metrics"]["perplexity"] == math.inf
+    assert "piqa" in results["models"][0]["tasks"]
+    assert "| inf |" in report.markdown(results)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=refuse)
+
+
+# ------------------------------ own tasks
+
+
+def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [{"text": text(i, 20)} for i in range(3)]
+    write(tmp_path, "python_docs.jsonl", texts)
+    questions = [
+        {"context": text(i), "choices": [text(i + j) for j in range(4)], "label": i} for i in range(3)
+    ]
+    write(tmp_path, "python_cloze.jsonl", questions)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: context\ndoc_to_choice: choices\ndoc_to_target: label\n"
+    )
+    write(own, "mine.jsonl", questions)
+
+    packaged = evaluate([checkpoint], ["python_docs"], data=str(tmp_path))["models"][0]["tasks"]
+    assert list(packaged) == ["python_docs_cloze", "python_docs_perplexity"]
+    total = sum(score(lm, checkpoint, [row["text"] for row in texts]))
+    size = sum(len(row["text"]) for row in texts)
+    metrics = packaged["python_docs_perplexity"]["metrics"]
+    assert metrics["bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert packaged["python_docs_perplexity"]["stderr"]["word_perplexity"] > 0
+    asked = [(row["context"], choice) for row in questions for choice in row["choices"]]
+    given = torch.tensor([value for value, _ in score(lm, checkpoint, asked)]).view(3, 4)
+    alone = torch.tensor([value for value, _ in score(lm, checkpoint, [("", c) for _, c in asked])]).view(
+        3, 4
+    )
+    labels = torch.tensor([row["label"] for row in questions])
+    for metric, values in {"acc": given, "acc_mutual_info": given - alone}.items():
+        right = (values.argmax(1) == labels).float().mean().item()
+        assert packaged["python_docs_cloze"]["metrics"][metric] == pytest.approx(right)
+
+    results = evaluate([checkpoint], [str(own)])
+    assert results["models"][0]["tasks"]["mine"]["documents"] == 3
+    assert report.suite(results) is None
+    header, rows = report.others(results)
+    assert header == ["task", "metric", checkpoint]
+    metrics = results["models"][0]["tasks"]["mine"]["metrics"]
+    assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
+    assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
+    assert f"| mine | acc | {rows[0][2]} |" in report.markdown(results)
+
+
+# ------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("tasks", "found"),
+    [
+        (["wikitext"], "has no wikitext_test.jsonl"),
+        (["boolq"], "cannot serve boolq"),
+        (["nowhere.yaml"], "no such task file: nowhere.yaml"),
+        (["python_docs"], "no such data file"),
+        (["."], "holds no task file"),
+        ([], "no task"),
+    ],
+)
+def test_bad_tasks_are_one_line(checkpoint, data, tasks, found, monkeypatch):
+    monkeypatch.chdir(data)
+    with pytest.raises(InputError, match=re.escape(found)) as caught:
+        evaluate([checkpoint], tasks, data=str(data))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_data_at_all(checkpoint, tmp_path):
+    with pytest.raises(
+        InputError, match=r"data for none of the tasks, expected wikitext_test\.jsonl\.gz, lambada"
+    ):
+        evaluate([checkpoint], ["table4"], data=str(tmp_path))
+    with pytest.raises(InputError, match="no such directory"):
+        evaluate([checkpoint], ["table4"], data=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": ', "line 2 is broken"),
+        (b'{"goal": "a", "sol1": "b", "label": 0}\n', "line 1: the field 'sol2' is missing"),
+        (b"", "is empty"),
+    ],
+)
+def test_broken_data_is_named_with_its_line(lm, tmp_path, content, found):
+    (tmp_path / "piqa_val.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=found):
+        lm.load_tasks(find(["piqa"], str(tmp_path))[0])
+    (tmp_path / "piqa_val.jsonl").unlink()
+    (tmp_path / "piqa_val.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
+    with pytest.raises(InputError, match=r"piqa_val\.jsonl\.gz"):
+        lm.load_tasks(find(["piqa"], str(tmp_path))[0])
+
+
+def test_an_unknown_task_brings_the_nearest_name(lm, tmp_path, monkeypatch):
+    import lm_eval.tasks.manager
+
+    (tmp_path / "piqa.yaml").write_text("task: piqa\n")  # indexing all of the harness's takes 17 s
+    monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "manager.py"))
+    with pytest.raises(InputError, match=r"unknown task piqua, did you mean piqa\?"):
+        lm.load_tasks(find(["piqua"], None)[0])
+
+
+def test_bad_models_are_one_line(checkpoint, tmp_path):
+    for name, found in {
+        "no/such/model": "no such model",
+        str(tmp_path / "nothing"): "no such model",
+        str(tmp_path): "holds no config.json",
+    }.items():
+        with pytest.raises(InputError, match=found):
+            evaluate([name], ["table4"])
+    (tmp_path / "final").symlink_to(checkpoint)
+    with pytest.raises(InputError, match=r"the directory of a run, its model is .*final"):
+        check_name(str(tmp_path))
+    with pytest.raises(InputError, match="unknown dtype"):
+        load(checkpoint, dtype="fp8")
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = build(tokenizer, tmp_path / "torn")
+    weights = load_file(f"{path}/model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 of the model's tensors, lm_head\.weight"):
+        load(path)
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(InputError, match="cannot load"):
+        load(path)
+
+
+# ------------------------------ generation
+
+
+def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
+    network, tokenizer = load(checkpoint)
+    ids = [0, *tokenizer("the miller", add_special_tokens=False).input_ids]
+    start = len(ids)
+    while len(ids) < start + 12 and (len(ids) == start or ids[-1] != 0):
+        with torch.no_grad():
+            ids.append(network(torch.tensor([ids])).logits[0, -1].argmax().item())
+    expected = tokenizer.decode(ids[start:], skip_special_tokens=True)
+    assert generate(checkpoint, "the miller", max_new_tokens=12, temperature=0) == expected
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == "the miller" + expected.rstrip("\n")
+    assert re.fullmatch(r"\d+ tokens in [\d.]+ s, \d+ tokens/s\n", err)
+
+
+def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypatch):
+    first, again, other = (
+        generate(checkpoint, "dusk", max_new_tokens=16, seed=seed, stream=False) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    monkeypatch.setattr("sys.stdin", io.StringIO("dusk"))
+    assert generate(checkpoint, "-", max_new_tokens=16, seed=1, stream=False) == first
+    assert generate(checkpoint, "", max_new_tokens=2, seed=1, top_k=1, stream=False) is not None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("option", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}])
+def test_bad_sampling_is_one_line(option):
+    with pytest.raises(InputError, match=next(iter(option))):
+        generate("anything", "prompt", **option)
+
+
+def test_any_causal_model_generates_and_is_scored(lm, tokenizer, data, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert generate(str(tmp_path), "dusk", max_new_tokens=4, temperature=0, stream=False) is not None
+    results = evaluate([str(tmp_path)], ["arc_easy"], data=str(data), limit=2)
+    assert results["models"][0]["begins_with_bos"]
+    assert results["models"][0]["tasks"]["arc_easy"]["documents"] == 2
+    assert "Only 2 of each task" in report.markdown(results)
+    (row,) = report.suite(results)[2]
+    assert (row[1], row[-1]) == ("—", "—")  # no average of fewer than five
