@@ -670,6 +670,13 @@ def test_no_docstring_of_training_is_in_validation(few_documents, share):
     assert not shared & {b for t in validation.values() for b in corpus._passages(t)}
 
 
+def test_python_corpus_does_not_depend_on_the_program(monkeypatch):
+    """Command-line libraries replace sys.excepthook; the same run must go on under any launcher."""
+    before = python_documents({"sys"})
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    assert python_documents({"sys"}) == before
+
+
 def test_python_corpus_is_the_same_in_every_process():
     code = textwrap.dedent("""
         import sys, types

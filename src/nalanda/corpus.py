@@ -479,6 +479,8 @@ def _c_docstrings(name: str) -> str:
     for key, value in sorted(vars(module).items()):
         if key.startswith("_") or not (inspect.isclass(value) or inspect.isroutine(value)):
             continue
+        if key.endswith("hook"):  # sys.excepthook and its kin: a program may have put its own there
+            continue
         parts.append(_definition(key, value, ""))
         if inspect.isclass(value) and value.__module__ == name:
             members = sorted((k, v) for k, v in vars(value).items() if not k.startswith("_"))
