@@ -87,9 +87,8 @@ class Scorer(HFLM):
         self._done, self._total = 0, len(requests)
         self.advance(0, self._total)
         answers = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        self.advance(
-            self._total, self._total
-        )  # endings of one token share a row, so the count may fall short
+        # Endings of one token share a row, so the count may have fallen short.
+        self.advance(self._total, self._total)
         return answers
 
     def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
@@ -128,14 +127,11 @@ def _load(manager: TaskManager, source: Source) -> Any:
     try:
         config = _config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
-            near = difflib.get_close_matches(config, manager.all_tasks, n=3)
-            raise InputError(f"unknown task {config}{', did you mean ' + ', '.join(near) if near else ''}?")
+            raise InputError(f"unknown task {config}{_nearest(config, manager.all_tasks)}")
         return manager.load([config])
     except InputError:
         raise
-    except (
-        Exception
-    ) as error:  # the harness, the hub's client and a task's own functions raise whatever they like
+    except Exception as error:  # the harness, the hub's client and a task's functions raise what they like
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"task {source.name} cannot be loaded{hint}: {reason}") from error
 
@@ -191,4 +187,6 @@ def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
 
 def _nearest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3)
-    return f", did you mean {', '.join(near)}?" if near else ""
+    return (
+        f", did you mean {', '.join(near)}?" if near else "; give table4, a task file or one of the harness's"
+    )

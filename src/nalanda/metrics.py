@@ -200,11 +200,13 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
         for key in sorted(PEAK_FLOPS, key=len, reverse=True):
             if key.lower() in name.lower():
                 return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
-    rate = matmul_flops(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    # The faster of the two: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
+    dtypes = {torch.float32, torch.bfloat16 if precision == "bf16" else torch.float32}
+    rate = max(matmul_flops(device, dtype) for dtype in dtypes)
     return rate, f"matrix product on {device.type}, measured"
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.3) -> float:
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
     """FLOPs a second of the fastest of the square matrix products that `seconds` allow; nothing random."""
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, end = math.inf, time.perf_counter() + seconds
