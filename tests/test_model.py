@@ -375,6 +375,19 @@ def test_decay_stays_fp32(small, tmp_path, dtype):
         assert out.loss.isfinite()
 
 
+def test_decay_becomes_fp32_from_a_half_precision_checkpoint(small, tmp_path):
+    """Other programs save everything in bf16."""
+    from safetensors.torch import load_file, save_file
+
+    small.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    decays = [p for layer in loaded.model.layers for p in layer.mixer.decay.parameters()]
+    assert {p.dtype for p in decays} == {torch.float32}
+
+
 def test_half_precision_agrees(small):
     full = logits(small, ids(2, 40))
     half = logits(build(dtype=torch.bfloat16), ids(2, 40))

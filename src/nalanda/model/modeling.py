@@ -37,7 +37,6 @@ class NalandaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["Block"]
-    _keep_in_fp32_modules_strict: ClassVar = ["decay.A_log", "decay.dt_bias"]
     _supports_sdpa = True  # nothing here calls attention, and transformers must not warn that it cannot
     _is_stateful = True  # assisted decoding would need to take tokens back out of the state
 
