@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nalanda.train import count_labels, summed_loss
+from nalanda.train import loss_sums
 
 IGNORED = -100
 
@@ -71,14 +71,9 @@ def _discount(counts: np.ndarray) -> float:
     return float(once / (once + 2 * twice)) if once else 0.5
 
 
-@torch.no_grad()
 def perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
     """exp of the mean loss over the labels of packed batches, as the trainer validates."""
-    model.eval()
-    total, count = 0.0, 0
-    for batch in batches:
-        total += summed_loss(model, batch, model.device).item()
-        count += count_labels(batch)
+    total, count = loss_sums(model, batches)
     return math.exp(total / count)
 
 

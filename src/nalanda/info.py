@@ -15,6 +15,7 @@ from nalanda.config import RunConfig, load_config
 from nalanda.data import build_tokenizer
 from nalanda.metrics import flops_per_token
 from nalanda.model.layers import Sequences
+from nalanda.model.modeling import Block
 from nalanda.train import build_model_config
 
 
@@ -85,11 +86,10 @@ def activation_bytes(
     """
     blocks = {}
     for name in dict.fromkeys(config.layer_mixers):
-        single = NalandaConfig.from_dict({**config.to_dict(), "mixer": name, "num_hidden_layers": 1})
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(single, dtype=dtype)
+            block = Block(config, config.layer_mixers.index(name)).to(dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
-        blocks[name] = saved_bytes(model.model.layers[0], x)
+        blocks[name] = saved_bytes(block, x)
     stream = rows * seq_len * config.hidden_size * dtype.itemsize
     if checkpointing:
         kept = stream * config.num_hidden_layers + max(blocks.values())

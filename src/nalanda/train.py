@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -338,15 +338,22 @@ def summed_loss(model: nn.Module, batch: dict[str, Tensor], device: torch.device
 @torch.no_grad()
 def validate(accelerator: Accelerator, model: nn.Module, batches: list[dict]) -> tuple[float, int]:
     """(mean loss over all label tokens of all processes, number of those tokens)."""
+    # The bare model: processes may hold different numbers of batches.
+    sums = torch.tensor(loss_sums(model, batches), dtype=torch.float64, device=accelerator.device)
+    total, count = accelerator.reduce(sums).tolist()
+    model.train()
+    return total / max(1, count), int(count)
+
+
+@torch.no_grad()
+def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int]:
+    """(sum of all label tokens' losses, number of those tokens); leaves the model in evaluation mode."""
     model.eval()
     total, count = 0.0, 0
-    for batch in batches:  # the bare model: processes may hold different numbers of batches
-        total += summed_loss(model, batch, accelerator.device).item()
+    for batch in batches:
+        total += summed_loss(model, batch, model.device).item()
         count += count_labels(batch)
-    model.train()
-    sums = accelerator.reduce(torch.tensor([total, count], dtype=torch.float64, device=accelerator.device))
-    total, count = sums.tolist()
-    return total / max(1, count), int(count)
+    return total, count
 
 
 @torch.no_grad()
