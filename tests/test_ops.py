@@ -1,10 +1,12 @@
-"""The delta rule: every mode is held to the float64 reference, outputs, final state and all gradients."""
+"""The recurrences: every mode is held to the float64 reference, outputs, final state and all gradients."""
 
-import importlib.util
+import functools
+import importlib
 import itertools
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +19,22 @@ NAMES = ("q", "k", "v", "beta", "g", "initial_state")
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 LENGTHS = (1, 15, 63, 64, 65, 127, 200)
+# Delta rule and linear attention, without decay, with one a head, and with one a key channel.
+KINDS = ("delta", "gated_delta", "linear", "gated_linear", "vector_linear")
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def make(
-    batch, length, *, heads=2, value_heads=2, k_dim=8, v_dim=6, gated=True, sequences=None, initial=True
+    batch,
+    length,
+    *,
+    kind="gated_delta",
+    heads=2,
+    value_heads=2,
+    k_dim=8,
+    v_dim=6,
+    sequences=None,
+    initial=True,
 ):
     """Inputs in float64; keys have unit length, as the models give them to the op."""
     generator = torch.Generator().manual_seed(length + 1000 * value_heads)
@@ -28,17 +42,23 @@ def make(
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    channels = (k_dim,) if kind == "vector_linear" else ()
     return {
         "q": normal(batch, length, heads, k_dim),
         "k": F.normalize(normal(batch, length, heads, k_dim), dim=-1),
         "v": normal(batch, length, value_heads, v_dim),
-        "beta": normal(batch, length, value_heads).sigmoid() * 2,
-        "g": F.logsigmoid(normal(batch, length, value_heads) + 1) if gated else None,
+        "beta": normal(batch, length, value_heads).sigmoid() * 2 if kind.endswith("delta") else None,
+        "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 1) if "_" in kind else None,
         "initial_state": normal(sequences or batch, value_heads, k_dim, v_dim) if initial else None,
     }
 
 
-def run(inputs, mode, dtype=torch.float64, function=ops.delta_rule, **options):
+def call(q, k, v, beta=None, g=None, **options):
+    op = ops.linear_attention if beta is None else functools.partial(ops.delta_rule, beta=beta)
+    return op(q, k, v, g=g, **options)
+
+
+def run(inputs, mode, dtype=torch.float64, function=call, **options):
     """Outputs, final state, and the gradients of a fixed random combination of both, by name."""
     inputs = {
         name: x.to(torch.promote_types(dtype, torch.float32) if name == "initial_state" else dtype)
@@ -61,12 +81,12 @@ def assert_same(results, expected, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@every_kind
 @pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_modes_agree_with_the_reference(mode, gated, value_heads, length):
+def test_modes_agree_with_the_reference(mode, kind, value_heads, length):
     for initial in (True, False):
-        inputs = make(2, length, value_heads=value_heads, gated=gated, initial=initial)
+        inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
         expected = run(inputs, "reference")
         for dtype in (torch.float64, torch.float32):
             assert_same(run(inputs, mode, dtype), expected, dtype)
@@ -83,18 +103,31 @@ def test_reference_is_the_recurrence():
     torch.testing.assert_close(results["state"][0, 0], state)
 
 
+@pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])
+def test_linear_attention_is_the_masked_quadratic_form(kind):
+    x = make(2, 9, kind=kind, value_heads=4, initial=False)
+    q, k = (x[name].repeat_interleave(2, 2) for name in ("q", "k"))  # each head serves two of v
+    g = torch.zeros_like(k) if x["g"] is None else x["g"].view(*x["v"].shape[:3], -1).expand_as(k)
+    gamma = g.cumsum(1)
+    decay = (gamma[:, :, None] - gamma[:, None]).exp()  # [B, T, T, H, K]
+    scores = torch.einsum("bihk,bijhk,bjhk->bhij", q, decay, k).tril()
+    o = torch.einsum("bhij,bjhv->bihv", scores, x["v"]) / 8**0.5
+    torch.testing.assert_close(run(x, "reference")["o"], o)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
-def test_any_chunk_size_gives_the_same(chunk_size):
-    inputs = make(1, 200, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_any_chunk_size_gives_the_same(chunk_size, kind):
+    inputs = make(1, 200, kind=kind, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
     assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@every_kind
 @pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
-def test_packed_sequences_are_those_alone(mode, gated, value_heads):
+def test_packed_sequences_are_those_alone(mode, kind, value_heads):
     bounds = [0, 0, 1, 16, 79, 79, 143, 208, 335, 535, 535]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
-    inputs = make(1, bounds[-1], value_heads=value_heads, gated=gated, sequences=len(bounds) - 1)
+    inputs = make(1, bounds[-1], value_heads=value_heads, kind=kind, sequences=len(bounds) - 1)
     for dtype in (torch.int32, torch.int64):
         packed = run(inputs, mode, cu_seqlens=torch.tensor(bounds, dtype=dtype))
         assert_same(packed, run(inputs, "reference", cu_seqlens=torch.tensor(bounds)))
@@ -103,32 +136,33 @@ def test_packed_sequences_are_those_alone(mode, gated, value_heads):
             name: None if x is None else x[n : n + 1] if name == "initial_state" else x[:, start:stop]
             for name, x in inputs.items()
         }
-        o, state = ops.delta_rule(**alone, mode="chunk", output_final_state=True)
+        o, state = call(**alone, mode="chunk", output_final_state=True)
         torch.testing.assert_close(packed["o"][:, start:stop], o)
         torch.testing.assert_close(packed["state"][n : n + 1], state)
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
-def test_nothing_but_empty_sequences(mode):
-    inputs = make(1, 0, sequences=3)
+@every_kind
+def test_nothing_but_empty_sequences(mode, kind):
+    inputs = make(1, 0, kind=kind, sequences=3)
     results = run(inputs, mode, cu_seqlens=torch.zeros(4, dtype=torch.int64))
     assert results["o"].shape == inputs["v"].shape
     assert torch.equal(results["state"], inputs["initial_state"])
     assert results["initial_state"].abs().sum() > 0  # the gradient passes through
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_identical_keys_with_beta_one(gated):
-    inputs = make(1, 200, k_dim=96, v_dim=160, gated=gated)  # chunks of 64
+@pytest.mark.parametrize("kind", ["delta", "gated_delta"])
+def test_identical_keys_with_beta_one(kind):
+    inputs = make(1, 200, k_dim=96, v_dim=160, kind=kind)  # chunks of 64
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     inputs["beta"] = torch.ones_like(inputs["beta"])
-    if gated:
+    if inputs["g"] is not None:
         inputs["g"] = inputs["g"] * 1e-3
     assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
 
 
 def test_beta_two_reflects():
-    inputs = make(1, 200, k_dim=96, v_dim=160, gated=False)
+    inputs = make(1, 200, kind="delta", k_dim=96, v_dim=160)
     inputs["beta"] = torch.full_like(inputs["beta"], 2.0)
     assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
 
@@ -137,17 +171,19 @@ def test_beta_two_reflects():
 @pytest.mark.parametrize(
     "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
 )
-def test_strong_decay(mode, where):
-    inputs = make(1, 200, k_dim=96, v_dim=160)
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_strong_decay(mode, where, kind):
+    inputs = make(1, 200, kind=kind, k_dim=96, v_dim=160)
     inputs["g"][:, where] = -20.0
     # Also the tiny gradients of decays that are strong everywhere are right, relative to themselves.
     assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-def test_zero_rows(mode):
-    inputs = make(2, 65)
-    for name in ("q", "k", "v", "beta"):
+@every_kind
+def test_zero_rows(mode, kind):
+    inputs = make(2, 65, kind=kind)
+    for name in ("q", "k", "v") + ("beta",) * kind.endswith("delta"):
         inputs[name][:, 10:30] = 0
     inputs["k"][:, 40] = 0
     results, expected = (run(inputs, m, qk_norm="l2") for m in (mode, "reference"))
@@ -156,9 +192,10 @@ def test_zero_rows(mode):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_read_before_it_is_written(packed):
+@every_kind
+def test_nothing_is_read_before_it_is_written(packed, kind):
     cu_seqlens = torch.tensor([0, 3, 3, 70, 130]) if packed else None
-    inputs = make(1, 130, sequences=4 if packed else 1)
+    inputs = make(1, 130, kind=kind, sequences=4 if packed else 1)
     expected = run(inputs, "reference", cu_seqlens=cu_seqlens)
     assert deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
@@ -171,12 +208,13 @@ def test_nothing_is_read_before_it_is_written(packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_sequence_does_not_see_the_other(packed):
-    inputs = make(2, 100, initial=False)
+@every_kind
+def test_a_sequence_does_not_see_the_other(packed, kind):
+    inputs = make(2, 100, kind=kind, initial=False)
     inputs["v"][0, 50:] = torch.nan  # neither the other row, nor this row's past
     if packed:
         inputs = {name: None if x is None else x.flatten(0, 1)[None] for name, x in inputs.items()}
-    o, _ = ops.delta_rule(**inputs, cu_seqlens=torch.tensor([0, 100, 200]) if packed else None, chunk_size=2)
+    o, _ = call(**inputs, cu_seqlens=torch.tensor([0, 100, 200]) if packed else None, chunk_size=2)
     o = o.view(2, 100, *o.shape[2:])
     assert o[1].isfinite().all()
     assert o[0, :50].isfinite().all()
@@ -193,13 +231,14 @@ def test_initial_state_is_left_alone():
 
 @pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
 @pytest.mark.parametrize("modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")])
-def test_state_carries_over(split, modes):
-    inputs = make(2, 129)
-    whole, last = ops.delta_rule(**inputs, output_final_state=True)
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_state_carries_over(split, modes, kind):
+    inputs = make(2, 129, kind=kind)
+    whole, last = call(**inputs, output_final_state=True)
     state, parts = inputs["initial_state"], []
     for mode, piece in zip(modes, (slice(0, split), slice(split, None)), strict=True):
-        some = {name: x[:, piece] for name, x in inputs.items() if name != "initial_state"}
-        o, state = ops.delta_rule(**some, initial_state=state, output_final_state=True, mode=mode)
+        some = {n: x[:, piece] for n, x in inputs.items() if x is not None and n != "initial_state"}
+        o, state = call(**some, initial_state=state, output_final_state=True, mode=mode)
         parts.append(o)
     torch.testing.assert_close(torch.cat(parts, 1), whole)
     torch.testing.assert_close(state, last)
@@ -207,11 +246,12 @@ def test_state_carries_over(split, modes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
-def test_half_precision_inputs_and_fp32_inside(dtype, mode):
-    inputs = {name: x.to(dtype) for name, x in make(2, 130).items()}
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_half_precision_inputs_and_fp32_inside(dtype, mode, kind):
+    inputs = {name: x.to(dtype) for name, x in make(2, 130, kind=kind).items() if x is not None}
     inputs["initial_state"] = inputs["initial_state"].float()
     results = run(inputs, mode, dtype)
-    assert results["o"].dtype == results["q"].dtype == results["beta"].dtype == dtype
+    assert results["o"].dtype == results["q"].dtype == results["g"].dtype == dtype
     assert results["state"].dtype == results["initial_state"].dtype == torch.float32
     exact = run({name: x.double() for name, x in inputs.items()}, "reference")
     # All that was rounded is what leaves in half precision: o and the gradients, not the state.
@@ -220,9 +260,9 @@ def test_half_precision_inputs_and_fp32_inside(dtype, mode):
     assert (results["o"] - exact["o"]).abs().max() < torch.finfo(dtype).eps * exact["o"].abs().max()
 
 
-def test_autocast_does_not_reach_inside():
-    inputs = make(1, 70)
-    inputs = {name: x.float() for name, x in inputs.items()}
+@every_kind
+def test_autocast_does_not_reach_inside(kind):
+    inputs = {name: x.float() for name, x in make(1, 70, kind=kind).items() if x is not None}
     expected = run(inputs, "chunk", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         results = run(inputs, "chunk", torch.float32)
@@ -275,25 +315,26 @@ def test_l2norm():
     torch.testing.assert_close(slope, torch.full((2, 4), 1e3))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_gradcheck(gated):
-    inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, gated=gated, sequences=2)
+@every_kind
+def test_gradcheck(kind):
+    inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, kind=kind, sequences=2)
     inputs = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
 
     def function(*tensors):
         cu_seqlens = torch.tensor([0, 2, 5])
         given = dict(zip(inputs, tensors, strict=True))
-        return ops.delta_rule(**given, chunk_size=2, cu_seqlens=cu_seqlens, output_final_state=True)
+        return call(**given, chunk_size=2, cu_seqlens=cu_seqlens, output_final_state=True)
 
     assert torch.autograd.gradcheck(function, tuple(inputs.values()))
 
 
-def test_gradients_through_one_output_only():
-    inputs = {name: x.requires_grad_() for name, x in make(1, 70).items()}
+@every_kind
+def test_gradients_through_one_output_only(kind):
+    inputs = {name: x.requires_grad_() for name, x in make(1, 70, kind=kind).items() if x is not None}
     for pick in (0, 1):
         chunk, reference = (
             torch.autograd.grad(
-                ops.delta_rule(**inputs, mode=mode, output_final_state=True)[pick].sum(),
+                call(**inputs, mode=mode, output_final_state=True)[pick].sum(),
                 list(inputs.values()),
                 materialize_grads=True,
             )
@@ -306,7 +347,7 @@ def test_gradients_through_one_output_only():
 def test_the_final_state_is_returned_only_on_request():
     inputs = make(1, 20)
     for mode in ("chunk", "recurrent", "reference"):
-        assert ops.delta_rule(**inputs, mode=mode)[1] is None
+        assert call(**inputs, mode=mode)[1] is None
 
 
 def test_strided_inputs():
@@ -321,9 +362,9 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_torch_compile_sees_one_operator(packed, gated):
-    inputs = make(1, 130, gated=gated, sequences=3 if packed else 1)
+@every_kind
+def test_torch_compile_sees_one_operator(packed, kind):
+    inputs = make(1, 130, kind=kind, sequences=3 if packed else 1)
     options = {"cu_seqlens": torch.tensor([0, 5, 40, 130]) if packed else None, "qk_norm": "l2"}
     graphs = []
 
@@ -333,26 +374,31 @@ def test_torch_compile_sees_one_operator(packed, gated):
 
     torch._dynamo.reset()
     expected = run(inputs, "chunk", **options)
-    compiled = torch.compile(ops.delta_rule, backend=backend, fullgraph=True)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
     assert_same(run(inputs, "chunk", function=compiled, **options), expected)
-    assert sum("chunk_delta_rule" in target for target in graphs[0]) == 1
+    assert sum("chunk_recurrence" in target for target in graphs[0]) == 1
     assert not any("bmm" in target for target in graphs[0])
-    compiled = torch.compile(ops.delta_rule, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same(run(inputs, "chunk", function=compiled, **options), expected)
 
 
-def test_operators_are_declared_as_they_behave():
-    inputs = {name: x.requires_grad_() for name, x in make(1, 70).items()}
-    torch.library.opcheck(ops._chunk_op, (*inputs.values(), None, 1.0, 64, True))
+@every_kind
+def test_operators_are_declared_as_they_behave(kind):
+    inputs = [x if x is None else x.requires_grad_() for x in make(1, 70, kind=kind).values()]
+    torch.library.opcheck(ops.chunk_op, (*inputs, None, 1.0, 64, True))
 
 
 def load_copy(monkeypatch, kernels):
     """The file as it arrives with a checkpoint: under another name, beside other kernels or none."""
     monkeypatch.setitem(sys.modules, "nalanda_kernels", kernels)
-    spec = importlib.util.spec_from_file_location("copied_with-a.checkpoint", ops.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    package = types.ModuleType("copied_with-a")
+    package.__path__ = [str(Path(ops.__file__).parent)]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    try:
+        return importlib.import_module("copied_with-a.ops")
+    finally:
+        for name in [name for name in sys.modules if name.startswith("copied_with-a.")]:
+            del sys.modules[name]
 
 
 def test_works_without_kernels(monkeypatch, recwarn):
@@ -360,22 +406,26 @@ def test_works_without_kernels(monkeypatch, recwarn):
     inputs = make(1, 20)
     assert torch.equal(module.delta_rule(**inputs)[0], ops.delta_rule(**inputs)[0])
     assert not recwarn.list
-    assert module._chunk_op._qualname != ops._chunk_op._qualname  # the copies do not replace one another
+    assert module.chunk_op._qualname != ops.chunk_op._qualname  # the copies do not replace one another
 
 
 def fake_kernels(api=1):
-    def kernel(q, k, v, beta, g, **options):
-        return v + 1, None
+    def kernel(q, k, v, *gates, **options):
+        return v + len(gates), None
 
     entry = types.SimpleNamespace(devices=("cpu",), load=lambda: kernel)
-    return types.SimpleNamespace(API=api, KERNELS={"delta_rule": {"triton": entry}})
+    return types.SimpleNamespace(
+        API=api, KERNELS={"delta_rule": {"triton": entry}, "linear_attention": {"triton": entry}}
+    )
 
 
 def test_a_registered_kernel_is_found(monkeypatch):
     module = load_copy(monkeypatch, fake_kernels())
     inputs = make(1, 20)
     for backend in ("auto", "triton"):
-        assert torch.equal(module.delta_rule(**inputs, backend=backend)[0], inputs["v"] + 1)
+        assert torch.equal(module.delta_rule(**inputs, backend=backend)[0], inputs["v"] + 2)
+        linear = {name: x for name, x in inputs.items() if name != "beta"}
+        assert torch.equal(module.linear_attention(**linear, backend=backend)[0], inputs["v"] + 1)
     torch.testing.assert_close(
         module.delta_rule(**inputs, backend="torch")[0], ops.delta_rule(**inputs, mode="reference")[0]
     )
@@ -408,12 +458,15 @@ def test_kernels_of_another_api_are_refused_once(monkeypatch):
         ({"qk_norm": "l1"}, "qk_norm must be"),
         ({"backend": "cuda"}, "choose one of auto, torch"),
         ({"backend": "fla"}, "choose one of auto, torch"),
+        ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g decays 7 key channels"),
+        ({"beta": None, "g": torch.zeros(2, 20)}, r"\[B, T, HV\] or \[B, T, HV, K\]"),
+        ({"g": torch.zeros(2, 20, 2, 8)}, "g must be"),
     ],
 )
 def test_bad_input_is_said_in_one_line(change, message):
     inputs = {name: x.float() for name, x in make(2, 20).items()}
     with pytest.raises(ValueError, match=message) as error:
-        ops.delta_rule(**(inputs | change))
+        call(**(inputs | change))
     assert "\n" not in str(error.value)
 
 
@@ -430,3 +483,4 @@ def test_flops_are_those_of_the_products():
     expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
     assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
     assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)
+    assert ops.linear_attention_flops(1, 128, 96, 64) == 2 * (2 * 128 * 96 + 64 * 128 + 64 * 96)

@@ -22,4 +22,7 @@ class Kernel:
         return getattr(importlib.import_module(module), function)
 
 
-KERNELS: dict[str, dict[str, Kernel]] = {"delta_rule": {}}  # op → backend → implementation
+KERNELS: dict[str, dict[str, Kernel]] = {
+    "delta_rule": {},
+    "linear_attention": {},
+}  # op → backend → implementation

@@ -1,0 +1,502 @@
+"""The chunkwise form of every recurrence of `ops`, forward and backward: the torch path.
+
+Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences. Inside: C
+tokens a chunk, R chunks at hand ("rows"), P = R·HV pairs of a chunk and a head.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Tokens of one head that are worked on at once. On a CPU about as many as the last-level cache holds (6 kB
+# each at K = V = 128); elsewhere many, to fill the device within bounded memory.
+_CPU_TOKENS = 4096
+_DEVICE_TOKENS = 262144
+
+
+def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What they are computed in together: fp32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
+
+
+def no_autocast(device_type: str):
+    """Autocast would run the op's own products in half precision."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta tensors have no autocast
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """The bounds as integers. Raises ValueError where they do not rise from 0 to `length`."""
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row")
+    return bounds
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+class _Segment:
+    """A run of steps that is worked on at once; see `_Layout`."""
+
+    def __init__(self, layout: "_Layout", steps: slice, first: int):
+        self.layout, self.steps, self.counts = layout, steps, layout.counts[steps]
+        self.rows = sum(self.counts)
+        if not layout.plain:
+            chunk, device = layout.chunk, layout.device
+            token, real = (
+                x[first * chunk : (first + self.rows) * chunk] for x in (layout.token, layout.real)
+            )
+            self.token = token.to(device)
+            self.padding = (~real).nonzero().flatten().to(device)
+            self.slot = real.nonzero().flatten().to(device)
+            self.target = token[real].to(device)
+
+    def read(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """[B, T, H, …] → [R·H·group, C, …], each head repeated `group` times; padded positions are 0."""
+        if self.layout.plain:
+            y = self._by_chunk(x)
+        else:
+            y = x.flatten(0, 1).index_select(0, self.token).index_fill_(0, self.padding, 0)
+            y = y.unflatten(0, (self.rows, self.layout.chunk)).transpose(1, 2)[:, None]
+        y = y.unsqueeze(3).expand(-1, -1, -1, group, *y.shape[3:])  # [·, ·, H, group, C, …]
+        return torch.empty(y.shape, dtype=dtype, device=y.device).copy_(y).flatten(0, 3)
+
+    def write(self, x: Tensor, y: Tensor, group: int) -> None:
+        """Puts [R·H·group, C, …] into x, [B, T, H, …]; the heads of a group are summed."""
+        y = y.view(self.rows, x.shape[2], group, *y.shape[1:])
+        y = y.sum(2) if group > 1 else y.squeeze(2)  # [R, H, C, …]
+        if self.layout.plain:
+            into = self._by_chunk(x)
+            into.copy_(y.view(into.shape))
+        else:
+            y = y.transpose(1, 2).to(x.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+            x.flatten(0, 1).index_copy_(0, self.target, y.index_select(0, self.slot))
+
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, self.layout.chunk))[:, self.steps].transpose(0, 1).transpose(2, 3)
+
+
+class _Layout:
+    """Where the chunks of all sequences lie: by step, in a step those that last so long.
+
+    Sequences are ranked by their number of chunks, longest first, so that the chunks of one step are a block
+    of rows and their states a prefix of the states. `counts[s]` of them have a chunk s.
+    """
+
+    def __init__(self, shape: tuple[int, int], bounds: tuple[int, ...] | None, chunk: int, device, rows: int):
+        batch, length = shape
+        cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
+        lengths = cu.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        self.chunk, self.device, self.sequences, self.rank = chunk, device, len(lengths), None
+        self.plain = bounds is None and length % chunk == 0
+        if self.plain:
+            self.counts = [batch] * (length // chunk)
+        else:
+            chunks = (lengths + chunk - 1) // chunk
+            rank = torch.argsort(chunks, descending=True, stable=True)
+            active = torch.arange(-(-longest // chunk))[:, None] < chunks[rank]
+            step, place = active.nonzero(as_tuple=True)
+            token = (cu[rank[place]] + step * chunk)[:, None] + torch.arange(chunk)
+            real = token < cu[rank[place] + 1][:, None]
+            self.counts = active.sum(1).tolist()
+            self.token, self.real = token.where(real, 0).flatten(), real.flatten()
+            if not torch.equal(rank, torch.arange(len(rank))):
+                self.rank = rank.to(device)
+        self.segments, start, first, size = [], 0, 0, 0
+        for step, count in enumerate(self.counts):
+            size += count
+            if step + 1 == len(self.counts) or size + self.counts[step + 1] > rows:
+                self.segments.append(_Segment(self, slice(start, step + 1), first))
+                start, first, size = step + 1, first + size, 0
+
+
+def _chunk_of(chunk_size: int, lengths: list[int], q: Tensor, v: Tensor) -> int:
+    """The tokens a chunk really has: fewer than asked for where that is faster; the result is the same."""
+    longest = max(lengths, default=0)
+    chunk = min(chunk_size, _power_of_two(longest))  # all shorter than a chunk: no whole one is needed
+    if v.device.type == "cpu":  # work within chunks grows with C, between them with 1/C, padding with C
+        chunk = min(chunk, max(16, _power_of_two((q.shape[3] + v.shape[3]) // 4)))
+        if min(lengths, default=0) < longest:
+            chunk = min(chunk, max(16, _power_of_two(sum(lengths) // len(lengths) // 4)))
+    return chunk
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not less than n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+_layout = functools.lru_cache(maxsize=16)(_Layout)  # every layer asks for the same one, forward and backward
+
+
+def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> _Layout:
+    batch, length, heads, _ = v.shape
+    bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
+    lengths = [length] * batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+    chunk = _chunk_of(chunk_size, lengths, q, v)
+    tokens = _CPU_TOKENS if v.device.type == "cpu" else _DEVICE_TOKENS
+    return _layout((batch, length), bounds, chunk, v.device, max(1, tokens // (chunk * heads)))
+
+
+# -------------------------------------------------------------------------------------------- chunkwise form
+#
+# With γ the sum of g within a chunk up to and including a token, Δ_ij = exp(γ_i − γ_j) for i ≥ j and 0 else,
+# linear attention is
+#
+#     O = eᵞ Q S + tril(Δ QK⊤) V        S ← e^{γ_C} S + (e^{γ_C − γ} K)⊤ V
+#
+# and the delta rule the same with V' in the place of V:
+#
+#     A = tril(β_i Δ_ij k_i⊤k_j, −1)    T = (I + A)⁻¹    U = T(βV)    W = T(β eᵞ K)    V' = U − W S
+#
+# Only V' and S go from chunk to chunk. Padding has β = k = g = 0: it neither writes nor decays, and γ_C is
+# that of the last real token. Differences of γ are masked with −∞ before exp, so that no factor exceeds 1.
+#
+# The backward (d for gradients, S' the state after the chunk) needs no gradient of T, U or W, because
+# V' = TX with X = β(V − eᵞ K S) gives dA = −dX V'⊤:
+#
+#     dV' = tril(Δ QK⊤)⊤ dO + e^{γ_C − γ} K dS'         dX = T⊤ dV'         dA = −tril(dX V'⊤, −1)
+#     dS = e^{γ_C} dS' + (eᵞ Q)⊤ dO − W⊤ dV'
+#
+# dg_t gathers whatever decays at token t: pairs (i, j) with j < t ≤ i, reads of S by i ≥ t, writes of j < t
+# to S', and S on its way to S'. It is summed from these, never as a difference: small gradients stay exact.
+
+
+class _Chunk:
+    """What forward and backward share: Q (already scaled) and K are [P, C, K], β [P, C], g [P, C (, K)].
+
+    Without β there is no T and no W, and V' = V.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None):
+        self.q, self.k, self.g = q, k, g
+        self.vector = g is not None and g.ndim == 3
+        if g is None:
+            self.q_in, self.k_out = q, k
+        else:
+            self.gamma = g.cumsum(1) if self.vector else g.cumsum(1)[..., None]  # [P, C, K or 1]
+            self.decay_in = self.gamma.exp()  # eᵞ
+            self.decay_out = (self.gamma[:, -1:] - self.gamma).exp()  # e^{γ_C − γ}
+            self.decay = self.decay_in[:, -1:].mT  # e^{γ_C}, [P, K or 1, 1]
+            self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
+        if self.vector:
+            self.qk = self._vector_scores()
+        else:
+            self.qk = q @ k.mT  # tril(Δ QK⊤), [P, C, C]
+            if g is None:
+                self.qk.tril_()
+            else:
+                future = torch.ones_like(self.qk[0], dtype=torch.bool).triu(1)
+                self.delta = (self.gamma - self.gamma.mT).masked_fill_(future, -torch.inf).exp_()
+                self.qk.mul_(self.delta)
+        if beta is not None:
+            self.beta = beta[..., None]
+            self.kk = k @ k.mT  # tril(Δ KK⊤, −1), [P, C, C]
+            (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
+            self.t = _unit_lower_inverse(self.kk * self.beta)
+            self.t_beta = self.t * beta[..., None, :]
+            self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ k
+
+    # A decay for each key channel does not factor out of QK⊤, and e^{−γ} would overflow. But the tokens of
+    # two neighbouring spans meet at their border m: e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, neither
+    # above 1. Spans of 1, 2, 4, … C/2 tokens reach every pair i > j once.
+
+    def _spans(self) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor]]]:
+        """(slices into a pair of spans, size, (e^{γ_i − γ_m}, e^{γ_m − γ_j}))."""
+        size = 1
+        while size < self.q.shape[1]:
+            before, after = slice(0, size), slice(size, None)
+            gamma = self.gamma.unflatten(1, (-1, 2 * size))
+            border = gamma[:, :, size - 1 : size]
+            factors = (gamma[:, :, after] - border).exp(), (border - gamma[:, :, before]).exp()
+            yield before, after, size, factors
+            size *= 2
+
+    def _vector_scores(self) -> Tensor:
+        p, c, _ = self.q.shape
+        scores = self.q.new_zeros(p, c, c)
+        scores.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
+        for before, after, size, (late, early) in self._spans():
+            q, k = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k))
+            block = (q[:, :, after] * late) @ (k[:, :, before] * early).mT
+            _diagonal_blocks(scores, 2 * size)[:, :, after, before] = block
+        return scores
+
+    def vector_scores_backward(self, d_qk: Tensor, dq: Tensor, dk: Tensor, dg: Tensor) -> None:
+        """Adds what the gradient of the scores, [P, C, C], makes of q, k and g."""
+        diagonal = d_qk.diagonal(0, 1, 2)[..., None]
+        for before, after, size, (late, early) in self._spans():
+            q, k, dq_, dk_, dg_ = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k, dq, dk, dg))
+            block = _diagonal_blocks(d_qk, 2 * size)[:, :, after, before]
+            later = late * (block @ (k[:, :, before] * early))
+            earlier = early * (block.mT @ (q[:, :, after] * late))
+            dq_[:, :, after] += later
+            dk_[:, :, before] += earlier
+            dg_[:, :, after] += (q[:, :, after] * later).flip(2).cumsum(2).flip(2)
+            dg_[:, :, slice(1, size)] += (k[:, :, before] * earlier).cumsum(2)[:, :, :-1]
+        dq.addcmul_(diagonal, self.k)
+        dk.addcmul_(diagonal, self.q)
+
+
+def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """The blocks [size, size] on the diagonal of [P, C, C]: a view [P, C/size, size, size]."""
+    return x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(0, 1, 3).movedim(3, 1)
+
+
+def _unit_lower_inverse(a: Tensor) -> Tensor:
+    """(I + a)⁻¹ for strictly lower triangular a, [P, C, C] and C a power of two.
+
+    Substitution in diagonal blocks of 16 (P innermost: it runs as wide vectors), then blocks are joined two
+    by two: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]. Unlike a sum of powers of a,
+    this stands identical keys with β = 1, where the powers grow like binomial coefficients.
+    """
+    p, c, _ = a.shape
+    size = min(16, c)
+    inverse = torch.zeros_like(a)
+
+    x = _diagonal_blocks(a, size).permute(2, 3, 0, 1).contiguous()
+    y = torch.zeros_like(x)
+    for i in range(size):
+        y[i, i] = 1
+        if i:
+            y[i, :i] = -(x[i, :i, None] * y[:i, :i]).sum(0)
+    _diagonal_blocks(inverse, size).copy_(y.permute(2, 3, 0, 1))
+    while size < c:
+        low = _diagonal_blocks(a, 2 * size)[:, :, size:, :size].flatten(0, 1)
+        pair = _diagonal_blocks(inverse, 2 * size)
+        upper, lower = (pair[:, :, s, s].flatten(0, 1) for s in (slice(0, size), slice(size, None)))
+        pair[:, :, size:, :size] = (lower @ (low @ upper)).neg_().unflatten(0, (p, -1))
+        size *= 2
+    return inverse
+
+
+def _chunk_forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Outputs, final states, and the state before every chunk, [P, K, V] in the layout's order, if `save`."""
+    heads, group = v.shape[2], v.shape[2] // q.shape[2]
+    dtype = wide_dtype(q, k, v, beta, g, initial_state)
+    layout = _layout_of(q, v, cu_seqlens, chunk_size)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    state = _ranked(
+        initial_state, layout, dtype, v.new_empty(layout.sequences, heads, q.shape[3], v.shape[3])
+    )
+    saved = state.new_empty(sum(layout.counts) * heads if save else 0, *state.shape[1:])
+    first = 0
+    for segment in layout.segments:
+        q_, k_ = (segment.read(x, group, dtype) for x in (q, k))
+        v_ = segment.read(v, 1, dtype)
+        beta_, g_ = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
+        chunk = _Chunk(q_.mul_(scale), k_, beta_, g_)
+        pairs = segment.rows * heads
+        states = saved[first : first + pairs] if save else state.new_empty(pairs, *state.shape[1:])
+        v_new = v_ if beta is None else chunk.t_beta @ v_
+        row = 0
+        for count in segment.counts:
+            now, active = slice(row, row + count * heads), state[: count * heads]
+            states[now].copy_(active)
+            if beta is not None:
+                v_new[now].baddbmm_(chunk.w[now], active, alpha=-1)
+            if g is not None:
+                active.mul_(chunk.decay[now])
+            active.baddbmm_(chunk.k_out[now].mT, v_new[now])
+            row += count * heads
+        segment.write(o, torch.bmm(chunk.q_in, states).baddbmm_(chunk.qk, v_new), 1)
+        first += pairs
+    return o, _unranked(state, layout, heads), saved
+
+
+def _chunk_backward(
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
+    g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, beta, g, initial state; recomputes all but the states."""
+    heads, group = v.shape[2], v.shape[2] // q.shape[2]
+    dtype = states.dtype
+    layout = _layout_of(q, v, cu_seqlens, chunk_size)
+    c = layout.chunk
+    straddling = torch.ones(c, c, dtype=dtype, device=v.device).triu()
+    d_q, d_k, d_v, d_beta, d_g = _empty_grads(q, k, v, beta, g)
+    d_state = _ranked(d_final, layout, dtype, v.new_empty(layout.sequences, heads, *states.shape[1:]))
+    first = len(states)
+    for segment in reversed(layout.segments):
+        q_, k_ = (segment.read(x, group, dtype) for x in (q, k))
+        v_, do_ = (segment.read(x, 1, dtype) for x in (v, d_o))
+        beta_, g_ = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
+        chunk = _Chunk(q_.mul_(scale), k_, beta_, g_)
+        first -= segment.rows * heads
+        s = states[first : first + segment.rows * heads]
+        v_new = v_ if beta_ is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
+        dv_new = chunk.qk.mT @ do_
+        d_next = torch.empty_like(s)  # of the state after each chunk
+        row = len(s)
+        for count in reversed(segment.counts):
+            row -= count * heads
+            now, active = slice(row, row + count * heads), d_state[: count * heads]
+            d_next[now].copy_(active)
+            dv_new[now].baddbmm_(chunk.k_out[now], active)
+            if g is not None:
+                active.mul_(chunk.decay[now])
+            active.baddbmm_(chunk.q_in[now].mT, do_[now])
+            if beta is not None:
+                active.baddbmm_(chunk.w[now].mT, dv_new[now], alpha=-1)
+
+        # Linear attention with the values V'.
+        dx, d_qk = dv_new, (do_ @ v_new.mT).tril_()
+        dq, dk = do_ @ s.mT, v_new @ d_next.mT
+        dg = reads = pairs = d_qk.new_empty(0)
+        if g_ is not None:
+            dq.mul_(chunk.decay_in)
+            dk.mul_(chunk.decay_out)
+            whole = chunk.decay * (s * d_next).sum(-1, keepdim=True)  # [P, K, 1]
+            reads, writes = q_ * dq, k_ * dk
+            if not chunk.vector:
+                whole, reads, writes = whole.sum(1, True), reads.sum(-1, True), writes.sum(-1, True)
+            dg = torch.zeros_like(reads)
+            dg[:, 1:] = writes[:, :-1].cumsum(1)
+            dg += whole.mT
+        if chunk.vector:
+            chunk.vector_scores_backward(d_qk, dq, dk, dg)
+        else:
+            if g_ is not None:
+                pairs = (d_qk * chunk.qk).tril_(-1)
+                d_qk.mul_(chunk.delta)
+            dq.baddbmm_(d_qk, k_)
+            dk.baddbmm_(d_qk.mT, q_)
+        # What the delta rule makes of V' = TX.
+        if beta_ is not None:
+            dx = chunk.t.mT @ dv_new
+            d_kk = (dx @ v_new.mT).neg_()  # dA
+            through_a = d_kk * chunk.kk
+            dk_in = dx @ s.mT
+            if g_ is not None:
+                dk_in.mul_(chunk.decay_in)
+                d_kk.mul_(chunk.delta)
+            read = (k_ * dk_in).sum(-1)
+            segment.write(d_beta, (dx * v_).sum(-1) + through_a.sum(-1) - read, 1)
+            if g_ is not None:
+                reads -= (beta_ * read)[..., None]
+                pairs += through_a.mul_(chunk.beta)
+            d_kk.mul_(chunk.beta).tril_(-1)
+            dk.sub_(dk_in.mul_(chunk.beta)).baddbmm_(d_kk + d_kk.mT, k_)
+            dx.mul_(chunk.beta)
+        if g_ is not None:
+            dg += reads.flip(1).cumsum(1).flip(1)
+            if not chunk.vector:
+                dg += (straddling @ pairs).tril_(-1).sum(-1, keepdim=True)
+            segment.write(d_g, dg if chunk.vector else dg.squeeze(-1), 1)
+        segment.write(d_q, dq.mul_(scale), group)
+        segment.write(d_k, dk, group)
+        segment.write(d_v, dx, 1)
+    return d_q, d_k, d_v, d_beta, d_g, _unranked(d_state, layout, heads)
+
+
+def _empty_grads(q, k, v, beta, g) -> tuple[Tensor, ...]:
+    """Room for the gradients. Absent inputs get one without elements: operators may not return None."""
+    like = (q, k, v, v[:0] if beta is None else beta, v[:0] if g is None else g)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+
+
+def _ranked(state: Tensor | None, layout: _Layout, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A working copy of the states [N, HV, K, V], or zeros: [N·HV, K, V] in the layout's order."""
+    if state is None:
+        return torch.zeros_like(like, dtype=dtype).flatten(0, 1)
+    state = state if layout.rank is None else state[layout.rank]
+    return torch.empty_like(like, dtype=dtype).copy_(state).flatten(0, 1)
+
+
+def _unranked(state: Tensor, layout: _Layout, heads: int) -> Tensor:
+    state = state.unflatten(0, (layout.sequences, heads))
+    return state if layout.rank is None else torch.empty_like(state).index_copy_(0, layout.rank, state)
+
+
+class ChunkRecurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        o, state, saved = _chunk_forward(*args)
+        _setup_context(ctx, args, (o, state, saved))
+        return o, state, saved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _backward(_chunk_backward, ctx, *grads)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.scale, ctx.chunk_size, _ = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _backward(
+    function: Callable, ctx, d_o: Tensor | None, d_final: Tensor | None, _
+) -> tuple[Tensor | None, ...]:
+    q, k, v, beta, g, initial_state, cu_seqlens, states = ctx.saved_tensors
+    d_o = torch.zeros_like(v) if d_o is None else d_o
+    with no_autocast(v.device.type):
+        *grads, d_beta, d_g, d_initial = function(
+            d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, ctx.scale, ctx.chunk_size
+        )
+    d_beta = None if beta is None else d_beta
+    d_g = None if g is None else d_g
+    d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
+    return *grads, d_beta, d_g, d_initial, None, None, None, None
+
+
+# To torch.compile the chunkwise form is one operator and its backward another, never an unrolled loop. Their
+# namespace is this module's name, so that the copies of this file that travel with checkpoints do not meet.
+
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens"
+chunk_op = torch.library.custom_op(
+    f"{_NAMESPACE}::chunk_recurrence",
+    _chunk_forward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)",
+)
+_chunk_backward_op = torch.library.custom_op(
+    f"{_NAMESPACE}::chunk_recurrence_backward",
+    _chunk_backward,
+    mutates_args=(),
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor states, float scale, int chunk_size) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@chunk_op.register_fake
+def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
+    batch, length, heads, width = v.shape
+    chunk = _chunk_of(chunk_size, [length] * batch, q, v)
+    rows = 0
+    if save:  # with cu_seqlens known only when the bounds are
+        rows = (
+            -(-length // chunk) * batch if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
+        )
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    dtype = wide_dtype(q, k, v, beta, g, initial_state)
+    state = v.new_empty(sequences, heads, q.shape[3], width, dtype=dtype)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    return o, state, state.new_empty(rows * heads, q.shape[3], width)
+
+
+@_chunk_backward_op.register_fake
+def _(d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, scale, chunk_size):
+    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    d_initial = states.new_empty(sequences, v.shape[2], *states.shape[1:])
+    return *_empty_grads(q, k, v, beta, g), d_initial
+
+
+chunk_op.register_autograd(functools.partial(_backward, _chunk_backward_op), setup_context=_setup_context)
