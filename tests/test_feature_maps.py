@@ -1,11 +1,13 @@
 """The maps' formulas, written out once more in plain float64 and compared."""
 
 import math
+import warnings
 
 import pytest
 import torch
 
 from nalanda.model import FEATURE_MAPS, build_feature_map
+from nalanda.model.feature_maps import opposite
 
 K = 16
 READINGS = [
@@ -21,8 +23,21 @@ def draw(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def build(name: str, head_dim: int = K, num_heads: int = 2, **options):
+    """A map with its parameters at their initial values; few landmarks where it has any."""
+    if name.startswith("soft"):
+        options = {"landmarks": 5, **options}
+    feature_map = build_feature_map(name, num_heads=num_heads, head_dim=head_dim, **options)
+    torch.manual_seed(0)
+    if list(feature_map.parameters()):
+        values = feature_map.initial()
+        assert set(values) == {name for name, _ in feature_map.named_parameters()}
+        feature_map.load_state_dict(values)
+    return feature_map
+
+
 def nala(options: dict):
-    return build_feature_map("nala", num_heads=2, head_dim=K, **options)
+    return build("nala", **options)
 
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))
@@ -55,7 +70,7 @@ def test_nala_presets_are_the_sources_readings():
     q, k = draw(1, 3, 2, K), draw(1, 3, 2, K, seed=1)
     for preset, angle in (("nala_paper", "direction"), ("nala_released", "relu_split")):
         options = {"angle": angle, "power": 3, "power_norm": "raw", "direction_scale": "unit"}
-        ours = build_feature_map(preset, num_heads=2, head_dim=K)(q, k)
+        ours = build(preset)(q, k)
         for a, b in zip(ours, nala(options)(q, k), strict=True):
             assert torch.equal(a, b)
 
@@ -64,51 +79,219 @@ def test_nala_entropy_falls_with_the_query_norm():
     """Entropy of the weights as one direction's query grows; under a homogeneous map it stays."""
     direction, k = draw(200, 1, 1, K), draw(200, 64, 1, K, seed=1)
 
+    @torch.no_grad()
     def entropy(feature_map, scale):
         phi_q, phi_k = feature_map(scale * direction, k)
         w = (phi_q * phi_k).sum(-1).squeeze(-1)
         w = w / w.sum(-1, keepdim=True)
         return torch.special.entr(w).sum(-1).mean()
 
-    norm_aware = build_feature_map("nala", num_heads=1, head_dim=K)
+    norm_aware = build("nala", num_heads=1)
     falling = torch.stack([entropy(norm_aware, s) for s in (0.1, 0.3, 1.0, 3.0)])
     assert (falling.diff() < 0).all()
-    relu = build_feature_map("relu", num_heads=1, head_dim=K)
-    assert entropy(relu, 1.0) == pytest.approx(float(entropy(relu, 3.0)), abs=1e-9)
+    for name in ("relu", "pola"):
+        homogeneous = build(name, num_heads=1)
+        assert entropy(homogeneous, 1.0) == pytest.approx(float(entropy(homogeneous, 3.0)), abs=1e-9)
+
+
+PLAIN = {
+    "identity": lambda x: x,
+    "silu": lambda x: x * torch.sigmoid(x),
+    "relu": lambda x: torch.where(x > 0, x, 0.0),
+    "elu": lambda x: torch.where(x > 0, x, torch.expm1(x)),
+    "elu1": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
+    "exp": torch.exp,
+}
+
+
+@pytest.mark.parametrize("norm", [None, "l2", "sum"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_maps(name, norm):
+    if norm == "sum" and name in ("identity", "silu", "elu"):
+        with pytest.raises(ValueError, match="use norm='l2'"):
+            build(name, norm=norm)
+        return
+    feature_map = build(name, norm=norm)
+    assert feature_map.feature_dim == K
+    for x in (draw(3, 5, 2, K), draw(3, 5, 2, K, spread=1e-3)):  # the latter sees the epsilon
+        y = PLAIN[name](x)
+        if norm == "l2":
+            y = y / (y.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
+        elif norm == "sum":
+            y = y / (y.sum(-1, keepdim=True) + 1e-6)
+        for phi in feature_map(x, x):
+            torch.testing.assert_close(phi, y, rtol=1e-12, atol=1e-12)
+
+
+def test_exp_is_finite_in_half_precision():
+    x = torch.tensor([[[[9.0, 10.0, 11.0, 1e4]]]])
+    phi, _ = build("exp", head_dim=4, num_heads=1)(x, x)
+    torch.testing.assert_close(phi, x.clamp(max=10).exp())
+    assert phi.half().isfinite().all()
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_nonnegative(name):
+    """`nonnegative` promises φ_q·φ_k ≥ 0; where it is not promised, it does not hold."""
+    feature_map = build(name)
+    q, k = draw(1, 100, 2, K), draw(1, 100, 2, K, seed=1)
+    phi_q, phi_k = feature_map(q, k)
+    products = torch.einsum("bthk,bshk->bhts", phi_q, phi_k)
+    assert feature_map.nonnegative is (name not in ("identity", "silu", "elu", "soft", "softpp"))
+    assert (products.min() >= -1e-12) == feature_map.nonnegative
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_pola(scale):
+    """φ(x) = [relu(x̄)^p; relu(−x̄)^p], x̄ = x/softplus(s), p = 1 + α·σ(w), by head and feature."""
+    feature_map = build("pola", alpha=5.0, scale=scale).double()
+    with torch.no_grad():
+        for parameter in feature_map.parameters():
+            parameter.copy_(draw(2, K, seed=7))
+    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    p = 1 + 5 / (1 + torch.exp(-feature_map.w))
+    divisor = torch.log(1 + torch.exp(feature_map.s)) if scale else 1.0
+    phi_q, phi_k = feature_map(q, k)
+    for x, phi in ((q / divisor, phi_q), (k / divisor, phi_k)):
+        assert phi.shape[-1] == feature_map.feature_dim == 2 * K
+        magnitude = x.abs() ** p
+        torch.testing.assert_close(phi[..., :K], magnitude * (x > 0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(phi[..., K:], magnitude * (x < 0), rtol=1e-12, atol=1e-12)
+    assert torch.equal(opposite(phi_q), torch.cat([phi_q[..., K:], phi_q[..., :K]], -1))
+
+
+def test_pola_polarities():
+    """At p = 1, q·k is the same-signed product less the opposite-signed one; both are sums of terms ≥ 0."""
+    feature_map = build("pola", scale=False)
+    torch.nn.init.constant_(feature_map.w, -200.0)
+    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    phi_q, phi_k = feature_map(q, k)
+    assert (phi_q >= 0).all()
+    assert (phi_k >= 0).all()
+    same, other = ((x * phi_k).sum(-1) for x in (phi_q, opposite(phi_q)))
+    # Bases below 1e-6 are 0 by definition of the power.
+    torch.testing.assert_close(same - other, (q * k).sum(-1), rtol=1e-9, atol=1e-5)
+    torch.testing.assert_close(same + other, (q * k).abs().sum(-1), rtol=1e-9, atol=1e-5)
+
+
+def test_pola_starts_unscaled_in_the_middle_of_its_exponents():
+    x = draw(1, 4, 2, K)
+    for alpha in (3.0, 4.0):
+        phi, _ = build("pola", alpha=alpha)(x, x)
+        expected = torch.cat([x.relu(), (-x).relu()], -1) ** (1 + alpha / 2)
+        torch.testing.assert_close(phi, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_exponents_and_landmarks_stay_fp32():
+    for name in ("pola", "soft", "softpp"):
+        for parameter in build(name).bfloat16().parameters():
+            assert parameter.dtype == torch.float32
+
+
+def test_soft_starts_with_landmarks_apart():
+    """Variance K^-½ a coordinate: two landmarks are √(2√K) apart, so that κ is about e^-1."""
+    for head_dim in (16, 64):
+        Z = build("softpp", head_dim=head_dim, landmarks=400).landmarks.detach()
+        assert float(Z.var()) == pytest.approx(head_dim**-0.5, rel=0.05)
+        assert abs(float(Z.mean())) < 0.02
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_zero_and_tiny_inputs(name):
-    """φ(0) of NaLa is exactly 0, and every gradient is finite, at 0 and at sizes below the epsilon."""
-    feature_map = build_feature_map(name, num_heads=2, head_dim=K)
+    """φ(0) of the powers is exactly 0; gradients are finite everywhere, below the epsilon and far out too."""
+    feature_map = build(name)
     for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
         q, k = (draw(1, 4, 2, K, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
         phi = feature_map(q, k)
         sum(x.square().sum() for x in phi).backward()
-        assert all(x.isfinite().all() for x in (*phi, q.grad, k.grad))
-        if size == 0.0 and name.startswith("nala"):
+        grads = [q.grad, k.grad, *(p.grad for p in feature_map.parameters())]
+        assert all(x.isfinite().all() for x in (*phi, *grads))
+        if size == 0.0 and name.startswith(("nala", "pola")):
             assert all((x == 0).all() for x in phi)
+
+
+@pytest.mark.parametrize("angle", ["rms", "relu_split"])
+def test_slopes_of_exponents_below_1_are_bounded(angle):
+    """x^½ has an infinite slope at 0; the power's floor keeps it at ½·(1e-6)^-½ = 500."""
+    with pytest.warns(UserWarning, match="slopes"):
+        feature_map = build("nala", angle=angle, power=1, direction_scale="unit")
+    for size in (0.0, 1e-9, 1e-7, 2e-6, 1e-3):
+        q = torch.full((1, 1, 2, K), size, requires_grad=True)
+        phi_q, _ = feature_map(q, torch.zeros(1, 1, 2, K))
+        phi_q.square().sum().backward()
+        assert q.grad.isfinite().all()
+        magnitude = phi_q[..., :K].max()
+        assert magnitude == 0 or magnitude >= 1e-3 * 0.7  # √1e-6, times a cosine
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_gradients_are_the_formulas(name):
-    feature_map = build_feature_map(name, num_heads=2, head_dim=4)
+    """Of q, k and the map's own parameters."""
+    feature_map = build(name, head_dim=4).double()
+    own = dict(feature_map.named_parameters())
     q, k = draw(1, 2, 2, 4).requires_grad_(), draw(1, 2, 2, 4, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(feature_map, (q, k))
+
+    def function(q, k, *parameters):
+        return torch.func.functional_call(feature_map, dict(zip(own, parameters, strict=True)), (q, k))
+
+    assert torch.autograd.gradcheck(function, (q, k, *own.values()))
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_computed_in_fp32(name, dtype):
-    feature_map = build_feature_map(name, num_heads=2, head_dim=K)
-    q, k = (draw(1, 4, 2, K, seed=s, spread=20).to(dtype) for s in (0, 1))
-    for half, full in zip(feature_map(q, k), feature_map(q.double(), k.double()), strict=True):
-        assert half.dtype == torch.float32
-        torch.testing.assert_close(half.double(), full, rtol=1e-4, atol=1e-5)
+    """Also where the model was cast, and whatever autocast says."""
+    feature_map = build(name)
+    for spread in (20, 0.5):
+        q, k = (draw(1, 4, 2, K, seed=s, spread=spread).to(dtype) for s in (0, 1))
+        exact = feature_map(q.double(), k.double())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results = build(name).to(dtype)(q, k)
+        for half, full in zip(results, exact, strict=True):
+            assert half.dtype == torch.float32
+            assert full.dtype == torch.float64
+            torch.testing.assert_close(half.double(), full, rtol=1e-4, atol=1e-5)
 
 
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="choose one of"):
-        build_feature_map("softmax", num_heads=1, head_dim=4)
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_runs_on_the_meta_device(name):
+    with torch.device("meta"):
+        feature_map = build_feature_map(name, num_heads=2, head_dim=K)
+        q, k = (torch.empty(3, 5, 2, K, requires_grad=True) for _ in range(2))
+        phi = feature_map(q, k)
+    sum(x.sum() for x in phi).backward()
+    assert all(x.shape == (3, 5, 2, feature_map.feature_dim) for x in phi)
+
+
+def test_small_powers_warn():
+    with pytest.warns(UserWarning, match="up to 500: set power to 2 or more"):
+        build("nala", power=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build("nala", power=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "word"),
+    [
+        ("softmax", {}, "choose one of"),
+        ("nala", {"power": 0}, "positive"),
+        ("nala", {"angle": "cosine"}, "direction, rms, raw"),
+        ("relu", {"norm": "l1"}, "l2, sum"),
+        ("pola", {"alpha": 0}, "positive"),
+        ("soft", {"landmarks": 0}, "positive integer"),
+        ("soft", {"landmarks": 2.5}, "positive integer"),
+        ("softpp", {"iterations": 0}, "positive integer"),
+        ("softpp", {"ridge": -1}, "0 or more"),
+        ("softpp", {"inverse": "qr"}, "cholesky, newton"),
+    ],
+)
+def test_bad_options_are_refused(name, options, word):
+    with pytest.raises(ValueError, match=word):
+        build_feature_map(name, num_heads=1, head_dim=4, **options)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_misspelt_options_are_type_errors(name):
     with pytest.raises(TypeError, match="powr"):
-        build_feature_map("nala", num_heads=1, head_dim=4, powr=2)
+        build_feature_map(name, num_heads=1, head_dim=4, powr=2)

@@ -1,11 +1,15 @@
 """Feature maps φ for queries and keys. A new one is a class here and a row in `FEATURE_MAPS`."""
 
 import math
+import warnings
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .layers import Fp32Module
+from .soft import INVERSES, gaussian_kernel, landmark_weights, no_autocast
 
 EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
 
@@ -24,33 +28,78 @@ def power(base: Tensor, exponent: Tensor | float) -> Tensor:
     return torch.where(base > EPS, base.clamp_min(EPS).pow(exponent), 0.0)
 
 
+def split_signs(x: Tensor) -> Tensor:
+    """[relu(x); relu(−x)], twice as many features."""
+    return torch.cat([x.relu(), (-x).relu()], -1)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^min(x, 10): finite in every dtype (e^11.1 leaves fp16) and in sums over time; no gradient beyond 10.
+
+    Subtracting a token's maximum instead would be harmless for q only, and only under a denominator.
+    """
+    return x.clamp_max(10).exp()
+
+
 class FeatureMap(nn.Module):
     """`forward(q, k) → (φ_q, φ_k)`, `[B, T, H, K] → [B, T, H, feature_dim]`.
 
     Computes in fp32 at least (its intermediates leave fp16's range) and returns that precision: whoever
     normalises the features casts them once, at the end.
+
+    A map with parameters has `initial()`, their initial values by name, and leaves them uninitialised.
+    `equation` and `source` are its row in the README's table.
     """
 
+    equation: str
+    source: str
     feature_dim: int
+    flops: float = 0.0  # of matrix products, a token and head
+    nonnegative: bool = False  # φ_q·φ_k ≥ 0 for every q and k, as a readout with a denominator needs
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
 
 class Elementwise(FeatureMap):
-    """One function on q and k alike: `identity`, `silu`, `relu`, `elu1` (1 + ELU)."""
+    """One function f on every entry of q and k alike; `K` features, O(K) FLOPs a token and head.
 
-    def __init__(self, function, *, num_heads: int, head_dim: int):
+    identity: x. silu: x·σ(x) (DeltaNet, Gated DeltaNet). relu: max(x, 0). elu: ELU(x) (TransNormer T1).
+    elu1: 1 + ELU(x) (Linear Transformer, TransNormer T2, MALA). exp: e^min(x, 10), see `exp`.
+
+    norm: None; `l2`: f/√(Σf² + 1e-6); `sum`: f/(Σf + 1e-6), for functions that are never negative.
+    """
+
+    def __init__(
+        self, function, nonnegative: bool, equation: str, source: str = "–", *, num_heads: int, head_dim: int,
+        norm: str | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.function = function
+        self.equation, self.source = equation, source
+        if norm not in (None, "l2", "sum"):
+            raise ValueError(f"norm={norm!r} is none of l2, sum and None")
+        if norm == "sum" and not nonnegative:
+            raise ValueError(
+                "norm='sum' divides by nearly 0 where signs cancel: use norm='l2' or another map"
+            )
+        self.function, self.norm, self.nonnegative = function, norm, nonnegative
         self.feature_dim = head_dim
 
+    def features(self, x: Tensor) -> Tensor:
+        phi = self.function(at_least_fp32(x))
+        if self.norm == "l2":
+            return phi / length(phi)
+        return phi / (phi.sum(-1, keepdim=True) + EPS) if self.norm == "sum" else phi
+
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.function(at_least_fp32(q)), self.function(at_least_fp32(k))
+        return self.features(q), self.features(k)
+
+    def extra_repr(self) -> str:
+        return f"norm={self.norm}"
 
 
 class NaLa(FeatureMap):
-    """NaLaFormer's norm-aware map with cosine angles; `2K` features.
+    """NaLaFormer's norm-aware map with cosine angles; `2K` features, O(K) FLOPs a token and head.
 
     With d(x) = x/‖x‖ and p(n) = λ(½ + tanh n):
 
@@ -61,14 +110,17 @@ class NaLa(FeatureMap):
 
     angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`); `relu_split` has no angle and
         splits the signs instead, [relu(x)^p; relu(−x)^p], as the authors' vision code does.
-    power: λ. At λ ≥ 2 every exponent is ≥ 1 and the slope at 0 bounded; below, it can reach 500.
+    power: λ. At λ ≥ 2 every exponent is ≥ 1 and the slope at 0 bounded; below, it can reach 500 (λ = 1), and
+        a warning says so.
     power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`); at K = 128 the former saturates tanh, and p is then
         constant.
     direction_scale: s = 1 (`unit`) or √K (`sqrt`). The same after L2 normalisation, but `sqrt`
         keeps the squares of the features above that norm's epsilon.
     """
 
+    source = "arXiv 2506.21137"
     ANGLES = ("direction", "rms", "raw", "relu_split")
+    nonnegative = True
 
     def __init__(
         self,
@@ -90,10 +142,25 @@ class NaLa(FeatureMap):
                 raise ValueError(f"nala: {option}={value!r} is none of {', '.join(allowed)}")
         if not power > 0:
             raise ValueError(f"nala: power={power} must be positive")
+        if power < 2:
+            slope = power / 2 * EPS ** (power / 2 - 1)
+            warnings.warn(
+                f"nala: power={power} has exponents below 1, with slopes at 0 of up to {slope:.3g}: "
+                "set power to 2 or more",
+                stacklevel=2,
+            )
         self.angle, self.power_norm, self.power = angle, power_norm, float(power)
         self.root = math.sqrt(head_dim)
         self.scale = self.root if direction_scale == "sqrt" else 1.0
         self.feature_dim = 2 * head_dim
+        s = "√K " if direction_scale == "sqrt" else ""
+        if angle == "relu_split":
+            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^p, [relu(k); relu(−k)]^λ"
+        else:
+            argument = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}[angle]
+            parts = f"|{s}d(q)|^p ⊙ [cos θ; sin θ], |k|^λ ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
+        n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
+        self.equation = f"{parts}, p = λ(½ + tanh({n})), λ = {power:g}"
 
     def rotate(self, magnitude: Tensor, x: Tensor, direction: Tensor) -> Tensor:
         argument = {"direction": direction, "rms": direction * self.root, "raw": x}[self.angle]
@@ -112,20 +179,140 @@ class NaLa(FeatureMap):
 
     @staticmethod
     def split(x: Tensor, exponent: Tensor | float) -> Tensor:
-        return power(torch.cat([x.relu(), (-x).relu()], -1), exponent)
+        return power(split_signs(x), exponent)
 
     def extra_repr(self) -> str:
         return f"angle={self.angle}, power={self.power}, power_norm={self.power_norm}, scale={self.scale:.4g}"
 
 
+class Pola(Fp32Module, FeatureMap):
+    """PolaFormer's polarity-aware map; `2K` features, O(K) FLOPs a token and head.
+
+        φ(x) = [relu(x)^p; relu(−x)^p],    p = 1 + α·σ(w),    w `[H, K]` learnt, shared by q and k.
+
+    φ_q·φ_k sums the pairs of one sign; those of opposite signs are `opposite(φ_q)·φ_k`. At p = 1 (w → −∞) the
+    first minus the second is q·k.
+
+    alpha: α > 0, the span of the exponents; they start at 1 + α/2 (w = 0).
+    scale: first divide q and k by softplus(s), s `[H, K]` learnt, as the authors' code does. It starts at
+        s = ln(e − 1), where softplus(s) = 1 and nothing is scaled (the authors start at s = 0, ln 2).
+    """
+
+    equation = "[relu(x)^p; relu(−x)^p], p = 1 + α σ(w)"
+    source = "arXiv 2501.15061"
+    nonnegative = True
+
+    def __init__(self, *, num_heads: int, head_dim: int, alpha: float = 4.0, scale: bool = True):
+        super().__init__()
+        if not alpha > 0:
+            raise ValueError(f"pola: alpha={alpha} must be positive")
+        self.alpha = float(alpha)
+        self.feature_dim = 2 * head_dim
+        self.w = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
+        self.s = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32)) if scale else None
+
+    def initial(self) -> dict[str, Tensor]:
+        values = {"w": torch.zeros_like(self.w)}
+        return values if self.s is None else values | {"s": torch.full_like(self.s, math.log(math.e - 1))}
+
+    def features(self, x: Tensor) -> Tensor:
+        x = at_least_fp32(x)
+        if self.s is not None:
+            x = x / F.softplus(self.s.to(x.dtype))
+        p = 1 + self.alpha * self.w.to(x.dtype).sigmoid()
+        return power(split_signs(x), torch.cat([p, p], -1))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.features(q), self.features(k)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha:g}, scale={self.s is not None}"
+
+
+def opposite(phi_q: Tensor) -> Tensor:
+    """`Pola`'s opposite-signed query [q⁻; q⁺]: the halves of [q⁺; q⁻] `[…, 2K]` swapped."""
+    return phi_q.roll(phi_q.shape[-1] // 2, -1)
+
+
+class Soft(Fp32Module, FeatureMap):
+    """SOFT with learnt landmarks Z `[H, m, K]`, for causal readouts (pooling a sequence leaks its future).
+
+        φ_q(q) = κ(q, Z) W,    φ_k(k) = κ(k, Z),    κ(q, k) = exp(−‖q − k‖²/(2√K)),
+
+    with W = (A + ρI)^-1, A = κ(Z, Z), constant within a forward: φ_q·φ_k is the (q, k) entry of the
+    regularised Nyström approximation, and may be negative. A causal mask keeps the entries, but the masked
+    matrix is no longer PSD. `m` features; 2m(2K + m) FLOPs a token and head, and for W, once a forward and
+    head, O(m²(m + K)), or O(m³) for every Newton iteration.
+
+    landmarks: m. They start with variance K^-½ a coordinate: much closer, and they would coincide.
+    ridge: ρ ≥ 0; the papers have none, at which landmarks that come close leave A singular.
+    inverse: `cholesky`, or the papers' `newton`, whose 20 iterations serve condition numbers below 300.
+    iterations: of Newton.
+    """
+
+    equation = "κ(q, Z) (κ(Z, Z) + ρI)⁻¹, κ(k, Z)"
+    source = "arXiv 2110.11945"
+    normalized = False
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        landmarks: int = 64,
+        ridge: float = 0.01,
+        inverse: str = "cholesky",
+        iterations: int = 20,
+    ):
+        super().__init__()
+        for option, value in (("landmarks", landmarks), ("iterations", iterations)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"soft: {option}={value!r} must be a positive integer")
+        if not ridge >= 0:
+            raise ValueError(f"soft: ridge={ridge} must be 0 or more")
+        if inverse not in INVERSES:
+            raise ValueError(f"soft: inverse={inverse!r} is none of {', '.join(INVERSES)}")
+        self.ridge, self.inverse, self.iterations = float(ridge), inverse, iterations
+        self.feature_dim = landmarks
+        self.flops = 2.0 * landmarks * (2 * head_dim + landmarks)
+        self.landmarks = nn.Parameter(torch.empty(num_heads, landmarks, head_dim, dtype=torch.float32))
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"landmarks": torch.randn_like(self.landmarks) * self.landmarks.shape[-1] ** -0.25}
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        with no_autocast(q):
+            q, k = (at_least_fp32(x).transpose(1, 2) for x in (q, k))
+            Z = self.landmarks.to(q.dtype)
+            W = landmark_weights(Z, self.ridge, self.normalized, self.inverse, self.iterations)
+            phi_q, phi_k = gaussian_kernel(q, Z) @ W, gaussian_kernel(k, Z)
+        return phi_q.transpose(1, 2), phi_k.transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"landmarks={self.feature_dim}, ridge={self.ridge:g}, inverse={self.inverse}"
+
+
+class SoftPP(Soft):
+    """SOFT++: `Soft` with W = D^-½(A + ρI)^-1 D^-½, D = diag(A·1), whose norm is at most that of Soft's W."""
+
+    equation = "κ(q, Z) D^−½ (κ(Z, Z) + ρI)⁻¹ D^−½, κ(k, Z)"
+    source = "arXiv 2207.03341"
+    normalized = True
+
+
 FEATURE_MAPS = {
-    "identity": partial(Elementwise, lambda x: x),
-    "silu": partial(Elementwise, F.silu),
-    "relu": partial(Elementwise, F.relu),
-    "elu1": partial(Elementwise, lambda x: 1 + F.elu(x)),
+    "identity": partial(Elementwise, lambda x: x, False, "x"),
+    "silu": partial(Elementwise, F.silu, False, "x σ(x)", "arXiv 2406.06484"),
+    "relu": partial(Elementwise, F.relu, True, "max(x, 0)"),
+    "elu": partial(Elementwise, F.elu, False, "ELU(x)", "arXiv 2210.10340"),
+    "elu1": partial(Elementwise, lambda x: 1 + F.elu(x), True, "1 + ELU(x)", "arXiv 2006.16236"),
+    "exp": partial(Elementwise, exp, True, "e^min(x, 10)"),
     "nala": NaLa,
     "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
     "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
+    "pola": Pola,
+    "soft": Soft,
+    "softpp": SoftPP,
 }
 
 

@@ -14,10 +14,11 @@ class Sequences:
 
     `cu_seqlens` None: the batch is `[B, T]` dense. Otherwise it is `[1, ΣT]` and `cu_seqlens` (int64 `[N+1]`,
     on the host, so that reading it costs no device synchronisation) bounds its N sequences; a sequence may be
-    empty.
+    empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls have read.
     """
 
     cu_seqlens: Tensor | None = None
+    past: Tensor | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -31,17 +32,121 @@ class Sequences:
         Returns int64 `[ΣT]` and `[N, gap]` rows of the layout of ΣT + N·gap rows; made once per gap and
         device.
         """
-        key = (gap, device)
-        if key not in self._spreads:
+        key = ("spread", gap, device)
+        if key not in self._made:
             n, starts = torch.arange(len(self.lengths)), self.lengths.cumsum(0) - self.lengths
             tokens = torch.arange(int(self.lengths.sum())) + gap * (1 + n.repeat_interleave(self.lengths))
             gaps = (starts + gap * n)[:, None] + torch.arange(gap)
-            self._spreads[key] = (tokens.to(device), gaps.to(device))
-        return self._spreads[key]
+            self._made[key] = tuple(x.to(device, non_blocking=True) for x in (tokens, gaps))
+        return self._made[key]
+
+    def positions(self, T: int, device: torch.device) -> Tensor:
+        """Each token's place in its sequence, from 0: int64 `[1, T]` if alike in all rows, else `[B, T]`."""
+        key = ("positions", T, device)
+        if key not in self._made:
+            places = torch.arange(T)[None]
+            if self.cu_seqlens is not None:
+                first = self.cu_seqlens[:-1] if self.past is None else self.cu_seqlens[:-1] - self.past
+                places = places - first.repeat_interleave(self.lengths)
+            elif self.past is not None:
+                places = places + self.past[:, None]
+            self._made[key] = places.to(device, non_blocking=True)
+        return self._made[key]
 
     @cached_property
-    def _spreads(self) -> dict:
+    def _made(self) -> dict:
         return {}
+
+    def longest(self, T: int) -> int:
+        """Tokens of the longest sequence of a batch of T columns, those of earlier calls included."""
+        lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
+        return int((lengths if self.past is None else lengths + self.past).max())
+
+    def places(self, T: int, width: int, device: torch.device) -> Tensor:
+        """Where each sequence's last `width` tokens stand in it after this call of T columns.
+
+        int64 `[N or 1, width]`, < 0 before the first token.
+        """
+        if self.cu_seqlens is None:
+            return self.positions(T, device)[:, :1] + torch.arange(T - width, T, device=device)
+        key = ("places", width, device)
+        if key not in self._made:
+            ends = self.lengths if self.past is None else self.lengths + self.past
+            places = ends[:, None] + torch.arange(-width, 0)
+            self._made[key] = places.to(device, non_blocking=True)
+        return self._made[key]
+
+    def joined(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Each sequence's tokens of this call behind those that it kept, its last in the last column.
+
+        x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, L the longest
+        sequence of this call; zeros where a sequence has no such token.
+        """
+        R = 0 if kept is None else kept.shape[1]
+        if self.cu_seqlens is None:
+            return x if kept is None else torch.cat([kept.to(x.dtype), x], 1)
+        key = ("joined", R, x.device)
+        if key not in self._made:
+            N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
+            # Columns from a sequence's first new token: < 0 for what it kept, and < −R for nothing at all.
+            column = self.lengths[:, None] + torch.arange(-(R + L), 0)
+            mine = torch.arange(N)[:, None] * R + R + column + total + 1
+            index = torch.where(column >= -R, mine, total)
+            index = torch.where(column >= 0, self.cu_seqlens[:-1, None] + column, index)
+            self._made[key] = index.to(x.device, non_blocking=True)
+        rows = [x[0], x.new_zeros(1, *x.shape[2:])]
+        rows += [] if kept is None else [kept.to(x.dtype).flatten(0, 1)]
+        return torch.cat(rows)[self._made[key]]
+
+    def parted(self, x: Tensor, T: int) -> Tensor:
+        """`joined` without anything kept, undone: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
+        if self.cu_seqlens is None:
+            return x
+        key = ("parted", x.device)
+        if key not in self._made:
+            ends = torch.arange(1, len(self.lengths) + 1) * x.shape[1] - self.cu_seqlens[1:]
+            index = torch.arange(T) + ends.repeat_interleave(self.lengths)
+            self._made[key] = index.to(x.device, non_blocking=True)
+        return x.flatten(0, 1).index_select(0, self._made[key])[None]
+
+    def groups(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Packed sequences by the next power of two of their length, so that padding at most doubles them.
+
+        For each group int64 `[n, L]`, the tokens of n sequences, padded on the right with their last one to
+        the longest of them; and int64 `[ΣT]`, where each token is in the groups, flattened one after another.
+        """
+        key = ("groups", device)
+        if key not in self._made:
+            sizes = torch.tensor([(n - 1).bit_length() if n else -1 for n in self.lengths.tolist()])
+            starts = self.lengths.cumsum(0) - self.lengths
+            groups, where, seen = [], torch.empty(int(self.lengths.sum()), dtype=torch.int64), 0
+            for size in sizes.unique().tolist():
+                if size < 0:  # empty sequences
+                    continue
+                lengths, first = self.lengths[sizes == size], starts[sizes == size]
+                column = torch.arange(int(lengths.max()))
+                rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)
+                real = column < lengths[:, None]
+                where[rows[real]] = seen + real.flatten().nonzero().squeeze(1)
+                groups.append(rows.to(device, non_blocking=True))
+                seen += rows.numel()
+            self._made[key] = (groups, where.to(device, non_blocking=True))
+        return self._made[key]
+
+
+class Fp32Module(nn.Module):
+    """A module of decays, exponents, angles, landmarks: fp32 when a model is cast, and without weight decay.
+
+    A module of its own, so that a sharding wrapper can keep it so as well. Create them with an explicit
+    `dtype=torch.float32`: transformers builds models under the dtype that was asked for.
+    """
+
+    def _apply(self, fn, recurse=True):
+        def keep_precision(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype or moved.dtype.itemsize >= 4 else t.to(moved.device)
+
+        return super()._apply(keep_precision, recurse)
 
 
 class RMSNorm(nn.Module):
@@ -60,14 +165,40 @@ class RMSNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
+class LayerNorm(nn.LayerNorm):
+    """(x − mean x) / √(var x + ε) ⊙ weight + bias, in fp32, returned in the dtype of x."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = input if input.dtype == torch.float64 else input.float()
+        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
+        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+
+
+def rotary_angles(positions: Tensor, size: int, theta: float) -> Tensor:
+    """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864): fp32 `[…, size/2]`."""
+    frequencies = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    return positions[..., None].float() * frequencies
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32.
+
+    x `[B, T, H, K]`, angles `[B or 1, T, K/2]`; halves are paired, as transformers and Llama's weights do.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
+    a, b = wide.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
 class GLU(nn.Module):
     """W_down(SiLU(W_gate x) ⊙ W_up x)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -104,10 +235,12 @@ class ShortConv(nn.Module):
     `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token
     (None: zeros).
     Returns the output and, where `carry` asks for it, the new state, oldest input first.
+    copies: so many groups of `size` channels share the filters.
     """
 
-    def __init__(self, size: int, width: int):
+    def __init__(self, size: int, width: int, copies: int = 1):
         super().__init__()
+        self.copies = copies
         if width < 2:
             raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
         self.weight = nn.Parameter(
@@ -121,7 +254,7 @@ class ShortConv(nn.Module):
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
+        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype).repeat(1, self.copies)
         if seq.cu_seqlens is None:
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
