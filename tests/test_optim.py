@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import MambaConfig, MambaForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate, parameter_groups
@@ -54,6 +55,23 @@ def test_only_matrices_decay():
         assert any(part in name for name in spared)
     for name, p in model.named_parameters():
         assert (name in spared) == (p.ndim < 2 or name == "lm_head.weight"), name
+
+
+def test_exponents_and_landmarks_do_not_decay(tmp_path):
+    """Also where a checkpoint filled them, which replaces the parameters."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
+    for mixer, own in (("pola", ["w", "s"]), ("soft", ["landmarks"]), ("gated_deltanet", ["A_log"])):
+        NalandaForCausalLM(NalandaConfig(mixer=mixer, **sizes)).save_pretrained(tmp_path / mixer)
+        model = NalandaForCausalLM.from_pretrained(tmp_path / mixer)
+        matrices = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+        parameters = dict(model.named_parameters())
+        for name in own:
+            assert not any(id(p) in matrices for n, p in parameters.items() if n.endswith(f".{name}")), name
+        assert id(parameters["lm_head.weight"]) in matrices
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    logs = [p for n, p in mamba.named_parameters() if n.endswith("A_log")]
+    assert logs[0].ndim == 2
+    assert id(logs[0]) not in {id(p) for p in parameter_groups(mamba, 0.1)[0]["params"]}
 
 
 def test_the_decay_is_what_adamw_applies():

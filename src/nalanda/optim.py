@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from nalanda.errors import InputError
+from nalanda.model.layers import Fp32Module
 
 
 @dataclass
@@ -85,11 +86,14 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
 
     Everything with two dimensions or more decays: projections, the embedding and the head (the norm since
     GPT-2), and the filters of short convolutions [D, 1, W], as the models of the literature were trained.
-    Norms, biases, `A_log`, `dt_bias` and all other vectors do not; nor does a parameter that its module
-    marked with `_no_weight_decay = True` (a matrix whose entries are exponents or landmarks, not weights).
+    Norms, biases and all other vectors do not; nor do the parameters of an `Fp32Module` (decays, exponents,
+    landmarks), nor what other libraries mark with `_no_weight_decay = True` or call `A_log` (Mamba's is a
+    matrix).
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decays = [(name, p) for name, p in trained if p.ndim >= 2 and not getattr(p, "_no_weight_decay", False)]
+    spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
+    spared |= {id(p) for n, p in trained if getattr(p, "_no_weight_decay", False) or n.endswith("A_log")}
+    decays = [(name, p) for name, p in trained if p.ndim >= 2 and id(p) not in spared]
     names = {name for name, _ in decays}
     rest = [(name, p) for name, p in trained if name not in names]
     groups = [

@@ -17,6 +17,12 @@ class NalandaCache(Cache):
         self.offloading = False
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, padding included, as attention masks count them
+        self.lengths: Tensor | None = None  # int64 [batch], on the host: real tokens of each sequence
+
+    def seen(self, columns: int, tokens: Tensor) -> None:
+        """Counts what a call has read: columns of the batch, and real tokens of each sequence."""
+        self.seen_tokens += columns
+        self.lengths = tokens if self.lengths is None else self.lengths + tokens
 
     def __len__(self) -> int:
         return len(self.states)
@@ -54,7 +60,7 @@ class NalandaCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return next((len(t) for state in self.states for t in state.values()), 0)
+        return 0 if self.lengths is None else len(self.lengths)
 
     def check_batch(self, batch: int) -> None:
         """Raise ValueError where a cache of another batch size would be read silently wrong."""
@@ -73,9 +79,11 @@ class NalandaCache(Cache):
     def reset(self) -> None:
         self.states = [{} for _ in self.states]
         self.seen_tokens = 0
+        self.lengths = None
 
     def _map(self, function) -> None:
         self.states = [{name: function(t) for name, t in state.items()} for state in self.states]
+        self.lengths = None if self.lengths is None else function(self.lengths)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from .mixers import Mixer, build_mixer
+from .base import Mixer
+from .mixers import MIXERS, build_mixer
 
 # What transformers itself hands to a config beside its fields.
 _FOREIGN_KEYS = frozenset(
@@ -32,10 +33,16 @@ class NalandaConfig(PreTrainedConfig):
     num_heads (or num_attention_heads): heads of the mixer; head_dim defaults to hidden_size // num_heads.
     expand_k, expand_v: a head's key and value sizes, K = head_dim·expand_k, V = head_dim·expand_v.
     intermediate_size: of the GLU; default ⌈8/3·hidden_size⌉ rounded up to a multiple of 256.
-    mixer: a name from `MIXERS`, or one name per layer; mixer_options: the mixer's own options.
+    mixer: a name from `MIXERS`, or one name per layer; mixer_options: the mixer's own options, or those of
+        each by its name.
     feature_map: a name from `FEATURE_MAPS`; feature_map_options: the map's own options.
     conv_size: taps of the short convolutions, 0 for none.
-    use_gate: output gate of the mixer; None leaves it to the mixer (off in deltanet, on in gated_deltanet).
+    use_gate: output gate of the mixer (off in deltanet, on in gated_deltanet).
+    feature_map, conv_size and use_gate are the mixer's own choice where they are None; a value that no mixer
+        of the model takes is refused.
+    position_embedding: "none", or "sinusoidal" added to the embeddings; scale_embeddings: times
+        √hidden_size; use_bias: of the mixers' and the GLU's projections; dropout: of the embeddings and of
+        what each mixer and GLU add; initializer: "normal" (std initializer_range) or "xavier".
     max_position_embeddings: the training length; nothing in the model depends on it.
 
     Raises ValueError, in one line that says what to change, for values that no model can be built from.
@@ -55,12 +62,17 @@ class NalandaConfig(PreTrainedConfig):
     intermediate_size: int = None  # pyrefly: ignore[bad-assignment]
     mixer: str | list[str] = "gated_deltanet"
     mixer_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
-    feature_map: str = "silu"
+    feature_map: str | None = None
     feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
-    conv_size: int = 4
+    conv_size: int | None = None
     use_gate: bool | None = None
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    position_embedding: str = "none"
+    scale_embeddings: bool = False
+    use_bias: bool = False
+    dropout: float = 0.0
+    initializer: str = "normal"
     initializer_range: float = 0.02
     max_position_embeddings: int = 2048
     use_cache: bool = True
@@ -92,8 +104,20 @@ class NalandaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"head_dim·{name} = {self.head_dim}·{getattr(self, name)} must be a positive integer"
                 )
-        if not isinstance(self.conv_size, int) or self.conv_size < 0 or self.conv_size == 1:
+        if self.conv_size is not None and (
+            not isinstance(self.conv_size, int) or self.conv_size < 0 or self.conv_size == 1
+        ):
             raise ValueError(f"conv_size={self.conv_size!r} must be 0 (no convolution) or at least 2")
+        for name, allowed in (
+            ("position_embedding", ("none", "sinusoidal")),
+            ("initializer", ("normal", "xavier")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
+        if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
         if isinstance(self.mixer, (list, tuple)):
             self.mixer = list(self.mixer)
             if len(self.mixer) != self.num_hidden_layers:
@@ -101,7 +125,19 @@ class NalandaConfig(PreTrainedConfig):
                     f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
                     "give one name, or one for each layer"
                 )
-        self.distinct_mixers()  # building them refuses what cannot work
+        mixers = self.distinct_mixers()  # building them refuses what cannot work
+        for field, wanted, part in (
+            ("feature_map", self.feature_map or self.feature_map_options, "map_name"),
+            ("conv_size", self.conv_size, "conv_size"),
+            ("use_gate", self.use_gate, "gated"),
+        ):
+            if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
+                names = " and ".join(mixers)
+                raise ValueError(f"{field}={getattr(self, field)!r}: {names} has none of that; leave it out")
+        if self.mixer_options and set(self.mixer_options) <= set(MIXERS):
+            for name in self.mixer_options:
+                if name not in mixers:
+                    raise ValueError(f"mixer_options names {name!r}, which no layer has")
 
     @property
     def key_dim(self) -> int:
@@ -129,10 +165,7 @@ class NalandaConfig(PreTrainedConfig):
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each mixer that the layers name, on the meta device: no memory."""
         with torch.device("meta"):
-            return {
-                name: build_mixer(name, self, 0, **self.mixer_options)
-                for name in dict.fromkeys(self.layer_mixers)
-            }
+            return {name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)}
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs a token at length `seq_len`; training costs three times as many.
@@ -150,12 +183,12 @@ class NalandaConfig(PreTrainedConfig):
         head = 2 * self.hidden_size * self.vocab_size
         return float(sum(mixers[name] + glu for name in self.layer_mixers) + head)
 
-    def state_bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes that generation carries for one sequence, with a model of `dtype`."""
+    def state_bytes(self, T: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that generation carries for one sequence after T tokens, with a model of `dtype`."""
         sizes = {
             name: sum(
                 torch.Size(shape).numel() * (own or dtype).itemsize
-                for shape, own in mixer.state_spec().values()
+                for shape, own in mixer.state_spec(T).values()
             )
             for name, mixer in self.distinct_mixers().items()
         }

@@ -10,10 +10,11 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .base import State
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import GLU, RMSNorm, Sequences, ShortConv, linear_cross_entropy
-from .mixers import Decay, State, build_mixer
+from .layers import GLU, RMSNorm, Sequences, ShortConv, linear_cross_entropy, rotary_angles
+from .mixers import build_mixer
 
 
 class Block(GradientCheckpointingLayer):
@@ -22,14 +23,15 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: NalandaConfig, layer_idx: int):
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = build_mixer(config.layer_mixers[layer_idx], config, layer_idx, **config.mixer_options)
+        self.mixer = build_mixer(config.layer_mixers[layer_idx], config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GLU(config.hidden_size, config.intermediate_size)
+        self.mlp = GLU(config.hidden_size, config.intermediate_size, config.use_bias)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
         y, state = self.mixer(self.mixer_norm(x), seq, state)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
 
 class NalandaPreTrainedModel(PreTrainedModel):
@@ -44,18 +46,28 @@ class NalandaPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """transformers calls this for each module that no checkpoint filled; `init` skips what one did."""
         std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear):
+            if self.config.initializer == "xavier":
+                init.xavier_uniform_(module.weight, gain=getattr(module, "gain", 1.0))
+            else:
+                init.normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            scaled = self.config.scale_embeddings  # back to a variance of 1 by √D
+            init.normal_(module.weight, mean=0.0, std=module.embedding_dim**-0.5 if scaled else std)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ShortConv):
             # Depthwise taps see `width` inputs, not `hidden_size`: at std 0.02 the values would vanish under
             # the epsilon of the norm that follows the recurrence.
             init.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
-        elif isinstance(module, Decay):
-            A_log, dt_bias = module.initial()
-            init.copy_(module.A_log, A_log)
-            init.copy_(module.dt_bias, dt_bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif callable(initial := getattr(module, "initial", None)):
+            for name, value in initial().items():
+                init.copy_(getattr(module, name), value)
 
 
 class Decoder(NalandaPreTrainedModel):
@@ -66,6 +78,7 @@ class Decoder(NalandaPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -113,7 +126,13 @@ class Decoder(NalandaPreTrainedModel):
         if cu_seqlens is not None:
             x = x.flatten(0, 1)
             x = (x if kept is None else x.index_select(0, kept))[None]
-        seq = Sequences(cu_seqlens)
+        seq = Sequences(cu_seqlens, None if cache is None else cache.lengths)
+        if self.config.scale_embeddings:
+            x = x * self.config.hidden_size**0.5
+        if self.config.position_embedding == "sinusoidal":
+            angles = rotary_angles(seq.positions(x.shape[1], x.device), self.config.hidden_size, 10000.0)
+            x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
+        x = self.dropout(x)
 
         def padded(x: Tensor) -> Tensor:
             if kept is not None:
@@ -128,7 +147,7 @@ class Decoder(NalandaPreTrainedModel):
             if cache is not None:
                 cache.states[i] = state
         if cache is not None:
-            cache.seen_tokens += T
+            cache.seen(T, torch.full((B,), T) if cu_seqlens is None else seq.lengths)
         x = padded(self.norm(x))
         return BaseModelOutputWithPast(
             last_hidden_state=x,

@@ -1,0 +1,215 @@
+"""Attention whose keys and values are carried: softmax over everything or a window, and TransNormer's blocks.
+
+What is carried are the last R keys and values of each sequence, the latest of them last (`Sequences.joined`),
+so that the place of each follows from how many tokens its sequence has.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Heads, Mixer, State, StateSpec
+from .layers import Sequences, rotary_angles, rotate
+from .transnormer import SimpleRMSNorm, build_positions
+
+
+class SoftmaxAttention(Mixer):
+    """Softmax attention as Transformer++ has it (Vaswani et al. 2017):
+
+        o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
+
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and neither convolution, gate nor norm.
+
+    Options: `num_kv_heads`, a divisor of `num_heads` (default: all), each serving a group of query heads
+    (GQA, arXiv 2305.13245); `window`, so many tokens, itself included, that a token sees (default: all
+    before it); `rope_theta`, the base of the rotary angles (10000; null: none).
+    Cost a token and head: 2(K + V)·T FLOPs at length T, or 2(K + V)·2·window. State: T (or `window`) keys and
+    values of each of the `num_kv_heads`, (K + V)·itemsize bytes a token and head.
+    """
+
+    equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
+    source = "arXiv 1706.03762, 2104.09864"
+    norm = None
+    reach: int | None = None  # how many tokens, itself included, one can see at most; None: all
+
+    def __init__(
+        self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
+        rope_theta: float | None = 10000.0,
+    ):  # fmt: skip
+        H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
+        if groups < 1 or H % groups:
+            raise ValueError(f"softmax: num_kv_heads={num_kv_heads} must divide num_heads={H}")
+        if window is not None and window < 1:
+            raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
+        if rope_theta is not None and not rope_theta > 0:
+            raise ValueError(f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation")
+        if rope_theta is not None and config.key_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups)
+        self.reach, self.rope_theta = window, rope_theta
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        if self.rope_theta is None:
+            return heads
+        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta)
+        return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles)}
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        q, k, v = (heads[name] for name in ("q", "k", "v"))
+        T = q.shape[1]
+        if new is not None:
+            laid = {name: seq.joined(heads[name], state.get(name)) for name in ("k", "v")}
+            kept = self.reach or seq.longest(T)
+            new |= {name: last(x, kept) for name, x in laid.items()}
+            if state:
+                return seq.parted(self.attend_past(seq.joined(q), laid["k"], laid["v"], seq, T), T)
+        if seq.cu_seqlens is None:
+            return self.attend(q, k, v)
+        groups, where = seq.groups(q.device)
+        out = [self.attend(q[0, rows], k[0, rows], v[0, rows]).flatten(0, 1) for rows in groups]
+        none = q.new_zeros(0, q.shape[2], v.shape[3])  # there are no groups if all sequences are empty
+        return torch.cat([none, *out]).index_select(0, where)[None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Whole sequences `[B, T, …]` from their first tokens on; linear in T where there is a window."""
+        w, T = self.reach, q.shape[1]
+        if w is None or w >= T:
+            return self.weigh(q, k, v, causal=True)
+        first = self.weigh(q[:, :w], k[:, :w], v[:, :w], causal=True)
+        # Each further block of w queries sees its own w keys and those of the block before.
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % w)) for x in (q, k, v))
+        q = q[:, w:].unflatten(1, (-1, w))
+        k, v = (x.unfold(1, 2 * w, w).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+        places = torch.arange(2 * w, device=q.device)[None]
+        rest = self.weigh(q.flatten(0, 1), k, v, self.visible(places, places[:, w:]))
+        return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - w]], 1)
+
+    def attend_past(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, T: int) -> Tensor:
+        """q `[N, L, …]` on k and v `[N, W, …]`, the past and their own; last tokens come last."""
+        assert seq.past is not None, "a state without a past"
+        L, past = q.shape[1], int(seq.past[0])
+        if L == 1 and bool((seq.past == past).all()):  # the common decoding step needs no mask
+            seen = self.span(past)
+            return self.weigh(q, k[:, -seen:], v[:, -seen:])
+        if self.reach is not None:
+            k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
+        places = seq.places(T, k.shape[1], q.device)
+        return self.weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]))
+
+    def span(self, place: int) -> int:
+        """How many tokens, itself included, the one at `place` sees."""
+        return place + 1 if self.reach is None else min(place + 1, self.reach)
+
+    def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Which places, `[B, W]`, are seen from which, `[B, L]`: bool `[B, L, W]`.
+
+        Places before a sequence's first token are < 0 and hold nothing. What they see themselves is read by
+        nobody, but they must see something: a softmax over nothing is NaN.
+        """
+        keys, queries = keys[:, None], queries[..., None]
+        seen = (keys <= queries) & ((keys >= 0) | (queries < 0))
+        return seen if self.reach is None else seen & (keys > queries - self.reach)
+
+    def weigh(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Softmax attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`."""
+        return F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=None if mask is None else mask[:, None],
+            is_causal=causal,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
+
+    def state_spec(self, T: int) -> StateSpec:
+        rows, H = self.reach or T, self.num_v_heads
+        return {"k": ((rows, H, self.K), None), "v": ((rows, H, self.V), None)}
+
+    def flops(self, T: int) -> float:
+        width = T if self.reach is None else min(T, 2 * self.reach)
+        return 2.0 * self.num_heads * (self.K + self.V) * width
+
+
+class DiagAttention(SoftmaxAttention):
+    """TransNormer's early layers (Qin et al. 2022, arXiv 2210.10340): attention inside blocks.
+
+    o_t = Σ_j p_tj v_j over those j ≤ t that lie in t's own block of `block_size` tokens, blocks being counted
+    from a document's first token and not overlapping. p is softmax_j(K^-½ q_t·k_j), masked before the softmax
+    (T2), or relu(K^-½ q_t·k_j) followed by an RMSNorm over all heads (T1, ReLA).
+
+    Options: `block_size` (64); `scores`, "softmax" (default) or "relu"; `positions`, "lrpe" (default, see
+    `LRPE`, from 0 in every block) or "none"; `norm_eps_placement` of relu's norm, see `SimpleRMSNorm`.
+    Cost a token and head: 2(K + V)·block_size FLOPs. State: the last `block_size` keys and values of each
+    head, (K + V)·itemsize bytes a token and head, whatever the length.
+    """
+
+    equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
+    source = "arXiv 2210.10340"
+
+    def __init__(
+        self, config, layer_idx: int, *, block_size: int = 64, scores: str = "softmax",
+        positions: str = "lrpe", norm_eps_placement: str = "inside",
+    ):  # fmt: skip
+        longest = config.max_position_embeddings
+        if not 1 <= block_size <= longest:
+            raise ValueError(
+                f"diag_attention: block_size={block_size} must be from 1 to "
+                f"max_position_embeddings={longest}: the cache could never hold a whole block"
+            )
+        if scores not in ("softmax", "relu"):
+            raise ValueError(f"diag_attention: scores={scores!r} is none of softmax, relu")
+        if scores == "softmax" and norm_eps_placement != "inside":
+            raise ValueError(
+                "diag_attention: softmax scores have no norm: take scores=relu, or leave "
+                "norm_eps_placement out"
+            )
+        Mixer.__init__(self, config, layer_idx)
+        self.reach = self.block = block_size
+        self.scores = scores
+        if scores == "relu":
+            self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
+        self.lrpe = build_positions(positions, self.K)
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = Mixer.heads(self, x, seq, state, new)
+        if self.lrpe is None:
+            return heads
+        places = seq.positions(x.shape[1], x.device) % self.block
+        return heads | {name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        T, b = q.shape[1], min(q.shape[1], self.block)
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % b)).unflatten(1, (-1, b)) for x in (q, k, v))
+        o = self.weigh(*(x.flatten(0, 1) for x in (q, k, v)), causal=True)
+        return o.unflatten(0, q.shape[:2]).flatten(1, 2)[:, :T]
+
+    def span(self, place: int) -> int:
+        return place % self.block + 1
+
+    def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
+        same = (keys // self.block)[:, None] == (queries // self.block)[..., None]
+        return super().visible(keys, queries) & same
+
+    def weigh(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        if self.scores == "softmax":
+            return super().weigh(q, k, v, mask, causal)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        p = F.relu(q @ k.mT * self.K**-0.5)
+        if mask is not None:
+            p = p.masked_fill(~mask[:, None], 0)
+        p = p.tril() if causal else p
+        return (p @ v).transpose(1, 2)
+
+    def flops(self, T: int) -> float:
+        return 2.0 * self.num_heads * (self.K + self.V) * min(T, self.block)
+
+
+def last(x: Tensor, rows: int) -> Tensor:
+    """The last rows of x `[N, W, …]`, behind zeros where there are fewer."""
+    missing = rows - x.shape[1]
+    if missing >= 0:
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (missing, 0)) if missing else x
+    return x[:, -rows:].clone()  # a view would keep all of x alive

@@ -1,0 +1,149 @@
+"""What a token mixer is, and what all of them share."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .feature_maps import build_feature_map
+from .layers import LayerNorm, RMSNorm, Sequences, ShortConv
+
+State = dict[str, Tensor]
+StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+Heads = dict[str, Tensor]
+
+
+class Mixer(nn.Module):
+    """Mixes tokens over time, and nothing else, in three steps: `heads`, `mix`, `read_out`.
+
+    `equation` and `source` are its row in the README's table. Other class attributes say what a mixer takes
+    when the config leaves it open, and what it does not have at all:
+    `conv_size` (None: no short convolutions), `map_name` (None: no feature map), `gated` (None: no output
+    gate), `norm` of the output ("head": RMSNorm of each; over all heads "layer" or a subclass's own "rms";
+    None). Its options are the keyword-only arguments of its constructor, which raises ValueError where they
+    cannot work, so that a config refuses them.
+
+    Sizes: K = head_dim·expand_k and V = head_dim·expand_v a head; H heads of q, HK of k, HV of v.
+    """
+
+    equation: str
+    source: str
+    conv_size: int | None = None
+    map_name: str | None = None
+    gated: bool | None = None
+    norm: str | None = "head"
+    streams = 1  # parts of v that are mixed with weights of their own
+    shared_qk = False  # q and k are one projection
+    signed_weights = False  # weights sum to 1 and may be negative: training logs their share
+
+    def __init__(self, config, layer_idx: int, *, k_heads: int | None = None, v_heads: int | None = None):
+        super().__init__()
+        D, H, bias = config.hidden_size, config.num_heads, config.use_bias
+        HK, HV = k_heads or H, v_heads or H
+        self.layer_idx, self.num_heads, self.num_v_heads = layer_idx, H, HV
+        self.K, self.V = config.key_dim, config.value_dim
+        self.q_proj = nn.Linear(D, H * self.K, bias=bias)
+        if not self.shared_qk:
+            self.k_proj = nn.Linear(D, HK * self.K, bias=bias)
+        self.v_proj = nn.Linear(D, HV * self.V, bias=bias)
+        width = self.conv_size if config.conv_size is None else config.conv_size
+        self.conv_size = width if type(self).conv_size is not None else None
+        if self.conv_size:
+            self.q_conv1d = ShortConv(H * self.K, self.conv_size)
+            if not self.shared_qk:
+                self.k_conv1d = ShortConv(HK * self.K, self.conv_size)
+            self.v_conv1d = ShortConv(HV * self.V, self.conv_size)
+        if self.map_name is not None:
+            self.map_name = config.feature_map or self.map_name
+            self.feature_map = build_feature_map(
+                self.map_name, num_heads=H, head_dim=self.K, **config.feature_map_options
+            )
+        if self.gated is not None and config.use_gate is not None:
+            self.gated = config.use_gate
+        out = max(H, HV) * self.V
+        if self.gated:
+            self.g_proj = nn.Linear(D, out, bias=bias)
+        if self.norm == "head":
+            self.o_norm = RMSNorm(self.V, config.norm_eps)
+        elif self.norm == "layer":
+            self.o_norm = LayerNorm(out, config.norm_eps)
+        self.o_proj = nn.Linear(out, D, bias=bias)
+
+    def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
+        """x `[B, T, D]` to y `[B, T, D]`. state: None carries nothing, {} starts a carried one."""
+        new: State | None = None if state is None else {}
+        heads = self.heads(x, seq, state or {}, new)
+        return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        """What `mix` needs of x, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.
+
+        state holds what earlier calls left in `new`; new is None where nothing is to be carried.
+        """
+        heads = {
+            name: self.convolve(name, projection(x), seq, state, new).unflatten(
+                -1, (-1, self.V if name == "v" else self.K)
+            )
+            for name, projection in self.projections().items()
+        }
+        return {"k": heads["q"], **heads}
+
+    def projections(self) -> dict[str, nn.Linear]:
+        """Those that convolutions may follow, by the name of what they give."""
+        return {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk}
+
+    def convolve(self, name: str, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
+        """The short convolution called `name`, and v's SiLU behind it; x as it is where there is none."""
+        if not self.conv_size:
+            return x
+        x, past = getattr(self, f"{name}_conv1d")(x, seq, state.get(f"conv_{name}"), carry=new is not None)
+        if new is not None:
+            new[f"conv_{name}"] = past
+        return F.silu(x) if name == "v" else x
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        """o `[B, T, HV, V]`: the only step that sees other tokens (convolutions apart); linear in v."""
+        raise NotImplementedError
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        """Norm, gate and output projection: o to y `[B, T, D]`."""
+        return self.o_proj(self.gate(self.normalized(o).to(x.dtype), x))
+
+    def normalized(self, o: Tensor) -> Tensor:
+        """[B, T, HV, V] to [B, T, HV·V]."""
+        if self.norm == "head":
+            return self.o_norm(o).flatten(-2)
+        return o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))
+
+    def gate(self, o: Tensor, x: Tensor) -> Tensor:
+        return o * F.silu(self.g_proj(x)) if self.gated else o
+
+    @torch.no_grad()
+    def weights(self, x: Tensor) -> Tensor:
+        """The matrix that `mix` multiplies v with, `[B, HV·streams, T, T]`: row t has token t's weights.
+
+        Exact for every mixer, because `mix` is linear in v: it is handed the unit vectors.
+        """
+        heads, n = self.heads(x, Sequences(), {}, None), self.streams
+        B, T, HV = heads["v"].shape[:3]
+        unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
+        o = self.mix(heads | {"v": unit.expand(B, T, HV, n * T)}, Sequences(), {}, None)
+        return o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2)
+
+    def state_spec(self, T: int) -> StateSpec:
+        """Name to shape and dtype of what a sequence carries after T tokens; dtype None: the model's own.
+
+        This one lists the convolutions' inputs; subclasses add their own.
+        """
+        past = max((self.conv_size or 0) - 1, 0)
+        return {
+            f"conv_{name}": ((past, p.out_features), None) for name, p in self.projections().items() if past
+        }
+
+    def flops(self, T: int) -> float:
+        """Forward FLOPs a token at length T, without those of its Linear layers.
+
+        This one counts the convolutions and the map's products; subclasses add their own.
+        """
+        channels = sum(p.out_features for p in self.projections().values())
+        mapped = 0.0 if self.map_name is None else self.num_heads * self.feature_map.flops
+        return 2.0 * (self.conv_size or 0) * channels + mapped

@@ -1,0 +1,317 @@
+"""Linear attention: one state S = Σ φ(k) vᵀ, and the ways to decay it and to read it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Heads, Mixer, State, StateSpec
+from .feature_maps import EPS, at_least_fp32, opposite
+from .layers import Sequences, ShortConv, rotary_angles, rotate
+from .ops import linear_attention, linear_attention_flops
+
+
+class LinearAttention(Mixer):
+    """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t,
+
+    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j), with means in the place of the sums as far as the
+    epsilon under the fraction is concerned.
+
+    Options: `denominator` (default: yes), whose map must keep φ(q)·φ(k) ≥ 0; without it
+    o_t = F^-½ φ(q_t)ᵀ S_t, RMS-normed by head. Default map: 1 + ELU.
+    Cost a token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V, and z beside it, in fp32.
+    """
+
+    equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
+    source = "arXiv 2006.16236"
+    conv_size = 4
+    map_name = "elu1"
+    gated = False
+    norm = None
+
+    def __init__(self, config, layer_idx: int, *, denominator: bool = True):
+        if not denominator and self.norm is None:
+            self.norm = "head"
+        super().__init__(config, layer_idx)
+        self.denominator = denominator
+        if denominator:
+            self.require_nonnegative()
+
+    def require_nonnegative(self) -> None:
+        if not self.feature_map.nonnegative:
+            raise ValueError(
+                f"feature_map {self.map_name!r} gives negative weights and {type(self).__name__} divides by "
+                "their sum: choose relu, exp, elu1, nala or pola"
+                + (", or mixer_options denominator=false" if type(self) is LinearAttention else "")
+            )
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        if not self.denominator:
+            return self.recur(heads, seq, state, new)
+        o, z = self.sums(heads, seq, state, new)
+        return o / (z + EPS * self.counts(heads, seq))
+
+    def sums(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> tuple[Tensor, Tensor]:
+        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32: z is S of a v that is 1."""
+        v = at_least_fp32(heads["v"])
+        v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
+        o = self.recur(heads | {"v": v}, seq, state, new, scale=1.0)
+        return o[..., :-1], o[..., -1:]
+
+    def recur(
+        self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False,
+        scale: float | None = None, name: str = "recurrent",
+    ) -> Tensor:  # fmt: skip
+        """The op, with the state called `name`; mapped: q and k are features already."""
+        o, final = linear_attention(
+            heads["q"],
+            heads["k"],
+            heads["v"],
+            heads.get("g"),
+            feature_map=None if mapped else self.feature_map,
+            scale=scale,
+            initial_state=state.get(name),
+            output_final_state=new is not None,
+            cu_seqlens=seq.cu_seqlens,
+            mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
+        )
+        if new is not None and final is not None:
+            new[name] = final
+        return o
+
+    @staticmethod
+    def counts(heads: Heads, seq: Sequences) -> Tensor:
+        """t of each token, from 1, `[B or 1, T, 1, 1]`."""
+        v = heads["v"]
+        return (seq.positions(v.shape[1], v.device) + 1)[..., None, None]
+
+    def state_spec(self, T: int) -> StateSpec:
+        shape = (self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
+        return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
+
+    def flops(self, T: int) -> float:
+        width = self.V + self.denominator
+        rule = linear_attention_flops(self.num_v_heads, self.feature_map.feature_dim, width)
+        return rule + super().flops(T)
+
+
+class NaLaAttention(LinearAttention):
+    """NaLaFormer's own block (2025), causal: `LinearAttention` under the NaLa map, with its denominator,
+
+    then a LayerNorm over all heads, ⊙ SiLU(W_g x) unless `use_gate` is off, and the output projection.
+    """
+
+    equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
+    source = "arXiv 2506.21137"
+    map_name = "nala"
+    gated = True
+    norm = "layer"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+
+
+class MALA(LinearAttention):
+    """Magnitude-aware linear attention (MALA, 2025), causal. With s_j = c_t φ(q_t)·φ(k_j) and z_t = Σ s_j,
+
+        o_t = Σ_{j≤t} (β_t s_j − γ_t) v_j,    β = 1 + 1/z,  γ = z/t,
+
+    so that the weights of a row sum to 1 and sharpen as the query grows; some may be negative (training logs
+    their share). It is computed as o = r/Σs + c (r − Σs · v̄) with r = φ(q)ᵀS: classic linear attention, and
+    c times its unnormalised distance from the mean value v̄.
+
+    Options: `scale`, c_t: "code" (default: K^-½/t, as the released code has it), "inverse_t" (1/t) or
+    "literal" (1, as the paper prints it: ‖w‖₁ then grows with t). Default map: 1 + ELU.
+    Cost: that of `LinearAttention`, and 4V. State: F × (V + 1) and Σv in fp32; t is the cache's.
+    """
+
+    equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq + c (Sᵀq − zᵀq v̄)"
+    source = "arXiv 2507.00698"
+    signed_weights = True
+
+    def __init__(self, config, layer_idx: int, *, scale: str = "code"):
+        if scale not in ("code", "inverse_t", "literal"):
+            raise ValueError(f"mala: scale={scale!r} is none of code, inverse_t, literal")
+        super().__init__(config, layer_idx)
+        self.scale = scale
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        r, z = self.sums(heads, seq, state, new)
+        t, v = self.counts(heads, seq), at_least_fp32(heads["v"])
+        one = v.new_ones(*v.shape[:3], 1)
+        constant = {"q": one, "k": one, "v": v}  # a linear attention that attends to all alike: Σv
+        total = self.recur(constant, seq, state, new, mapped=True, scale=1.0, name="value_sum")
+        c = 1.0 if self.scale == "literal" else 1 / t
+        if self.scale == "code":
+            c = c * self.K**-0.5
+        return r / (z + EPS * t) + c * (r - z * total / t)
+
+    def state_spec(self, T: int) -> StateSpec:
+        return super().state_spec(T) | {"value_sum": ((self.num_v_heads, 1, self.V), torch.float32)}
+
+    def flops(self, T: int) -> float:
+        return super().flops(T) + linear_attention_flops(self.num_v_heads, 1, self.V)
+
+
+class Pola(LinearAttention):
+    """PolaFormer (2025), causal. q and k split by sign under learnt powers, φ(x) = [relu(x)^p; relu(−x)^p].
+
+    The first half of v is read by the same-signed query [q⁺; q⁻], the second by the opposite one [q⁻; q⁺],
+    each half with its own denominator. To this a causal depthwise convolution of v (5 taps, the heads share
+    their filters) is added, and the sum multiplied by G = W_g x, without activation.
+
+    Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's own
+    (`alpha`, `scale`) are feature_map_options. V must be even.
+    Cost: that of `LinearAttention` with twice the heads of V/2, and 10V. State: 2 × 2K × (V/2 + 1) in fp32,
+    and the last 4 v's for the convolution.
+    """
+
+    equation = "S ← S + k vᵀ, z ← z + k for q of k's signs and of the others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
+    source = "arXiv 2501.15061"
+    TAPS = 5
+    map_name = "pola"
+    gated = True
+    streams = 2
+
+    def __init__(self, config, layer_idx: int, *, gate_first: bool = False):
+        if config.feature_map not in (None, "pola"):
+            raise ValueError(f"mixer 'pola' needs feature_map 'pola', not {config.feature_map!r}")
+        if config.value_dim % 2:
+            raise ValueError(f"mixer 'pola' halves v: head_dim·expand_v = {config.value_dim} must be even")
+        super().__init__(config, layer_idx)
+        self.gate_first = gate_first
+        self.dwc = ShortConv(self.V, self.TAPS, copies=self.num_heads)
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        local, past = self.dwc(heads["v"].flatten(-2), seq, state.get("conv_local"), carry=new is not None)
+        if new is not None:
+            new["conv_local"] = past
+        return heads | {"local": local}
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        q, k = self.feature_map(heads["q"], heads["k"])
+        q = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
+        halves = {
+            "q": q,
+            "k": k.repeat_interleave(2, 2),
+            "v": heads["v"].unflatten(-1, (2, -1)).flatten(2, 3),
+        }
+        v = at_least_fp32(halves["v"])
+        halves["v"] = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
+        o = self.recur(halves, seq, state, new, mapped=True, scale=1.0)
+        o = o[..., :-1] / (o[..., -1:] + EPS * self.counts(heads, seq))
+        return o.unflatten(2, (-1, 2)).flatten(-2)
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        o, local = o.flatten(-2).to(x.dtype), heads["local"]
+        if not self.gated:
+            return self.o_proj(o + local)
+        gate = self.g_proj(x)
+        return self.o_proj(gate * o + local if self.gate_first else gate * (o + local))
+
+    def state_spec(self, T: int) -> StateSpec:
+        spec = super().state_spec(T)
+        shape = (2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
+        local = ((self.TAPS - 1, self.num_heads * self.V), None)
+        return spec | {"recurrent": (shape, torch.float32), "conv_local": local}
+
+    def flops(self, T: int) -> float:
+        rule = linear_attention_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
+        return rule + Mixer.flops(self, T) + 2.0 * self.TAPS * self.num_heads * self.V
+
+
+class Soft(LinearAttention):
+    """SOFT++ (Lu et al. 2021, 2024), causal: o_t = κ(q_t, Z) W Σ_{j≤t} κ(Z, k_j) v_jᵀ, Z learnt.
+
+    κ is a Gaussian kernel and q = k, one projection; W is the regularised inverse of κ(Z, Z), normalised on
+    both sides (`feature_map: softpp`, the default) or not (`soft`). Pooled landmarks would leak the future,
+    so they are learnt. The entries are genuine Nyström entries; a masked matrix is no longer positive
+    semidefinite. The output is RMS-normed by head.
+
+    The map's options (`landmarks`, `ridge`, `inverse`, `iterations`) are feature_map_options.
+    Cost: that of `LinearAttention` with m landmarks for F, and 2m(2K + m) for the map. State: m × V in fp32.
+    """
+
+    equation = "S ← S + κ(Z, k) vᵀ; o = SᵀW κ(Z, q), q = k"
+    source = "arXiv 2110.11945, 2207.03341"
+    map_name = "softpp"
+    norm = "head"
+    shared_qk = True
+
+    def __init__(self, config, layer_idx: int):
+        if config.feature_map not in (None, "soft", "softpp"):
+            raise ValueError(
+                f"mixer 'soft' needs feature_map 'soft' or 'softpp', not {config.feature_map!r}: for "
+                "another map take mixer 'linear_attention'"
+            )
+        super().__init__(config, layer_idx, denominator=False)
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        return self.recur(heads, seq, state, new, scale=1.0)
+
+
+class Retention(LinearAttention):
+    """RetNet's retention (Sun et al. 2023): S_t = (1 − 2^{−5−h}) S_{t-1} + k_t v_tᵀ for head h = 0, 1, …
+
+    q and k are rotated by their positions; the output is RMS-normed by head and gated by SiLU(W_g x).
+    Option: `rope_theta`, the base of the rotary angles.
+    Cost: that of `LinearAttention`. State: K × V in fp32.
+    """
+
+    equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
+    source = "arXiv 2307.08621"
+    conv_size = None
+    map_name = None
+    gated = True
+    norm = "head"
+
+    def __init__(self, config, layer_idx: int, *, rope_theta: float = 10000.0):
+        if config.key_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+        Mixer.__init__(self, config, layer_idx)
+        self.rope_theta, self.denominator = rope_theta, False
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta)
+        h = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)
+        g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
+        return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        return self.recur(heads, seq, state, new, mapped=True)
+
+    def state_spec(self, T: int) -> StateSpec:
+        return {"recurrent": ((self.num_heads, self.K, self.V), torch.float32)}
+
+    def flops(self, T: int) -> float:
+        return linear_attention_flops(self.num_heads, self.K, self.V)
+
+
+class GLA(Retention):
+    """Gated linear attention (Yang et al. 2023): S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ,
+
+    α_t = σ(W₂ W₁ x + b)^{1/16}, a decay for each key channel through a projection of rank 16. The output is
+    RMS-normed by head and gated by SiLU(W_g x).
+    Options: `gate_rank` (16) and `gate_temperature` (16, the root of the decay).
+    Cost: that of `LinearAttention`. State: K × V in fp32.
+    """
+
+    equation = "S ← Diag(α) S + k vᵀ; o = Sᵀq"
+    source = "arXiv 2312.06635"
+
+    def __init__(self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0):
+        if gate_rank < 1 or gate_temperature <= 0:
+            raise ValueError(
+                f"gla: gate_rank={gate_rank} and gate_temperature={gate_temperature} must be > 0"
+            )
+        Mixer.__init__(self, config, layer_idx)
+        self.denominator, self.temperature = False, float(gate_temperature)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(config.hidden_size, gate_rank, bias=False),
+            nn.Linear(gate_rank, self.num_heads * self.K),
+        )
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
+        return Mixer.heads(self, x, seq, state, new) | {"g": F.logsigmoid(gates) / self.temperature}

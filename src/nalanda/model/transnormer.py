@@ -1,0 +1,123 @@
+"""TransNormer's late layers, and what its early ones (`DiagAttention`) share with them: positions and norm.
+
+The Devil in Linear Transformer (Qin et al. 2022, arXiv 2210.10340).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Heads, Mixer, State
+from .feature_maps import at_least_fp32
+from .layers import Fp32Module, Sequences, rotate
+from .linear import LinearAttention
+
+
+class LRPE(Fp32Module):
+    """Positions of TransNormer's released code: a reflection, then a rotation by learnt angles.
+
+    x ↦ R(t·θ) (x − 2 (x·u) u), with a unit vector u drawn once a layer and fixed, and angles θ `[K/2]` that
+    start at 10000^(−2i/K) and are shared by the heads. q and k share both, so that q_i·k_j depends on
+    i − j alone. All K features turn (one release turns a part of them only).
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        if size % 2:
+            raise ValueError(
+                f"lrpe turns pairs of features and there are {size} a head: make them even, or take "
+                "mixer_options positions=none"
+            )
+        self.theta = nn.Parameter(torch.empty(size // 2, dtype=torch.float32))
+        self.register_buffer("u", torch.empty(size, dtype=torch.float32))
+        self.u: Tensor
+
+    def initial(self) -> dict[str, Tensor]:
+        i = torch.arange(len(self.theta), dtype=torch.float32, device=self.theta.device)
+        return {
+            "theta": 10000.0 ** (-i / len(self.theta)),
+            "u": F.normalize(torch.randn_like(self.u), dim=0),
+        }
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x `[B, T, H, K]` and positions `[B or 1, T]` to `[B, T, H, K]`, in fp32 at least."""
+        x = at_least_fp32(x)
+        x = x - 2 * (x * self.u).sum(-1, keepdim=True) * self.u
+        return rotate(x, positions[..., None] * self.theta)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.u)}"
+
+
+def build_positions(name: str, size: int) -> LRPE | None:
+    """The module for the option `positions`; ValueError for another name."""
+    if name not in ("lrpe", "none"):
+        raise ValueError(f"positions={name!r} is none of lrpe, none")
+    return LRPE(size) if name == "lrpe" else None
+
+
+class SimpleRMSNorm(nn.Module):
+    """RMSNorm without a gain, in fp32, returned in the dtype of x.
+
+    placement of ε: "inside", x/√(mean x² + ε), which bounds its gradient by 1/√ε; "outside", TransNormer's
+    released x/(√(mean x²) + 1e-8), which bounds it by 1e8 alone.
+    """
+
+    def __init__(self, eps: float, placement: str = "inside"):
+        super().__init__()
+        if placement not in ("inside", "outside"):
+            raise ValueError(f"norm_eps_placement={placement!r} is none of inside, outside")
+        self.eps, self.placement = eps, placement
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, D = at_least_fp32(x), x.shape[-1]
+        if self.placement == "inside":
+            return F.rms_norm(wide, (D,), eps=self.eps).to(x.dtype)
+        return (wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / D**0.5 + 1e-8)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps if self.placement == 'inside' else 1e-8}, {self.placement}"
+
+
+class NormAttention(LinearAttention):
+    """TransNormer's late layers (Qin et al. 2022): O = RMSNorm(tril(φ(Q) φ(K)ᵀ) V), without a denominator,
+
+    a scale or a gain; the norm runs over all heads at once. Where ε stands inside its root, a loss with
+    ‖∂L/∂o_t‖ ≤ c₁ and values with ‖v_j‖ ≤ c₂ have |∂L/∂s_tj| ≤ c₁c₂/√ε for every score s; a denominator has
+    no such bound.
+
+    Options: `positions`, "lrpe" (default: reflected and rotated after φ, see `LRPE`) or "none";
+    `norm_eps_placement`, "inside" (default, ε = norm_eps) or "outside" (as released), see `SimpleRMSNorm`.
+    Default map: 1 + ELU (T2); T1 takes `elu`. Xavier initialisation gives q, k and v a gain of 1/√2.
+    Cost a token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V in fp32.
+    """
+
+    equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"
+    source = "arXiv 2210.10340"
+    conv_size = None
+    map_name = "elu1"
+    gated = None
+    norm = None
+
+    def __init__(
+        self, config, layer_idx: int, *, positions: str = "lrpe", norm_eps_placement: str = "inside"
+    ):
+        Mixer.__init__(self, config, layer_idx)
+        self.denominator = False
+        self.norm, self.o_norm = "rms", SimpleRMSNorm(config.norm_eps, norm_eps_placement)
+        self.lrpe = build_positions(positions, self.feature_map.feature_dim)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.gain = 2**-0.5  # pyrefly: ignore[bad-argument-type]
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
+        if self.lrpe is not None:
+            positions = seq.positions(x.shape[1], x.device)
+            q, k = (self.lrpe(phi, positions).to(dtype) for phi in self.feature_map(q, k))
+        # Sums of a thousand positive terms leave fp16's range before the norm sees them.
+        v = heads["v"].float() if dtype == torch.float16 else heads["v"]
+        return {"q": q, "k": k, "v": v}
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        return self.recur(heads, seq, state, new, mapped=self.lrpe is not None, scale=1.0)

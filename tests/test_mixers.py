@@ -1,0 +1,199 @@
+"""Each mixer's formula, written out once more as a masked quadratic form in plain float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nalanda import NalandaConfig
+from nalanda.model.layers import Sequences
+from nalanda.model.mixers import build_mixer
+
+T, H, K = 23, 2, 6
+
+
+def build(mixer: str, **options):
+    """One mixer in float64, its parameters drawn at a size at which they matter."""
+    torch.manual_seed(0)
+    config = NalandaConfig(
+        vocab_size=8, hidden_size=H * K, num_heads=H, mixer=mixer, **{"conv_size": 0, **options}
+    )
+    module = build_mixer(mixer, config, 0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.6)
+        for part in module.modules():
+            if hasattr(part, "initial"):
+                for name, value in part.initial().items():
+                    getattr(part, name).copy_(value)
+    return module.double()
+
+
+def run(module):
+    """x, what the mixer makes of it, its heads `[B, H, T, …]`, and the causal mask."""
+    x = torch.randn(2, T, H * K, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        y, _ = module(x, Sequences())
+        q, k, v = (
+            getattr(module, f"{name}_proj")(x).unflatten(-1, (H, -1)).transpose(1, 2)
+            for name in ("q", "k", "v")
+        )
+    return x, y, (q, k, v)
+
+
+def same(a, b, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def joined(o):  # [B, H, T, V] → [B, T, H·V]
+    return o.transpose(1, 2).flatten(-2)
+
+
+def rms(o, weight):
+    return o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def t_of(w):
+    return torch.arange(1, T + 1, dtype=w.dtype)[:, None]
+
+
+def normalised(scores):
+    scores = scores.tril()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-6 * t_of(scores))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("elu1", lambda x: 1 + F.elu(x)), ("relu", F.relu), ("exp", torch.exp)]
+)
+def test_linear_attention_with_a_denominator(name, function):
+    module = build("linear_attention", feature_map=name)
+    _, y, (q, k, v) = run(module)
+    same(y, module.o_proj(joined(normalised(function(q) @ function(k).mT) @ v)))
+
+
+def test_linear_attention_without():
+    module = build("linear_attention", feature_map="identity", mixer_options={"denominator": False})
+    _, y, (q, k, v) = run(module)
+    o = (q @ k.mT / K**0.5).tril() @ v
+    same(y, module.o_proj(joined(rms(o, module.o_norm.weight))))
+
+
+def test_nala_block():
+    module = build("nala")
+    x, y, (q, k, v) = run(module)
+    phi_q, phi_k = module.feature_map(q, k)
+    o = joined(normalised(phi_q @ phi_k.mT) @ v)
+    o = F.layer_norm(o, o.shape[-1:], module.o_norm.weight, module.o_norm.bias, 1e-6)
+    same(y, module.o_proj(o * F.silu(module.g_proj(x))))
+    assert (module.weights(x) >= -1e-12).all()
+
+
+@pytest.mark.parametrize("scale", ["code", "inverse_t", "literal"])
+def test_mala(scale):
+    module = build("mala", mixer_options={"scale": scale})
+    x, y, (q, k, v) = run(module)
+    sim = ((1 + F.elu(q)) @ (1 + F.elu(k)).mT).tril()
+    t = t_of(sim)
+    sim = sim * {"code": K**-0.5 / t, "inverse_t": 1 / t, "literal": torch.ones_like(t)}[scale]
+    z = sim.sum(-1, keepdim=True)
+    w = ((1 + 1 / z) * sim - z / t).tril()
+    same(module.o_proj(joined(w @ v)), y, 1e-5)  # the epsilon of the denominator
+    weights = module.weights(x)
+    same(weights, w, 1e-5)
+    same(weights.sum(-1), torch.ones_like(weights.sum(-1)), 1e-5)
+    assert (weights < 0).any()
+
+
+def test_mala_sharpens_as_the_query_grows():
+    """φ(q) → aφ(q) makes β' = (β + a − 1)/a and γ' = aγ; where all weights are positive, ratios sharpen."""
+    phi_q, phi_k = (
+        torch.rand(9, K, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    )
+    module = build("mala", feature_map="relu", mixer_options={"scale": "literal"})
+    q, k = (phi[None, :, None].expand(1, 9, H, K) for phi in (0.05 * phi_q, phi_k))
+    eye = torch.eye(9, dtype=torch.float64)[None, :, None].expand(1, 9, H, 9)
+
+    def weights(a):
+        return module.mix({"q": a * q, "k": k, "v": eye}, Sequences(), {}, None)[0, :, 0]
+
+    a, sim = 1.5, (0.05 * phi_q @ phi_k.mT).tril()
+    z, t = sim.sum(-1, keepdim=True), torch.arange(1, 10, dtype=torch.float64)[:, None]
+    beta, gamma = 1 + 1 / z, z / t
+    grown = ((beta + a - 1) / a * a * sim - a * gamma).tril()
+    same(weights(a), grown, 1e-4)
+    small, large = weights(1.0)[-1], weights(a)[-1]
+    assert (small > 0).all()
+    assert (large > 0).all()
+    assert large.max() / large.min() > small.max() / small.min()
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_pola(gate_first):
+    module = build("pola", mixer_options={"gate_first": gate_first}, feature_map_options={"alpha": 3})
+    torch.nn.init.normal_(module.feature_map.w)
+    x, y, (q, k, v) = run(module)
+    # The released code's softplus scale is at its start, where it divides by 1.
+    p = (1 + 3 * module.feature_map.w.sigmoid())[:, None]  # [H, 1, K]
+    positive, negative = (
+        tuple(torch.where(sign * z > 1e-6, (sign * z).clamp_min(1e-6) ** p, 0) for z in (q, k))
+        for sign in (1, -1)
+    )
+    alike = positive[0] @ positive[1].mT + negative[0] @ negative[1].mT
+    unlike = negative[0] @ positive[1].mT + positive[0] @ negative[1].mT
+    halves = v.chunk(2, -1)
+    o = joined(torch.cat([normalised(alike) @ halves[0], normalised(unlike) @ halves[1]], -1))
+    filters = module.dwc.weight.repeat(H, 1, 1)
+    local = F.conv1d(F.pad(joined(v).mT, (4, 0)), filters, groups=H * K).mT
+    gate = module.g_proj(x)
+    # 1e-7: the learnt scale starts at 1 as nearly as fp32 has it
+    same(y, module.o_proj(gate * o + local if gate_first else gate * (o + local)), 1e-7)
+
+
+@pytest.mark.parametrize("name", ["softpp", "soft"])
+def test_soft(name):
+    module = build("soft", feature_map=name, feature_map_options={"landmarks": 5})
+    x = torch.randn(2, T, H * K, dtype=torch.float64)
+    q, v = (p(x).unflatten(-1, (H, -1)).transpose(1, 2) for p in (module.q_proj, module.v_proj))
+    z = next(p for n, p in module.feature_map.named_parameters()).detach().double()  # [H, m, K]
+
+    def kernel(a, b):
+        return torch.exp(-torch.cdist(a, b).square() / (2 * K**0.5))
+
+    a = kernel(z, z)
+    w = torch.linalg.inv(a + 0.01 * torch.eye(5, dtype=torch.float64))
+    if name == "softpp":
+        d = a.sum(-1) ** -0.5
+        w = d[:, :, None] * w * d[:, None]
+    o = (kernel(q, z) @ w @ kernel(z, q)).tril() @ v
+    same(module(x, Sequences())[0], module.o_proj(joined(rms(o, module.o_norm.weight))), 1e-6)
+    assert not hasattr(module, "k_proj")
+
+
+def test_retention():
+    module = build("retention")
+    x, y, (q, k, v) = run(module)
+    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, K, 2) / K)  # fp32, as in the mixer
+    turn = torch.polar(torch.ones(()), angles.float()).to(torch.complex128)
+
+    def turned(z):
+        a, b = z.chunk(2, -1)
+        z = torch.complex(a, b) * turn
+        return torch.cat([z.real, z.imag], -1)
+
+    decay = 1 - 2.0 ** (-5 - torch.arange(H, dtype=torch.float64))
+    apart = torch.arange(T)[:, None] - torch.arange(T)
+    w = turned(q) @ turned(k).mT * decay[:, None, None] ** apart.clamp_min(0) / K**0.5
+    o = joined(rms(w.tril() @ v, module.o_norm.weight))
+    same(y, module.o_proj(o * F.silu(module.g_proj(x))), 1e-5)  # decays are fp32
+
+
+def test_gla():
+    module = build("gla", mixer_options={"gate_rank": 4, "gate_temperature": 2.0})
+    x, y, (q, k, v) = run(module)
+    first, second = module.gk_proj
+    assert first.weight.shape == (4, H * K)
+    alpha = torch.sigmoid(x @ first.weight.T @ second.weight.T + second.bias) ** 0.5
+    log = alpha.log().unflatten(-1, (H, -1)).transpose(1, 2).cumsum(2)  # [B, H, T, K]
+    decay = (log[:, :, :, None] - log[:, :, None]).exp()  # [B, H, T, T, K]
+    w = torch.einsum("bhik,bhijk,bhjk->bhij", q, decay, k).tril() / K**0.5
+    o = joined(rms(w @ v, module.o_norm.weight))
+    same(y, module.o_proj(o * F.silu(module.g_proj(x))))
