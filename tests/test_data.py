@@ -255,6 +255,82 @@ def test_a_special_token_written_in_a_text_stays_text(tmp_path, byte_tokenizer):
     assert batch["input_ids"].eq(0).sum() == 2  # bos and eos
 
 
+# ------------------------------ one text in rows
+
+LINES = ["", " = Title = \n", "", *(f" the {i} word of line {i} , <unk> .\n" for i in range(40)), ""]
+
+
+@pytest.fixture
+def lines(tmp_path) -> DataConfig:
+    """Three shards of the lines of one text, as the hub has WikiText: blank ones are empty, the rest end."""
+    for i, part in enumerate((LINES[:13], LINES[13:30], LINES[30:])):
+        for split in ("train", "validation"):
+            write_jsonl(tmp_path / "lines" / split / f"{i}.jsonl", part)
+    return DataConfig(source=str(tmp_path / "lines"), documents="joined", bos=False, seq_len=16)
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path, lines):
+    return build_tokenizer(TokenizerConfig(train="words"), lines, tmp_path / "words")
+
+
+@pytest.mark.parametrize("seq_len", [2, 16])  # the last row is full, or not
+def test_joined_rows_predict_every_token_of_the_text_once(lines, word_tokenizer, seq_len):
+    lines.seq_len = seq_len
+    text = [word for line in LINES for word in (*line.split(), "</s>")]
+    targets, contexts = [], []
+    batches = list(PackedBatches(lines, word_tokenizer, split="validation", batch_size=1))
+    assert len(batches) == -(-len(text) // (seq_len - 1))
+    for batch in batches:
+        ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
+        kept = labels[1:] != -100  # a model shifts: the first token of a row is nobody's target
+        assert kept.all() or batch is batches[-1]
+        assert positions.diff()[kept].eq(1).all()  # a row is one segment
+        targets += labels[1:][kept].tolist()
+        contexts += ids[:-1][kept].tolist()
+    assert word_tokenizer.convert_ids_to_tokens(targets) == text
+    assert word_tokenizer.convert_ids_to_tokens(contexts) == ["</s>", *text[:-1]]
+
+
+def test_joined_rows_of_training_are_the_same_text_in_another_order(lines, word_tokenizer):
+    lines.seq_len = 6  # five targets a row
+    text = [word for line in LINES for word in (*line.split(), "</s>")]
+    batches = PackedBatches(lines, word_tokenizer, split="train", batch_size=1, epochs=2, seed=5)
+    rows = [
+        " ".join(word_tokenizer.convert_ids_to_tokens(batch["labels"][0, 1:].tolist())) for batch in batches
+    ]
+    both = text * 2
+    expected = [" ".join(both[i : i + 5]) for i in range(0, len(both) - 4, 5)]
+    assert sorted(rows) == sorted(expected)
+    assert rows != expected
+    assert all(len(batch["cu_seqlens"]) == 2 for batch in batches)  # a row is one segment
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_joined_rows_resume_at_every_batch(lines, word_tokenizer, split):
+    batches = PackedBatches(lines, word_tokenizer, split=split, batch_size=2, epochs=2)
+    states = [(batch, through_json(batches.state_dict())) for batch in batches]
+    assert len(states) > 10
+    for step, (_, state) in enumerate(states):
+        resumed = PackedBatches(lines, word_tokenizer, split=split, batch_size=2, epochs=2)
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        assert len(rest) == len(states) - step - 1
+        assert all(same(a, b) for a, (b, _) in zip(rest, states[step + 1 :], strict=True))
+
+
+def test_one_text_has_no_documents_to_hold_out_or_to_begin(shards):
+    shards.documents = "joined"
+    with pytest.raises(InputError, match=r"set data\.bos: false"):
+        shards.check()
+    shards.bos = False
+    with pytest.raises(InputError, match=r"no validation part.*give data\.validation_source"):
+        open_corpus(shards, "train")
+    shards.documents = "apar"
+    with pytest.raises(InputError, match=r"data\.documents is 'apar'"):
+        shards.check()
+
+
 # ------------------------------ resume
 
 
@@ -347,8 +423,9 @@ def test_restoring_reads_no_earlier_shard(byte_tokenizer, shards, monkeypatch):
     assert len(opened) == 1
 
 
-@pytest.mark.parametrize("change", ["seq_len", "seed", "eos", "corpus", "tokenizer"])
+@pytest.mark.parametrize("change", ["seq_len", "seed", "eos", "documents", "corpus", "tokenizer"])
 def test_a_state_of_other_data_is_refused(byte_tokenizer, shards, change):
+    shards.bos = change != "documents"
     batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2)
     next(batches)
     state = batches.state_dict()
@@ -357,6 +434,8 @@ def test_a_state_of_other_data_is_refused(byte_tokenizer, shards, change):
         shards.seq_len = 8
     if change == "eos":
         shards.eos = False
+    if change == "documents":
+        shards.documents, shards.validation_source = "joined", shards.source
     if change == "corpus":
         write_jsonl(Path(shards.source) / "9.jsonl", ["more"])
     if change == "tokenizer":
@@ -769,6 +848,70 @@ def test_tokenizer_is_trained_on_the_training_part_alone(tmp_path, prose):
     assert not {"be", "ta", "et", "eta", "Ġb"} & vocabulary.keys()
 
 
+def test_words_from_the_most_frequent_on(tmp_path, lines):
+    write_jsonl(tmp_path / "t" / "train" / "a.jsonl", ["b a <unk> c\n", "", "a é\nd b </s> a\x1cb"])
+    write_jsonl(tmp_path / "t" / "validation" / "a.jsonl", ["zebra zebra zebra"])
+    corpus = DataConfig(source=str(tmp_path / "t"), bos=False)
+
+    def vocabulary(name: str, data: DataConfig = corpus, **settings) -> list[str]:
+        tokenizer = build_tokenizer(TokenizerConfig(train="words", **settings), data, tmp_path / name)
+        entries = tokenizer.get_vocab()
+        assert sorted(entries.values()) == list(range(len(tokenizer))), "an id without a word, or with two"
+        return sorted(entries, key=entries.get)
+
+    words = ["a", "b", "a\x1cb", "c", "d", "é"]
+    assert vocabulary("all") == ["<unk>", "</s>", *words]
+    assert vocabulary("frequent", min_count=2) == ["<unk>", "</s>", *words[:2]]
+    assert vocabulary("few", vocab_size=5) == ["<unk>", "</s>", *words[:3]]
+    assert vocabulary("roomy", vocab_size=500) == ["<unk>", "</s>", *words]
+    with_bos = DataConfig(source=corpus.source)
+    assert vocabulary("bos", with_bos) == ["<unk>", "</s>", "<s>", *words]
+
+
+def test_only_words_have_no_size_of_their_own():
+    assert TokenizerConfig(train="bpe").vocab_size == TokenizerConfig(path="a").vocab_size == 4096
+    assert TokenizerConfig(train="words").vocab_size is None
+    assert TokenizerConfig(train="words", vocab_size=99).vocab_size == 99
+
+
+def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(data, "BPE_SAMPLE", 1)  # all words count
+    config = TokenizerConfig(train="words")
+    tokenizer = build_tokenizer(config, lines, tmp_path / "run" / "tokenizer")
+    build_tokenizer(config, lines, tmp_path / "again")
+    saved = [(tmp_path / p / "tokenizer.json").read_bytes() for p in ("run/tokenizer", "again")]
+    assert saved[0] == saved[1]
+    assert len(tokenizer) == len({word for line in LINES for word in line.split()} | {"<unk>", "</s>"})
+    assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.bos_token is tokenizer.pad_token is None
+
+    monkeypatch.setattr(data, "_train_words", None)  # not called again
+    for loaded in (
+        build_tokenizer(config, lines, tmp_path / "run" / "tokenizer"),
+        AutoTokenizer.from_pretrained(tmp_path / "again"),
+    ):
+        ids = loaded(" the zebra  of\tline\n\n 3 word\n")["input_ids"]
+        assert loaded.convert_ids_to_tokens(ids) == [
+            *("the", "<unk>", "of", "line", "</s>", "</s>", "3", "word")
+        ]
+        assert loaded.decode(ids) == "the <unk> of line </s> </s> 3 word"
+        assert loaded.decode(ids, skip_special_tokens=True) == "the of line 3 word"
+        assert loaded("\n")["input_ids"] == []
+
+
+def test_word_tokenizer_puts_bos_in_front_where_the_data_does(tmp_path, lines):
+    lines.documents, lines.bos = "apart", True
+    tokenizer = build_tokenizer(TokenizerConfig(train="words"), lines, tmp_path / "bos")
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 2)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the word")["input_ids"]) == ["<s>", "the", "word"]
+    batches = PackedBatches(lines, tokenizer, split="validation", batch_size=1)
+    ids = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
+    assert ids.count(2) == 41  # blank lines are no documents
+    assert "<s> = Title = </s> <s>" in tokenizer.decode(ids)
+
+
 def test_sentencepiece_models(tmp_path, prose):
     import sentencepiece
 
@@ -810,8 +953,11 @@ def test_sentencepiece_models(tmp_path, prose):
     [
         ({}, "give either path"),
         ({"path": "a", "train": "bpe"}, "give either path"),
-        ({"train": "wordpiece"}, "only trained tokenizer is 'bpe'"),
+        ({"train": "wordpiece"}, "there are 'bpe' and 'words'"),
         ({"train": "bpe", "vocab_size": 256}, "needs 257 or more"),
+        ({"train": "words", "vocab_size": 3}, "and a word need 4"),
+        ({"train": "words", "min_count": 0}, "min_count is 0"),
+        ({"train": "bpe", "min_count": 2}, "only train: words counts words"),
         ({"path": "./nowhere"}, "'./nowhere' cannot be loaded: give a directory"),
     ],
 )

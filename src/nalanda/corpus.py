@@ -52,8 +52,8 @@ class Shard(Protocol):
         ...
 
 
-def keep_all(text: str) -> bool:
-    return True
+def not_blank(text: str) -> bool:
+    return bool(text) and not text.isspace()
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Corpus:
     """The shards of one split, and which of their documents belong to it."""
 
     shards: list[Shard]
-    keep: Callable[[str], bool] = keep_all
+    keep: Callable[[str], bool] = not_blank
+    ordered: bool = False  # one text: its documents are never shuffled
 
     @property
     def fingerprint(self) -> str:
@@ -74,13 +75,20 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
     Raises:
         InputError: nothing is there, or it is not in a form that can be read.
     """
-    if data.validation_source:
-        source = data.source if split == "train" else data.validation_source
-        return Corpus(_open(data, source, split)[0])
-    shards, separate = _open(data, data.source, split)
+    source = data.validation_source if data.validation_source and split == "validation" else data.source
+    shards, separate = _open(data, source, split)
+    separate = separate or bool(data.validation_source)
+    if data.documents == "joined":
+        if not separate:
+            raise InputError(
+                f"data.documents: joined: {source} has no validation part, and one text has no documents to "
+                "hold out; give data.validation_source"
+            )
+        return Corpus(shards, lambda text: True, ordered=True)
     if separate:
         return Corpus(shards)
-    return Corpus(shards, lambda text: held_out(text, data.validation_share) == (split == "validation"))
+    part = split == "validation"
+    return Corpus(shards, lambda text: not_blank(text) and held_out(text, data.validation_share) == part)
 
 
 def held_out(text: str, share: float) -> bool:
@@ -97,7 +105,7 @@ class DocumentStream:
 
     The order depends on `seed` and the epoch alone: a permutation of the shards, then, where shards hold many
     documents, a buffer from which every new document draws one out. No random generator is kept: each draw is
-    a hash of its place, so that the state is all there is.
+    a hash of its place, so that the state is all there is. An ordered corpus is read as it stands.
 
     Raises:
         InputError: an epoch has no document, or a shard cannot be read.
@@ -106,7 +114,8 @@ class DocumentStream:
     def __init__(self, corpus: Corpus, *, seed: int, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
         self.permuted = all(shard.single for shard in corpus.shards)  # to order shards is to order documents
-        self.buffer_size = 0 if self.permuted else buffer_size
+        self.ordered = corpus.ordered
+        self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
         self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
 
     def state_dict(self) -> dict:
@@ -134,11 +143,13 @@ class DocumentStream:
     def rest_of_epoch(self) -> Iterator[str]:
         """The documents that this epoch has not given yet; behind the last one the next epoch begins."""
         shards = self.corpus.shards
-        order = sorted(range(len(shards)), key=lambda index: self.draw("shard", index))
+        order = range(len(shards))
+        if not self.ordered:
+            order = sorted(order, key=lambda index: self.draw("shard", index))
         while self.shard < len(order):
             for text, cursor in shards[order[self.shard]].read(self.cursor):
                 self.cursor = cursor
-                if not text or text.isspace() or not self.corpus.keep(text):
+                if not self.corpus.keep(text):
                     continue
                 if len(self.buffer) < self.buffer_size:
                     self.buffer.append(text)

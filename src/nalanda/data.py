@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,17 +31,30 @@ class TokenizerConfig:
     """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
 
     path: str | None = None  # a directory, a Hub id, a tokenizer.json, or a SentencePiece .model
-    train: str | None = None  # "bpe": a byte-level BPE trained on the training documents
-    vocab_size: int = 4096  # of the trained tokenizer, <|endoftext|> and the 256 bytes included
+    train: str | None = None  # on the training documents: "bpe", byte-level, or "words", between white space
+    vocab_size: int | None = None  # of the trained one, special tokens included; null: bpe 4096, words all
+    min_count: int = 1  # words: those that the training documents have less often are unknown
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is None and self.train != "words":
+            self.vocab_size = 4096
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         if (self.path is None) == (self.train is None):
-            raise InputError("tokenizer: give either path (a directory, Hub id or file) or train: bpe")
-        if self.train not in (None, "bpe"):
-            raise InputError(f"tokenizer.train is {self.train!r}; the only trained tokenizer is 'bpe'")
-        if self.train and self.vocab_size < 257:
+            raise InputError(
+                "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
+            )
+        if self.train not in (None, "bpe", "words"):
+            raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
+        if self.train == "bpe" and (self.vocab_size or 0) < 257:
             raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs 257 or more")
+        if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
+            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
+        if self.min_count < 1:
+            raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
+        if self.min_count > 1 and self.train != "words":
+            raise InputError(f"tokenizer.min_count is {self.min_count}; only train: words counts words")
 
 
 @dataclass
@@ -51,6 +64,11 @@ class DataConfig:
     A local directory may hold `train/` and `validation/`, each with files at any depth (SlimPajama's layout).
     Where there is no validation part, `validation_share` of the training documents is held out: the hash of a
     text decides, so that the two parts are disjoint and stay the same when files are added.
+
+    `documents: joined` is for a text whose rows are its lines, such as WikiText's: language models on it see
+    one stream of tokens with an eos behind every line, blank ones too, cut into blocks (fairseq's
+    `--sample-break-mode none`). Labels, state and attention then cross from row to row of the source, the
+    order is the source's, and validation needs a part of its own.
     """
 
     source: str = (
@@ -63,6 +81,7 @@ class DataConfig:
     text_field: str = "text"  # of .jsonl and .parquet files and of Hub datasets
     bos: bool = True  # a document begins with the tokenizer's bos token ...
     eos: bool = True  # ... and ends with its eos token
+    documents: Literal["apart", "joined"] = "apart"  # joined: one text, in the files' order, blank lines kept
     shuffle_buffer: int = 1024  # documents; they are saved in checkpoints. 0: the order of the files
     name: str | None = None  # Hub: the dataset's configuration
     train_split: str = "train"  # Hub
@@ -79,6 +98,10 @@ class DataConfig:
             raise InputError(f"data.validation_share is {self.validation_share}; it must lie between 0 and 1")
         if self.max_validation_rows < 1:
             raise InputError(f"data.max_validation_rows is {self.max_validation_rows}; it must be at least 1")
+        if self.documents not in ("apart", "joined"):
+            raise InputError(f"data.documents is {self.documents!r}; there are 'apart' and 'joined'")
+        if self.documents == "joined" and self.bos:
+            raise InputError("data.bos: joined documents are the lines of one text; set data.bos: false")
         if self.shuffle_buffer < 0:
             raise InputError(f"data.shuffle_buffer is {self.shuffle_buffer}; it must be 0 or more")
 
@@ -86,6 +109,7 @@ class DataConfig:
 # ------------------------------ tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"  # of words, as fairseq writes them
 BPE_SAMPLE = 200_000_000  # characters of the training documents that a tokenizer is trained on, at most
 
 
@@ -95,11 +119,16 @@ def build_tokenizer(
     """The tokenizer that `config` names, or one trained on the training documents.
 
     A trained one is saved in `directory`, and read from there when it is already there, so that a resumed
-    run has the same tokens. It is a byte-level BPE: every text has tokens, none is unknown. `<|endoftext|>`,
-    id 0, is its bos and its eos; there is no padding token, because training pads nothing, and many collators
+    run has the same tokens. There is no padding token, because training pads nothing, and many collators
     mask a padding token that equals eos from the labels. With `data.bos` a trained tokenizer, or one from a
     SentencePiece model, puts bos in front of what it encodes, as training does: evaluation and generation see
     documents begin as training saw them.
+
+    bpe: byte-level, so that every text has tokens and none is unknown; `<|endoftext|>`, id 0, is bos and eos.
+    words: what stands between white space, from the most frequent on, equals in the order of their text;
+    `<unk>` is 0, eos `</s>` 1 and, with `data.bos`, bos `<s>` 2. A line end inside a text is `</s>`; at the
+    end of a text it is nothing, since `data.eos` is there. (Of WikiText-103's tokens fairseq's dictionary
+    holds 267 744: 267 733 words, these three, `<pad>`, and 7 that no text has, up to a multiple of 8.)
 
     With several processes call it in the first one before the others.
 
@@ -113,7 +142,7 @@ def build_tokenizer(
     if config.train:
         if not (directory / "tokenizer_config.json").exists():
             partial = directory.with_name(directory.name + ".partial")
-            _train_bpe(config, data).save_pretrained(partial)
+            (_train_words if config.train == "words" else _train_bpe)(config, data).save_pretrained(partial)
             partial.replace(directory)  # a run killed while saving leaves no half tokenizer
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
     name = config.path or ""
@@ -130,7 +159,7 @@ def build_tokenizer(
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"tokenizer {name!r} cannot be loaded: give a directory, a Hub id, a tokenizer.json, "
-            f"a SentencePiece model, or train: bpe ({reason})"
+            f"a SentencePiece model, or train: bpe or words ({reason})"
         ) from None
 
 
@@ -141,7 +170,7 @@ def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizer
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size or 0,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -154,11 +183,39 @@ def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizer
 
 def _sample(data: DataConfig) -> Iterator[str]:
     characters = 0
-    for text in DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1):
+    for text in _training_documents(data):
         yield text
         characters += len(text)
         if characters > BPE_SAMPLE:
             return
+
+
+def _training_documents(data: DataConfig) -> DocumentStream:
+    return DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1)
+
+
+def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    special = [UNKNOWN, END_OF_LINE, *([BEGINNING] if data.bos else [])]
+    backend = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(r"\n\z"), ""), normalizers.Replace("\n", f" {END_OF_LINE} ")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
+    )
+    backend.train_from_iterator(_training_documents(data), trainer)
+    # The trainer would give a special token that the text also spells two ids, and leave one of them empty.
+    ranks = backend.get_vocab(with_added_tokens=False)
+    words = special + sorted(ranks.keys() - set(special), key=ranks.__getitem__)
+    vocabulary = {word: i for i, word in enumerate(words[: config.vocab_size])}
+    backend.model = models.WordLevel(vocabulary, UNKNOWN)
+    if data.bos:
+        _put_in_front(backend, BEGINNING)
+    roles = {"bos_token": BEGINNING} if data.bos else {}
+    return _wrap(backend, unk_token=UNKNOWN, eos_token=END_OF_LINE, **roles)
 
 
 def _wrap(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerBase:
@@ -256,7 +313,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 # Characters that are tokenised and whose rows are shuffled at a time; states lie where a group begins.
 STREAM_GROUP = 1 << 19  # ready in a second
-PERMUTED_GROUP = 1 << 24  # of corpora whose documents can be ordered at will: a small one as a whole
+PERMUTED_GROUP = 1 << 24  # of corpora whose documents need no buffer: a small one as a whole
 READ_AHEAD = 4  # batches
 IGNORED = -100  # transformers' label for positions without loss
 
@@ -274,6 +331,8 @@ class PackedBatches:
 
     Documents follow one another, `[bos] tokens [eos]`, cut into rows of `seq_len` tokens. A document longer
     than what is left of a row goes on in the next one as a segment of its own, since no state crosses rows.
+    With `data.documents: joined` a row is one segment and begins with the last token of the row before, the
+    first one with an eos, so that every token of the text is predicted once.
     The rows and their order depend on the corpus, the tokenizer and the seed alone. Micro-step s takes the
     rows [s·B·W, (s+1)·B·W); rank r of W takes every W-th of them, so that any number of ranks sees the same.
     Every rank reads and tokenises all of it.
@@ -338,10 +397,12 @@ class PackedBatches:
             "shuffle_buffer": data.shuffle_buffer,
             "bos": data.bos,
             "eos": data.eos,
+            "documents": data.documents,
             "corpus": self.corpus.fingerprint,
             "tokenizer": blake2b(vocabulary.encode(), digest_size=8).hexdigest(),
         }
-        self._start = {"documents": self._documents().state_dict(), "carried": 0, "done": 0, "rows": 0}
+        carried = int(data.documents == "joined")  # the eos before the text
+        self._start = {"documents": self._documents().state_dict(), "carried": carried, "done": 0, "rows": 0}
         self._state, self._ended = self._start, False
         self._reader: _ReadAhead | None = None
 
@@ -398,7 +459,15 @@ class PackedBatches:
 
     def _batches(self) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
         documents = self._documents()
-        rows = _pack(documents, self.encode, self.data.seq_len, self._state, whole=self.training)
+        rows = _pack(
+            documents,
+            self.encode,
+            self.data.seq_len,
+            self._state,
+            whole=self.training,
+            joined=self.data.documents == "joined",
+            before=self.padding,
+        )
         if not self.training:
             rows = itertools.islice(rows, self.data.max_validation_rows - self._state["rows"])
         return _batch(
@@ -429,9 +498,16 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Callable[[
 
 
 def _pack(
-    documents: DocumentStream, encode: Callable, seq_len: int, state: dict, *, whole: bool
+    documents: DocumentStream,
+    encode: Callable,
+    seq_len: int,
+    state: dict,
+    *,
+    whole: bool,
+    joined: bool,
+    before: int,
 ) -> Iterator[Row]:
-    """Rows from `state` on. `whole`: only full ones.
+    """Rows from `state` on. `whole`: only full ones. `joined`: of one text with token `before` in front.
 
     Documents are tokenised in groups. In training a group's rows come in an order of their own: the rows of
     one long document would otherwise fill batches by themselves, which costs a small model a fifth of its
@@ -441,15 +517,16 @@ def _pack(
     """
     documents.load_state_dict(state["documents"])
     done, rows = state["done"], state["rows"]
-    tokens, starts = np.zeros(state["carried"], np.int32), np.zeros(0, np.int64)
-    for before, group in _groups(documents):
-        before = {"documents": before, "carried": len(tokens)}
+    tokens, starts = np.full(state["carried"], before, np.int32), np.zeros(0, np.int64)
+    stride = seq_len - joined
+    for begun, group in _groups(documents):
+        begun = {"documents": begun, "carried": len(tokens)}
         encoded = [ids for ids in encode(group) if len(ids)]
         lengths = [len(tokens), *map(len, encoded)]
         tokens = np.concatenate([tokens, *encoded])
-        starts = np.concatenate([starts, np.cumsum(lengths[:-1])])
-        count = len(tokens) // seq_len
-        bounds = np.searchsorted(starts, np.arange(count + 1) * seq_len)
+        starts = starts if joined else np.concatenate([starts, np.cumsum(lengths[:-1])])
+        count = (len(tokens) - joined) // stride
+        bounds = np.searchsorted(starts, np.arange(count + 1) * stride)
         order = list(range(count))
         if whole:
             first = rows - done
@@ -457,19 +534,19 @@ def _pack(
         for place, index in enumerate(order[done:], done + 1):
             rows += 1
             yield Row(
-                tokens[index * seq_len : (index + 1) * seq_len],
-                _from_zero(starts[bounds[index] : bounds[index + 1]] - index * seq_len),
-                {**before, "done": place, "rows": rows},
+                tokens[index * stride : index * stride + seq_len],
+                _from_zero(starts[bounds[index] : bounds[index + 1]] - index * stride),
+                {**begun, "done": place, "rows": rows},
             )
-        tokens, starts, done = tokens[count * seq_len :], starts[bounds[count] :] - count * seq_len, 0
-    if len(tokens) and not whole and not done:
-        before = {"documents": documents.state_dict(), "carried": len(tokens)}
-        yield Row(tokens, _from_zero(starts), {**before, "done": 1, "rows": rows + 1})
+        tokens, starts, done = tokens[count * stride :], starts[bounds[count] :] - count * stride, 0
+    if len(tokens) > joined and not whole and not done:
+        begun = {"documents": documents.state_dict(), "carried": len(tokens)}
+        yield Row(tokens, _from_zero(starts), {**begun, "done": 1, "rows": rows + 1})
 
 
 def _groups(documents: DocumentStream) -> Iterator[tuple[dict, list[str]]]:
     """The stream's state before a group of documents, and their texts; a group ends with the epoch."""
-    characters = PERMUTED_GROUP if documents.permuted else STREAM_GROUP
+    characters = PERMUTED_GROUP if documents.permuted or documents.ordered else STREAM_GROUP
     while not documents.ended:
         texts = documents.rest_of_epoch()
         while True:
