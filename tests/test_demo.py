@@ -7,12 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.baselines import Bigram, perplexity, zeroed_mixers
 from nalanda.config import load_config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+SHAPES = {
+    NalandaConfig: {"num_heads": 2},
+    LlamaConfig: {"num_attention_heads": 2, "intermediate_size": 32},
+    MambaConfig: {},
+    GPT2Config: {"num_attention_heads": 2},
+    Qwen3NextConfig: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
+                      "linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16,
+                      "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 32,
+                      "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,12 @@ def packed(*documents: list[int]) -> dict[str, torch.Tensor]:
     labels = ids.clone()
     starts = np.cumsum([0, *map(len, documents)])
     labels[0, starts[:-1]] = -100
-    return {"input_ids": ids, "labels": labels, "cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "cu_seqlens": torch.tensor(starts, dtype=torch.int32),
+        "position_ids": torch.tensor([[i for document in documents for i in range(len(document))]]),
+    }
 
 
 def test_bigram_by_hand():
@@ -59,12 +75,11 @@ def test_bigram_sums_to_one():
         assert bigram.probabilities(np.full(11, first), second).sum() == pytest.approx(1)
 
 
-def test_zeroing_is_undone_and_isolates_tokens():
+@pytest.mark.parametrize("kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig])
+def test_zeroing_is_undone_and_isolates_tokens(kind):
     torch.manual_seed(0)
-    config = NalandaConfig(
-        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_heads=2, initializer_range=0.5
-    )
-    model = NalandaForCausalLM(config).eval()
+    config = kind(vocab_size=31, hidden_size=32, num_hidden_layers=4, initializer_range=0.5, **SHAPES[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.tensor([[1, 2, 3, 4], [4, 2, 3, 4]])  # they differ in the first token
     batch = packed([1, 2, 3, 4, 5, 6], [4, 3, 2, 1])
@@ -72,10 +87,19 @@ def test_zeroing_is_undone_and_isolates_tokens():
         whole, ppl = model(ids).logits[:, -1], perplexity(model, [batch])
         with zeroed_mixers(model):
             alone, zeroed_ppl = model(ids).logits[:, -1], perplexity(model, [batch])
-    assert torch.equal(alone[0], alone[1])
+    assert torch.allclose(alone[0], alone[1], rtol=1e-4, atol=1e-3)
     assert not torch.allclose(whole[0], whole[1], rtol=1e-2)
     assert ppl != pytest.approx(zeroed_ppl, rel=1e-2)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits[:, -1], whole)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_token_mixers_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = NalandaConfig(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="none of mixer, self_attn"), zeroed_mixers(model):
+        pass
 
 
 def test_perplexity_of_packed_documents():

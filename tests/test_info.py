@@ -14,6 +14,21 @@ MILLIONS = {
     "nala_deltanet_340m": 374.4,
     "gated_deltanet_340m": 379.9,
     "nala_gated_deltanet_340m": 379.9,
+    "mamba_340m": 385.6,
+    "transformer_340m": 373.9,
+    "retnet_340m": 375.5,
+    "gla_340m": 374.5,
+    "linear_attention_340m": 374.2,
+    "nala_340m": 399.4,
+    "mala_340m": 374.2,
+    "pola_340m": 399.4,
+    "soft_340m": 350.5,
+}
+WIKITEXT = {
+    "transnormer_t1_wikitext103": 155.99,
+    "transnormer_t2_wikitext103": 155.99,
+    "transformer_wikitext103": 155.99,
+    "linear_attention_wikitext103": 155.99,
 }
 
 
@@ -23,6 +38,9 @@ def test_recipes_build_at_the_literatures_size(recipe):
     if recipe.stem in MILLIONS:
         assert figures["parameters"] / 1e6 == pytest.approx(MILLIONS[recipe.stem], rel=1e-3)
         assert figures["tokens"] == 28672 * 524288
+    if recipe.stem in WIKITEXT:
+        assert figures["parameters"] / 1e6 == pytest.approx(WIKITEXT[recipe.stem], abs=0.01)
+        assert figures["tokens"] == 100_000 * 128 * 512
     assert 0 < figures["parameters_without_embeddings"] < figures["parameters"]
     # 6 a weight that is multiplied, and the recurrence on top
     flops = figures["training_flops_per_token"]
@@ -31,6 +49,7 @@ def test_recipes_build_at_the_literatures_size(recipe):
 
 def test_every_340m_recipe_has_its_literature_figure():
     assert {p.stem for p in RECIPES if "340m" in p.stem} == set(MILLIONS)
+    assert {p.stem for p in RECIPES if "wikitext" in p.stem} == set(WIKITEXT)
 
 
 def test_state_is_what_generation_carries():
@@ -40,6 +59,28 @@ def test_state_is_what_generation_carries():
     half = info("nala_gated_deltanet_340m", ["model.expand_k=0.5"])
     plain = info("gated_deltanet_340m", [])
     assert half["state_bytes_per_sequence"] < 1.01 * plain["state_bytes_per_sequence"]
+
+
+def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": "d e f"}\n{"text": "a g"}\n')
+    words = [
+        *(f"output_dir={tmp_path / 'run'}", "model={hidden_size: 64, num_hidden_layers: 1, num_heads: 1}"),
+        *("tokenizer={train: words}", f"data.source={tmp_path}", f"data.validation_source={tmp_path}"),
+    ]
+
+    def table(*overrides: str) -> int:
+        figures = info("deltanet_340m", [*words, *overrides])
+        return (figures["parameters"] - figures["parameters_without_embeddings"]) // (2 * 64)
+
+    assert table() == 64  # 7 words and 3 special tokens, rounded up
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("nalanda.info.build_tokenizer", None)  # nothing is read
+    assert table("tokenizer.vocab_size=1000") == 1024
+    assert table("model.vocab_size=267744") == 267744
+    assert (
+        table("model={auto: mamba, hidden_size: 64, tie_word_embeddings: false}", "tokenizer.vocab_size=99")
+        == 128
+    )
 
 
 def test_saved_bytes_are_counted():

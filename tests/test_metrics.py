@@ -108,3 +108,32 @@ def test_the_curve_is_drawn(tmp_path):
     png = metrics.plot_losses(tmp_path, tmp_path / "pictures" / "loss.png")
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert png.stat().st_size > 10_000
+
+
+def test_share_of_negative_weights():
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 8,
+    }
+    tokens = torch.arange(20)[None] % 31
+    model = NalandaForCausalLM(NalandaConfig(mixer="mala", initializer_range=1.0, **sizes))
+    inputs = []
+    hooks = [
+        layer.mixer.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+        for layer in model.model.layers
+    ]
+    model.eval()(tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    weights = torch.stack(
+        [layer.mixer.weights(x) for layer, x in zip(model.model.layers, inputs, strict=True)]
+    )
+    share = (weights < 0).sum() / (2 * 2 * 20 * 21 / 2)  # the future's weights are 0
+    model.train()
+    assert 0 < share < 1
+    assert metrics.negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
+    assert model.training
+    assert metrics.negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}

@@ -281,6 +281,83 @@ def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
     assert losses[2] < losses[0]
 
 
+def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
+    model = "model={auto: mamba, hidden_size: 32, num_hidden_layers: 2, state_size: 16, expand: 2}"
+    run_dir = loop.train(configured(recipe, tmp_path / "run", model, "train.steps=4"))
+    config = json.loads((run_dir / "final" / "config.json").read_text())
+    assert config["model_type"] == "mamba"
+    assert config["vocab_size"] == 320
+    assert config["bos_token_id"] == config["eos_token_id"] == 0
+    assert config["pad_token_id"] is None
+    assert json.loads((run_dir / "run.json").read_text())["documents_kept_apart"] is False
+    assert "this model lets packed documents see one another" in capsys.readouterr().out
+    losses = [line["loss"] for line in metrics.read(run_dir / "metrics.jsonl") if "loss" in line]
+    assert losses[3] < losses[0] - 0.1
+    weights = safetensors.torch.load_file(run_dir / "final" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+def test_which_model_auto_means(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def config(model: str):
+        return loop.build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
+
+    llama = config("{auto: llama, hidden_size: 64, num_attention_heads: 2}")
+    assert (llama.model_type, llama.hidden_size, llama.max_position_embeddings) == ("llama", 64, 32)
+    assert config("{auto: gpt2, n_embd: 64, hidden_size: 64}").n_positions == 32  # under either of its names
+    assert config("{auto: nalanda, num_heads: 2, mixer: deltanet}").mixer == "deltanet"
+    MambaConfig(hidden_size=96, model_type="mamba").save_pretrained(tmp_path / "llama")
+    assert config("{auto: llama}").hidden_size == 96  # a path that exists is meant
+
+
+def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
+    """A stand-in: importing it registers its types, and its configs take any key."""
+    import importlib.util
+
+    import transformers
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    class LaterConfig(transformers.PreTrainedConfig):
+        model_type = "later"
+
+        def __init__(self, hidden_size: int = 8, vocab_size: int = 16, **kwargs):
+            super().__init__(**kwargs)
+            self.hidden_size, self.vocab_size = hidden_size, vocab_size
+
+    class Later(transformers.LlamaForCausalLM):
+        config_class = LaterConfig
+
+    def register(name: str) -> None:
+        transformers.AutoConfig.register("later", LaterConfig)
+        AutoModelForCausalLM.register(LaterConfig, Later)
+
+    for mapping in (configuration_auto.CONFIG_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "fla" or find(name, *rest))
+    monkeypatch.setattr(importlib, "import_module", register)
+
+    def config(model: str):
+        return loop.build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
+
+    assert config("{auto: mamba}").model_type == "mamba"  # what transformers has, it has
+    assert "later" not in configuration_auto.CONFIG_MAPPING
+    assert config("{auto: later, hidden_size: 24}").hidden_size == 24
+    with pytest.raises(
+        InputError, match=r"^model\.hiden_size: later has no such key; did you mean hidden_size"
+    ):
+        config("{auto: later, hiden_size: 24}")
+
+    def broken(name: str) -> None:
+        raise AttributeError("module 'transformers' has no attribute 'x'")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(InputError, match=r"rwkv9: flash-linear-attention fails: .*no attribute 'x'"):
+        config("{auto: rwkv9}")
+
+
 # ----------------------------------------------------------------------------------------------- resume
 
 
@@ -426,6 +503,12 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
         ("vocab_size: 64", "vocab_size"),
         ("auto: {path}/none", "model: "),
         ("auto: {path}, hiden_size: 3", "model.hiden_size"),
+        ("auto: mamba, hiden_size: 3", "model.hiden_size: mamba has no such key; did you mean hidden_size?"),
+        ("auto: mamba, num_heads: 4", "model.num_heads: mamba has no such key"),
+        ("auto: mamba, vocab_size: 64", "the model's vocab_size is 64"),
+        ("auto: llama, hidden_size: 65", "hidden size (65) is not a multiple"),
+        ("auto: llama, hidden_size: wide", "expected int, got str"),
+        ("auto: vit", "model.auto: vit is no causal language model"),
         ("auto: {path}, max_position_embeddings: 16", "data.seq_len: 32 is more than the model's 16"),
     ],
 )

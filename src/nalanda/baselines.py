@@ -3,10 +3,11 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nalanda.train import loss_sums
@@ -77,19 +78,40 @@ def perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> 
     return math.exp(total / count)
 
 
+# What the layers of transformers and flash-linear-attention call the part that looks at other tokens.
+TOKEN_MIXERS = ("mixer", "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba")
+
+
 @contextlib.contextmanager
 def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
-    """While this is open, no layer's token mixer adds anything: each token sees itself alone."""
-    projections = [layer.mixer.o_proj for layer in model.model.layers]
-    saved = [[parameter.clone() for parameter in projection.parameters()] for projection in projections]
+    """While this is open, no layer's token mixer adds anything: each token sees itself alone.
+
+    Raises ValueError for a model with a layer whose token mixer is not found.
+    """
+    hooks = [mixer.register_forward_hook(_zero_output) for mixer in token_mixers(model)]
     try:
-        with torch.no_grad():
-            for projection in projections:
-                for parameter in projection.parameters():
-                    parameter.zero_()
         yield
     finally:
-        with torch.no_grad():
-            for projection, values in zip(projections, saved, strict=True):
-                for parameter, value in zip(projection.parameters(), values, strict=True):
-                    parameter.copy_(value)
+        for hook in hooks:
+            hook.remove()
+
+
+def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """The token mixer of each layer of any decoder: nalanda's, transformers', flash-linear-attention's."""
+    depth = model.config.num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    mixers = [
+        next((getattr(layer, name) for name in TOKEN_MIXERS if hasattr(layer, name)), None)
+        for layer in (lists[0] if lists else [])
+    ]
+    found = [mixer for mixer in mixers if mixer is not None]
+    if not found or len(found) < len(mixers):
+        raise ValueError(f"a {model.config.model_type} layer has none of {', '.join(TOKEN_MIXERS)}")
+    return found
+
+
+def _zero_output(mixer: nn.Module, inputs: tuple, output: Any) -> Any:
+    """Mixers give their output alone, or in front of weights and states."""
+    if isinstance(output, Tensor):
+        return torch.zeros_like(output)
+    return (torch.zeros_like(output[0]), *output[1:])

@@ -136,13 +136,16 @@ def find_recipe(name: str) -> Path:
     """`name` if such a file exists, else recipe `NAME.yaml` of this checkout or of the installed package."""
     if Path(name).is_file():
         return Path(name)
+    if name in (known := recipes()):
+        return known[name]
+    raise InputError(f"{name}: no such recipe or file{_nearest(name, known)}")
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes of this checkout or of the installed package, by name."""
     here = Path(__file__).parent
-    recipes = {
-        p.stem: p for d in (here / "recipes", here.parents[1] / "recipes") for p in sorted(d.glob("*.yaml"))
-    }
-    if name in recipes:
-        return recipes[name]
-    raise InputError(f"{name}: no such recipe or file{_nearest(name, recipes)}")
+    folders = here / "recipes", here.parents[1] / "recipes"
+    return {p.stem: p for folder in folders for p in sorted(folder.glob("*.yaml"))}
 
 
 def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:

@@ -1,6 +1,7 @@
 """What a recipe comes to, before anything is allocated: parameters, FLOPs, state, memory, tokens."""
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ from nalanda.data import build_tokenizer
 from nalanda.metrics import flops_per_token
 from nalanda.model.layers import Sequences
 from nalanda.model.modeling import Block
-from nalanda.train import build_model_config
+from nalanda.train import build_model_config, config_source
 
 
-def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any]:
+def info(recipe: str, overrides: list[str], processes: int = 1, *, memory: bool = True) -> dict[str, Any]:
     """The figures of a recipe as `nalanda info` prints them; bytes, FLOPs and tokens are plain numbers.
 
+    memory: whether activations are counted, which takes a second.
     Raises InputError for a recipe that cannot be trained.
     """
     config = load_config(recipe, overrides)
     accumulation = config.accumulation(processes)
     keys = config.model
-    if "vocab_size" not in keys and keys.get("auto", keys.get("init_from")) is None:
+    if "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # as training rounds it
     model_config = build_model_config(config)
     with torch.device("meta"):
@@ -42,7 +44,7 @@ def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any
     flops, flops_source = flops_per_token(model, seq_len)
     ours = isinstance(model_config, NalandaConfig)
     activations = None
-    if ours:
+    if ours and memory:
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         activations = activation_bytes(
             model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing
@@ -57,10 +59,12 @@ def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any
         "parameters_without_embeddings": parameters - sum(outside.values()),
         "training_flops_per_token": flops,
         "flops_source": flops_source,
-        "state_bytes_per_sequence": model_config.state_bytes() if ours else None,
+        "state_bytes_per_sequence": model_config.state_bytes(seq_len) if ours else None,
+        "state_grows": ours and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
         "weights_and_optimizer_bytes": weights,
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,
+        "seq_len": seq_len,
         "rows_per_step": train.tokens_per_step // seq_len,
         "accumulation": accumulation,
         "processes": processes,
@@ -71,9 +75,14 @@ def info(recipe: str, overrides: list[str], processes: int = 1) -> dict[str, Any
 
 
 def vocabulary(config: RunConfig) -> int:
-    if config.tokenizer.train:  # not trained yet, but its size is settled
+    """Tokens of the recipe's tokenizer. One that is not trained yet has the size that it is told to have;
+    where it is told none, the words of the training documents are counted."""
+    trained = Path(config.output_dir) / "tokenizer"
+    if config.tokenizer.train and config.tokenizer.vocab_size:
         return config.tokenizer.vocab_size
-    return len(build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer"))
+    with tempfile.TemporaryDirectory() as unused:  # a folder that only `nalanda train` may begin
+        directory = trained if trained.exists() else Path(unused) / "tokenizer"
+        return len(build_tokenizer(config.tokenizer, config.data, directory))
 
 
 def activation_bytes(
@@ -135,7 +144,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             "state a sequence",
             size(f["state_bytes_per_sequence"]),
-            "of any length; bf16 model",
+            f"after {f['seq_len']} tokens, and growing" if f["state_grows"] else "of any length; bf16 model",
         )
     table.add_row(
         "weights and optimizer",

@@ -163,6 +163,32 @@ def read_facts(run_dir: Path) -> dict:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
+@torch.no_grad()
+def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
+    """Share of negative weights in the mixers whose rows sum to 1 in spite of them (MALA), over all layers.
+
+    tokens: `[B, T]`; the first row's first 256 are looked at. Empty for models without such mixers.
+    """
+    shares = []
+
+    def look(mixer: Any, inputs: tuple) -> None:
+        weights = mixer.weights(inputs[0])
+        seen = torch.ones_like(weights[0, 0], dtype=torch.bool).tril()
+        shares.append((weights[..., seen] < 0).float().mean())
+
+    mixers = [m for m in model.modules() if getattr(m, "signed_weights", False)]
+    hooks, training = [m.register_forward_pre_hook(look) for m in mixers], model.training
+    model.eval()
+    try:
+        if mixers:
+            model(tokens[:1, :256].to(model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return {"negative_weights": torch.stack(shares).mean().item()} if shares else {}
+
+
 def write_facts(run_dir: Path, facts: dict) -> None:
     write_atomically(run_dir / "run.json", json.dumps(facts, indent=1) + "\n")
 

@@ -1,6 +1,8 @@
 """The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
 
 import contextlib
+import importlib.util
+import inspect
 import math
 import os
 import shutil
@@ -16,11 +18,19 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, set_seed
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from nalanda import NalandaConfig, checkpoint, metrics
-from nalanda.config import IDENTITY, RunConfig, differences, load_config
+from nalanda.config import IDENTITY, RunConfig, _nearest, differences, load_config
 from nalanda.data import PackedBatches, build_tokenizer, check_vocabulary
 from nalanda.errors import InputError
 from nalanda.optim import build_optimizer, learning_rate
@@ -160,9 +170,9 @@ def train(config: RunConfig) -> Path:
             if validation and (end or (config.validation.every and step % config.validation.every == 0)):
                 val_loss, val_tokens = validate(accelerator, model, validation)
                 perplexity = math.exp(min(val_loss, 700.0))
-                log.write(
-                    step=step, tokens=tokens, val_loss=val_loss, val_ppl=perplexity, val_tokens=val_tokens
-                )
+                values = {"val_loss": val_loss, "val_ppl": perplexity, "val_tokens": val_tokens}
+                values |= metrics.negative_share(model, validation[0]["input_ids"])
+                log.write(step=step, tokens=tokens, **values)
                 log.say(f"validation at step {step}: loss {val_loss:.4f}, perplexity {perplexity:.2f}")
             if stop or end or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 resume = save(step)
@@ -271,7 +281,8 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     if path is None or not weights:
-        return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        with _in_one_line("model"):
+            return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     with _in_one_line("model.init_from"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -288,16 +299,28 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> P
 
 
 def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
-    """The model's config. Without a `vocab_size` it takes the tokenizer's, rounded up to a multiple of 64,
-    for the matrix products' sake; the special tokens are the tokenizer's."""
+    """The model's config: `NalandaConfig`, or under `auto` that of a path, of a model type that transformers
+    or flash-linear-attention knows, or of a hub id, whichever of them there is first.
+
+    One that the recipe itself describes has `data.seq_len` positions and, without a `vocab_size`, the
+    tokenizer's, rounded up to a multiple of 64, for the matrix products' sake. The special tokens are always
+    the tokenizer's. Raises `InputError`.
+    """
     keys = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
-    source = config.model.get("auto") or (None if keys else config.model.get("init_from"))
-    if source is None:
-        keys.setdefault("max_position_embeddings", config.data.seq_len)
+    source = config_source(config.model)
+    if isinstance(source, type):
+        known = {*inspect.signature(source).parameters, *getattr(source, "attribute_map", {})}
+        if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
+            # Other configs would keep them, and nothing would ever read them.
+            raise InputError(
+                f"model.{unknown[0]}: {source.model_type} has no such key{_nearest(unknown[0], known)}"
+            )
+        if "max_position_embeddings" in known:
+            keys.setdefault("max_position_embeddings", config.data.seq_len)
         if tokenizer is not None:
             keys.setdefault("vocab_size", 64 * math.ceil(len(tokenizer) / 64))
         with _in_one_line("model"):
-            model_config: PreTrainedConfig = NalandaConfig(**keys)
+            model_config: PreTrainedConfig = source(**keys)
     else:
         with _in_one_line("model"):
             found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
@@ -313,6 +336,26 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if not config.data.bos:  # prompts and evaluations begin as the training documents did
             model_config.bos_token_id = None
     return model_config
+
+
+def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
+    """The config whose fields `model` of a recipe gives, or the path or hub id whose config.json does."""
+    if model.get("auto") is None:
+        bare = set(model) <= {"auto", "init_from"}
+        return (model.get("init_from") if bare else None) or NalandaConfig
+    name = str(model["auto"])
+    if name not in CONFIG_MAPPING and importlib.util.find_spec("fla"):
+        try:
+            importlib.import_module("fla")  # registers its model types
+        except Exception as error:  # it breaks with other libraries' releases, each time differently
+            if "/" not in name:
+                raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None
+    if name not in CONFIG_MAPPING or Path(name).exists():
+        return name
+    kind = CONFIG_MAPPING[name]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"model.auto: {name} is no causal language model")
+    return kind
 
 
 def count_labels(batch: dict[str, Tensor]) -> int:
@@ -418,5 +461,6 @@ def _in_one_line(where: str) -> Iterator[None]:
     """Other libraries' complaints about what the user named, as one line."""
     try:
         yield
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{where}: {str(error).strip().splitlines()[0]}") from None
+    except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:
+        first, *rest = [line.strip() for line in str(error).strip().splitlines()]
+        raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None
