@@ -19,9 +19,24 @@ from nalanda.model.layers import Fp32Module, Sequences, linear_cross_entropy
 VOCAB = 61
 
 
+VARIANTS = {  # what the table alone does not reach: windows, blocks, hybrids, positions of the decoder
+    "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},
+    "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
+    "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
+    "transnormer": {
+        "mixer": ["diag_attention", "norm_attention"],
+        "mixer_options": {"diag_attention": {"block_size": 7}},
+        "position_embedding": "sinusoidal",
+        "scale_embeddings": True,
+        "use_bias": True,
+        "initializer": "xavier",
+    },
+}
+
+
 def rows() -> list:
-    """Every mixer under every map that it takes; one that takes none, once."""
-    found = []
+    """Every mixer under every map that it takes; one that takes none, once; and the variants."""
+    found = [pytest.param(options, id=name) for name, options in VARIANTS.items()]
     for mixer, feature_map in itertools.product(MIXERS, (None, *FEATURE_MAPS)):
         options = {}
         if mixer == "linear_attention" and feature_map:  # signed maps cannot have a denominator
@@ -31,7 +46,8 @@ def rows() -> list:
         except ValueError:
             continue
         if feature_map or MIXERS[mixer].map_name is None:
-            found.append(pytest.param((mixer, feature_map, options), id=f"{mixer}-{feature_map}"))
+            row = {"mixer": mixer, "feature_map": feature_map, "mixer_options": options}
+            found.append(pytest.param(row, id=f"{mixer}-{feature_map}"))
     return found
 
 
@@ -74,13 +90,13 @@ def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-9) -> None:
 
 @pytest.fixture(params=rows())
 def model(request) -> NalandaForCausalLM:
-    return build(*request.param)
+    return build(**request.param)
 
 
 def test_every_mixer_and_map_is_in_the_table():
-    seen = [p.values[0] for p in rows()]
-    assert {mixer for mixer, *_ in seen} == set(MIXERS)
-    assert {(m, f) for m, f, _ in seen} >= set(
+    seen = [tuple(p.values[0].get(key) for key in ("mixer", "feature_map")) for p in rows()]
+    assert {mixer for mixer, _ in seen if isinstance(mixer, str)} == set(MIXERS)
+    assert {row for row in seen if isinstance(row[0], str)} >= set(
         itertools.product(("deltanet", "linear_attention"), FEATURE_MAPS)
     )
 
@@ -90,7 +106,8 @@ def test_mixer_moves_the_logits(model):
     tokens = ids(2, 40)
     whole = logits(model, tokens)
     for layer in model.model.layers:
-        layer.mixer.o_proj.weight.data.zero_()
+        for parameter in layer.mixer.o_proj.parameters():
+            parameter.data.zero_()
     assert (whole - logits(model, tokens)).norm() > 0.1 * whole.norm()
 
 
@@ -188,6 +205,30 @@ def test_saved_is_loaded(model, tmp_path):
         {"conv_size": 2, "use_gate": True},
         {"mixer": ["deltanet", "gated_deltanet"], "use_gate": False},
         {"tie_word_embeddings": True},
+        {
+            "position_embedding": "sinusoidal",
+            "scale_embeddings": True,
+            "use_bias": True,
+            "initializer": "xavier",
+        },
+        {
+            "mixer": ["gated_deltanet", "softmax"],
+            "mixer_options": {"softmax": {"window": 5, "num_kv_heads": 1}},
+        },
+        {
+            "mixer": ["diag_attention", "norm_attention"],
+            "mixer_options": {"diag_attention": {"block_size": 3}},
+        },
+        {"mixer": "norm_attention", "feature_map": "elu", "mixer_options": {"norm_eps_placement": "outside"}},
+        {
+            "mixer": "diag_attention",
+            "mixer_options": {"block_size": 7, "scores": "relu", "positions": "none"},
+        },
+        {"mixer": "softmax", "mixer_options": {"rope_theta": None}},
+        {"mixer": "mala", "mixer_options": {"scale": "inverse_t"}, "conv_size": 0},
+        {"mixer": "pola", "mixer_options": {"gate_first": True}, "feature_map_options": {"scale": False}},
+        {"mixer": "nala", "feature_map_options": {"power": 3}, "use_gate": False},
+        {"mixer": "soft", "feature_map_options": {"landmarks": 7, "inverse": "newton"}},
         {"feature_map_options": {"angle": "raw", "power": 3, "power_norm": "raw", "direction_scale": "unit"}},
     ],
     ids=str,
@@ -453,15 +494,21 @@ def test_decay_becomes_fp32_from_a_half_precision_checkpoint(small, tmp_path):
 @pytest.mark.parametrize("row", rows())
 def test_half_precision_agrees(row):
     """What bf16 loses in two layers without a map grows to a tenth; what a wrong dtype loses is far more."""
-    model = build(*row, dtype=torch.float32)
+    model = build(**row, dtype=torch.float32)
     full, cache = logits(model, ids(2, 40)), NalandaCache(2)
-    cast = build(*row, dtype=torch.bfloat16)
+    cast = build(**row, dtype=torch.bfloat16)
     pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
     with torch.autocast("cpu", torch.bfloat16):
         mixed = logits(model, ids(2, 40))
     for half in (logits(cast, ids(2, 40)), torch.cat(pieces, 1), mixed):
         assert (half.float() - full).norm() < 0.2 * full.norm()
-    for layer in cast.model.layers:  # what is kept in fp32 when a model is cast
+    assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
+    for layer, state in zip(cast.model.layers, cache.states, strict=True):
+        promised = {
+            n: (shape, own or torch.bfloat16) for n, (shape, own) in layer.mixer.state_spec(40).items()
+        }
+        assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()} == promised
+        # what is kept in fp32 when a model is cast
         kept = [m for m in layer.modules() if isinstance(m, Fp32Module)]
         assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
 
@@ -564,6 +611,25 @@ def test_tied_embeddings_stay_tied(tmp_path):
         ({"conv_size": 1}, "conv_size"),
         ({"mixer": ["deltanet"]}, "names 1 layers"),
         ({"vocab_size": 0}, "vocab_size"),
+        ({"mixer": "linear_attention", "feature_map": "silu"}, "denominator=false"),
+        ({"mixer": "mala", "feature_map": "identity"}, "choose relu, exp, elu1"),
+        ({"mixer": "nala", "feature_map": "nala_vision"}, "nala_paper, nala_released"),
+        ({"mixer": "pola", "feature_map": "relu"}, "needs feature_map 'pola'"),
+        ({"mixer": "pola", "head_dim": 5}, "must be even"),
+        ({"mixer": "soft", "feature_map": "relu"}, "take mixer 'linear_attention'"),
+        ({"mixer": "mala", "mixer_options": {"scale": "paper"}}, "code, inverse_t, literal"),
+        (
+            {"mixer": "diag_attention", "mixer_options": {"block_size": 4096}},
+            "could never hold a whole block",
+        ),
+        ({"mixer": "softmax", "feature_map": "nala"}, "softmax has none of that"),
+        ({"mixer": "softmax", "conv_size": 4}, "softmax has none of that"),
+        ({"mixer": "norm_attention", "use_gate": True}, "norm_attention has none of that"),
+        ({"mixer": "retention", "feature_map_options": {"power": 3}}, "retention has none of that"),
+        ({"mixer_options": {"gla": {"gate_rank": 4}}}, "'gla', which no layer has"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"position_embedding": "learnt"}, "none, sinusoidal"),
+        ({"initializer": "kaiming"}, "normal, xavier"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
