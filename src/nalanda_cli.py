@@ -127,21 +127,71 @@ def generate(
 
 @app.command()
 def info(
-    recipe: Recipe,
+    recipe: Annotated[
+        str | None, typer.Argument(help="a recipe's file or name; without one, tables of all")
+    ] = None,
     overrides: Overrides = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a recipe comes to.
 
-    Parameters, FLOPs, state, memory, steps and tokens; nothing is allocated.
+    Parameters, FLOPs, state, memory, steps and tokens; nothing is allocated. Without a recipe: tables of the
+    recipes that ship, the token mixers and the feature maps.
     """
     import json
 
+    from nalanda import tables
     from nalanda.info import info, show
 
+    if recipe is None:
+        found = {"recipes": tables.recipes(), "mixers": tables.mixers(), "feature_maps": tables.maps()}
+        print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.show()
+        return
     figures = info(recipe, overrides or [], processes)
     print(json.dumps(figures, indent=1)) if as_json else show(figures)
+
+
+@app.command()
+def analyze(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RECIPE", help="a checkpoint directory, hub id, or recipe")
+    ],
+    overrides: Overrides = None,
+    text: Annotated[
+        str | None, typer.Option(help="a text file; by default documents that come with Python")
+    ] = None,
+    length: Annotated[int, typer.Option(help="tokens in a row")] = 256,
+    rows: Annotated[int, typer.Option(help="rows that the weights are averaged over")] = 4,
+    output: Annotated[
+        str | None, typer.Option(help="directory for analysis.json and the figures; default: by the model")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of an untrained model's weights and of the text's order")] = 0,
+    device: Device = None,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Measure what a model's token mixers do with a text.
+
+    Entropy, sign, locality and rank of their weights, spread of their gradients: figures and one JSON.
+    A recipe stands for the model that its run has trained, or for an untrained one.
+    """
+    from nalanda_eval.analysis import analyze
+    from nalanda_eval.figures import show
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading, measuring, drawing …"):
+        found = analyze(
+            model,
+            overrides,
+            text=text,
+            length=length,
+            rows=rows,
+            output=output,
+            seed=seed,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    show(*found)
 
 
 @bench.callback()

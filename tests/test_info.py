@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.cells import cell_len
+from rich.console import Console
 
-from nalanda import NalandaConfig
+from nalanda import NalandaConfig, tables
 from nalanda.info import activation_bytes, info, saved_bytes, show, size
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -107,3 +109,19 @@ def test_printed(capsys):
     for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
         assert figure in printed
     assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
+
+
+def test_the_readmes_tables_are_the_codes():
+    """`python -m nalanda.tables` prints what belongs there."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for rows in (tables.mixers(), tables.maps(), tables.recipes()):
+        assert tables.markdown(rows) in text
+
+
+def test_tables_fit_a_terminal(capsys):
+    tables.show(Console(width=80))
+    out = capsys.readouterr().out
+    assert "κ(Z, Z)" in out
+    assert "[relu(x)^p;" in out  # brackets are no markup
+    assert "transnormer_t1_wikitext103" in out
+    assert all(cell_len(line) <= 80 for line in out.splitlines())

@@ -34,11 +34,13 @@ def recipes() -> list[dict[str, Any]]:
                 ),
                 "feature map": f["feature_map"] or "–",
                 "parameters": f"{f['parameters'] / 1e6:.1f} M",
-                "GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
+                "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
                 "state": "–"
                 if state is None
                 else size(state) + (f" at {f['seq_len']}, growing" if f["state_grows"] else ""),
-                "tokens": f"{f['tokens'] / 1e9:.2f} B",
+                "tokens": f"{f['tokens'] / 1e9:.2f} B"
+                if f["tokens"] >= 1e8
+                else f"{f['tokens'] / 1e6:.2f} M",
             }
         )
     return rows
@@ -108,7 +110,7 @@ def show(console: Console | None = None) -> None:
     """All three for a terminal: the figures, then the formulas."""
     console = console or Console()
     made, mixed, mapped = recipes(), mixers(), maps()
-    _show(console, "Recipes", made, ["recipe", "parameters", "GFLOPs a token", "state", "tokens"])
+    _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
     figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB"]
     _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
     _show(console, "What they compute", mixed, ["mixer", "computes", "source"])
@@ -122,3 +124,8 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
     for row in rows:
         table.add_row(*(escape(str(row[column])) for column in columns))
     console.print(table)
+
+
+if __name__ == "__main__":  # what the README holds
+    for _rows in (recipes(), mixers(), maps()):
+        print(markdown(_rows), end="\n\n")

@@ -1,0 +1,358 @@
+"""What a model's token mixers do with a text: how sharp, signed, local and full their weights are.
+
+A mixer's weights are the matrix `w[t, j]`, j ≤ t, that it multiplies the values with: `weights` of our own
+mixers, which is exact because each of them is linear in v, and the attention probabilities of a transformer.
+Functions that measure take such matrices, `[..., T, T]` and causal, and know no model.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from nalanda.baselines import token_mixers
+from nalanda.config import load_config
+from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
+from nalanda.data import DataConfig, build_tokenizer
+from nalanda.errors import InputError
+from nalanda.generate import bos_token, load
+from nalanda.metrics import versions
+from nalanda.model import build_feature_map
+from nalanda.train import build_model
+from nalanda_eval.figures import draw
+
+WINDOWS = [i / 50 for i in range(51)]  # of the local score
+DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)  # of queries; norms in units of √K
+BATCHES = 8  # of the gradients' spread
+
+# ------------------------------ measures
+
+
+def positive_entropy(weights: Tensor) -> Tensor:
+    """Positive-sequence entropy (NaLaFormer): the entropy in nats of each row's positive entries, scaled to
+    sum 1; `[..., T]` to `[...]`. NaN for a row without a positive entry."""
+    p = weights.clamp(min=0)
+    return torch.special.entr(p / p.sum(-1, keepdim=True)).sum(-1)
+
+
+def effective_rank(matrix: Tensor) -> Tensor:
+    """exp of the entropy of the singular values, scaled to sum 1 (Roy & Vetterli, 2007): `[..., M, N]` to
+    `[...]`."""
+    return positive_entropy(torch.linalg.svdvals(matrix)).exp()
+
+
+def negative_share(weights: Tensor) -> Tensor:
+    """Share of the entries at j ≤ t that are below 0: `[..., T, T]` to `[...]`."""
+    T = weights.shape[-1]
+    return (weights.tril() < 0).sum((-2, -1)) / (T * (T + 1) / 2)
+
+
+def local_score(weights: Tensor, windows: Iterable[float] = WINDOWS) -> Tensor:
+    """Locally accumulated attention score (TransNormer): the share of a row's |w| at keys at most r·T tokens
+    from the query, averaged over rows; `[..., T, T]` to `[..., R]`, one for each r in `windows`.
+
+    Rises with r and is 1 at r = 1. Signed weights count by absolute value; rows of zeros do not count.
+    """
+    T, p = weights.shape[-1], weights.abs()
+    total = p.sum(-1, keepdim=True)
+    p = torch.where(total > 0, p / total, 0.0)
+    reach = [math.floor(r * T + 1e-9) for r in windows]
+    inside = torch.stack([p.triu(-d).tril(d).sum((-2, -1)) for d in reach], -1)
+    return inside / (total > 0).sum(-2)
+
+
+def relative_std(values: Tensor) -> Tensor:
+    """Standard deviation over mean, along the first dimension, which must hold two values or more."""
+    return values.std(0) / values.mean(0)
+
+
+def measure(weights: Tensor) -> dict[str, Any]:
+    """One layer's weights `[B, H, T, T]`: means over texts, rows and heads, and (`heads`) head by head."""
+    weights = weights if weights.dtype == torch.float64 else weights.float()
+    heads = {
+        "entropy": positive_entropy(weights).nanmean((0, -1)),
+        "negative_share": negative_share(weights).mean(0),
+        "effective_rank": effective_rank(weights).nanmean(0),
+    }
+    return {
+        **{name: values.nanmean().item() for name, values in heads.items()},
+        "local_score": local_score(weights).nanmean((0, 1)).tolist(),
+        "heads": {name: values.tolist() for name, values in heads.items()},
+    }
+
+
+def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
+    """Positive-sequence entropy of one query's weights over `keys` keys, against the query's norm.
+
+    Keys are N(0, 1) in `head_dim` features; the queries' directions are uniform and the same at every norm,
+    and the entropy is the mean over them. MALA's weights, β φ(q)·φ(k_j) − γ with similarities scaled by
+    K^-½/keys, sum to 1 and may be negative: its entropy is that of the positive ones, rescaled.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    direction = F.normalize(torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1)
+    k = torch.randn(keys, head_dim, generator=draw, dtype=torch.float64)
+    q = (math.sqrt(head_dim) * NORMS[:, None, None] * direction).flatten(0, 1)
+
+    def kernel(name: str, power: int = 1) -> Tensor:
+        phi = build_feature_map(name, num_heads=1, head_dim=head_dim)
+        phi_q, phi_k = phi(q[None, :, None], k[None, :, None])
+        return phi_q[0, :, 0] ** power @ phi_k[0, :, 0].T ** power
+
+    similarity = kernel("elu1") / (math.sqrt(head_dim) * keys)
+    z = similarity.sum(-1, keepdim=True)
+    weights = {
+        "nala": kernel("nala"),
+        "nala_paper": kernel("nala_paper"),
+        "nala_released": kernel("nala_released"),
+        "MALA, positive part": (1 + 1 / z) * similarity - z / keys,
+        "1+elu": similarity,
+        "relu³": kernel("relu", 3),
+        "softmax": (q @ k.T / math.sqrt(head_dim)).softmax(-1),
+    }
+    entropy = {n: positive_entropy(w).view(len(NORMS), -1).nanmean(1).tolist() for n, w in weights.items()}
+    return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
+
+
+# ------------------------------ of a model
+
+
+@torch.no_grad()
+def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]:
+    """`measure` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer that has no weights.
+
+    Each layer's `[B, H, T, T]` is measured where it arises and dropped before the next one's.
+    """
+    mixers = token_mixers(model)
+    found: dict[nn.Module, dict[str, Any]] = {}
+    square = (rows.shape[1], rows.shape[1])
+
+    def own(mixer: Any, args: tuple) -> None:
+        found[mixer] = measure(mixer.weights(args[0]))
+
+    def foreign(mixer: nn.Module, args: tuple, output: Any) -> None:
+        for t in output if isinstance(output, tuple) else ():
+            if isinstance(t, Tensor) and t.dim() == 4 and t.shape[-2:] == square:
+                found[mixer] = measure(t)
+
+    with ExitStack() as hooks:
+        if model.config.model_type == "nalanda":
+            for mixer in mixers:
+                hooks.enter_context(mixer.register_forward_pre_hook(own))
+        else:
+            model.set_attn_implementation("eager")  # no other implementation forms the weights
+            for mixer in mixers:
+                hooks.enter_context(mixer.register_forward_hook(foreign))
+        model.base_model(rows, use_cache=False)
+    return [found.get(mixer, {}) for mixer in mixers]
+
+
+def projection_ranks(mixer: nn.Module) -> dict[str, float]:
+    """Effective rank of a mixer's q, k and v projections; of all its matrices, by name, where it has none."""
+    named = mixer.named_parameters()
+    matrices = {n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2}
+    usual = {n: matrices[n] for n in ("q_proj", "k_proj", "v_proj") if n in matrices}
+    return {n: effective_rank(p.detach().float()).item() for n, p in (usual or matrices).items()}
+
+
+def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, float]]:
+    """Relative standard deviation of gradient norms over batches, each one of `rows`, layer by layer.
+
+    TransNormer compares attentions by the standard deviation of their gradients over the mean in the course
+    of training; here the weights stay and the batches differ. The L2 norms are those of the loss's gradient
+    in the mixer's output, in the mixer's parameters, and in the other parameters of its layer.
+    """
+    mixers = token_mixers(model)
+    layers = [next(m for m in model.modules() if mixer in set(m.children())) for mixer in mixers]
+    norms = torch.zeros(len(rows), len(mixers), 3, dtype=torch.float64)
+
+    def keep(place: Tensor, gradient: Tensor) -> None:
+        place.fill_(gradient.norm().item())
+
+    def watch(place: Tensor, mixer: nn.Module, args: tuple, output: Any) -> None:
+        (output[0] if isinstance(output, tuple) else output).register_hook(partial(keep, place))
+
+    for row, place in zip(rows, norms, strict=True):
+        model.zero_grad()
+        with ExitStack() as hooks:
+            for i, mixer in enumerate(mixers):
+                hooks.enter_context(mixer.register_forward_hook(partial(watch, place[i, 0])))
+            model(input_ids=row[None], labels=row[None], use_cache=False).loss.backward()
+        for i, (layer, mixer) in enumerate(zip(layers, mixers, strict=True)):
+            own = set(mixer.parameters())
+            for group, inside in ((1, True), (2, False)):
+                members = [p.grad for p in layer.parameters() if p.grad is not None and (p in own) == inside]
+                place[i, group] = torch.nn.utils.get_total_norm(members)
+    model.zero_grad()
+    names = ("mixer_output", "mixer_parameters", "other_parameters")
+    return [dict(zip(names, values, strict=True)) for values in relative_std(norms).tolist()]
+
+
+# ------------------------------ the command
+
+
+def analyze(
+    name: str,
+    overrides: list[str] | None = None,
+    *,
+    text: str | None = None,
+    length: int = 256,
+    rows: int = 4,
+    output: str | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[dict[str, Any], Path]:
+    """Measures a model on a text, writes analysis.json and figures; returns what it measured, and where.
+
+    Args:
+        name: a checkpoint directory, a hub id, or a recipe: then the model that its run has trained, or
+            where there is none a freshly initialised one.
+        overrides: `section.key=value` for a recipe; the model is then a freshly initialised one.
+        text: a file; by default documents that the `python` corpus holds out.
+        length: tokens in a row; weights are `[rows, heads, length, length]`, one layer at a time.
+        rows: that the weights are averaged over; gradients take 8 where the text has them.
+        output: a directory; by default `analysis` in the run's folder or beside the checkpoint, and
+            `runs/…` where nothing of the model is on this disk.
+        seed: of a fresh model's weights, of the documents' order and of the map-level figure.
+
+    Raises:
+        InputError: no such model, recipe or file; a text that is too short.
+    """
+    if length < 2 or rows < 1:
+        raise InputError(f"--length {length} --rows {rows}: take at least 2 tokens and 1 row")
+    model, tokenizer, title, directory = open_model(name, overrides, seed, device, trust_remote_code)
+    directory = Path(output) if output else directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {directory}: {error.strerror}") from None
+    config: Any = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if config.model_type != "nalanda" and longest and length > longest:
+        raise InputError(f"--length {length} is more than the model's {longest} positions")
+    try:
+        mixers = token_mixers(model)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    tokens = text_rows(model, tokenizer, text, length, rows, seed).to(model.device)
+
+    measured, spread = layer_measures(model, tokens[:rows]), gradient_spread(model, tokens)
+    layers: list[dict[str, Any]] = [
+        {
+            "layer": i,
+            "mixer": config.layer_mixers[i] if config.model_type == "nalanda" else type(mixer).__name__,
+            **measured[i],
+            "projections": projection_ranks(mixer),
+            "gradients": spread[i],
+        }
+        for i, mixer in enumerate(mixers)
+    ]
+    notes = []
+    if lacking := [str(layer["layer"]) for layer in layers if "entropy" not in layer]:
+        where = "any layer" if len(lacking) == len(layers) else f"layers {', '.join(lacking)}"
+        notes.append(f"no attention weights in {where}: only gradients and projections")
+    if any(layer.get("negative_share") for layer in layers):
+        notes.append("weights of both signs: entropy is of the positive ones, the local score of |w|")
+    heads = getattr(config, "num_attention_heads", None)
+    head_dim = getattr(config, "key_dim", None) or getattr(config, "head_dim", None)
+    uniform = torch.ones(1, 1, length, length, dtype=torch.float64).tril()
+    result = {
+        "model": title,
+        "model_type": config.model_type,
+        "text": text or "python, held out",
+        "length": length,
+        "rows": rows,
+        "gradient_batches": len(tokens),
+        "seed": seed,
+        "versions": versions(),
+        "notes": notes,
+        "windows": WINDOWS,
+        "uniform": measure(uniform / uniform.sum(-1, keepdim=True)),
+        "layers": layers,
+        "map_entropy": map_entropy(head_dim or (config.hidden_size // heads if heads else 64), length, seed),
+    }
+    result = finite(result | {"figures": [path.name for path in draw(result, directory)]})
+    text = json.dumps(result, indent=1, allow_nan=False)
+    (directory / "analysis.json").write_text(text + "\n", encoding="utf-8")
+    return result, directory
+
+
+def open_model(
+    name: str, overrides: list[str] | None, seed: int, device: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, Path]:
+    """The model in fp32, its tokenizer, what to call it, and where its analysis goes by default."""
+    path = Path(name).expanduser()
+    options: Any = {"device": device, "dtype": "float32", "trust_remote_code": trust_remote_code}
+    if path.is_dir() or ("/" in name and not path.is_file() and path.suffix not in (".yaml", ".yml")):
+        if overrides:
+            raise InputError(f"{overrides[0]}: settings change a recipe, and {name} is a model")
+        beside = path.parent if path.is_dir() else Path("runs", path.name)
+        return *load(name, **options), name, beside / "analysis"
+    config = load_config(name, overrides or [])
+    run = Path(config.output_dir)
+    if (run / "final" / "config.json").is_file() and not overrides:
+        return *load(str(run / "final"), **options), str(run / "final"), run / "analysis"
+    with tempfile.TemporaryDirectory() as scratch:
+        parent = run if (run / "tokenizer").is_dir() else Path(scratch)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
+    set_seed(seed)
+    model: Any = build_model(config, tokenizer)
+    try:
+        model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    state = "before training" if config.model.get("init_from") else f"untrained, seed {seed}"
+    # Not in output_dir itself: a run refuses a folder that holds something else.
+    beside = run.with_name(f"{run.name}-untrained")
+    title = f"{' '.join([path.stem, *(overrides or [])])} ({state})"
+    return model, tokenizer, title, beside / "analysis"
+
+
+def text_rows(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str | None, length: int, rows: int, seed: int
+) -> Tensor:
+    """int64 `[≥ rows, length]`: beginnings of documents, then what follows in them; bos as in training."""
+    if text is None or text.endswith(SUFFIXES):
+        # A file is its own validation source: nothing of it is left out.
+        data = DataConfig(source=text or "python", validation_source=text)
+        documents = DocumentStream(open_corpus(data, "validation"), seed=seed, buffer_size=0, epochs=1)
+    else:
+        try:
+            documents = [Path(text).expanduser().read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise InputError(f"--text {text}: {reason}") from None
+    bos, needed, wanted = bos_token(model, tokenizer), max(rows, 2), max(rows, BATCHES)
+    first, later = [], []
+    step = length - len(bos)
+    for document in documents:
+        ids = tokenizer(document, add_special_tokens=False).input_ids
+        spans = [bos + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
+        first, later = first + spans[:1], later + spans[1:]
+        if len(first) >= wanted:
+            break
+    found = (first + later)[:wanted]
+    if len(found) < needed:
+        raise InputError(
+            f"{text or 'the python corpus'} has {len(found)} of the {needed} rows of {length} tokens that it "
+            "takes: give a longer text, fewer --rows or a smaller --length"
+        )
+    return torch.tensor(found)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: what could not be measured is null."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
