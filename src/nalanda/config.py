@@ -138,7 +138,7 @@ def find_recipe(name: str) -> Path:
         return Path(name)
     if name in (known := recipes()):
         return known[name]
-    raise InputError(f"{name}: no such recipe or file{_nearest(name, known)}")
+    raise InputError(f"{name}: no such recipe or file{nearest(name, known)}")
 
 
 def recipes() -> dict[str, Path]:
@@ -193,7 +193,7 @@ def _section(cls: type, values: Any, where: str) -> Any:
     known = [f for f in fields(cls) if f.init]
     for key in values:
         if key not in {f.name for f in known}:
-            raise InputError(f"{where}{key}: no such key{_nearest(str(key), [f.name for f in known])}")
+            raise InputError(f"{where}{key}: no such key{nearest(str(key), [f.name for f in known])}")
     arguments = {}
     for f in known:
         if f.name in values:
@@ -262,7 +262,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: typing.Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:

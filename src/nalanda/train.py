@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from nalanda import NalandaConfig, checkpoint, metrics
-from nalanda.config import IDENTITY, RunConfig, _nearest, differences, load_config
+from nalanda.config import IDENTITY, RunConfig, differences, load_config, nearest
 from nalanda.data import PackedBatches, build_tokenizer, check_vocabulary
 from nalanda.errors import InputError
 from nalanda.optim import build_optimizer, learning_rate
@@ -313,7 +313,7 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
             # Other configs would keep them, and nothing would ever read them.
             raise InputError(
-                f"model.{unknown[0]}: {source.model_type} has no such key{_nearest(unknown[0], known)}"
+                f"model.{unknown[0]}: {source.model_type} has no such key{nearest(unknown[0], known)}"
             )
         if "max_position_embeddings" in known:
             keys.setdefault("max_position_embeddings", config.data.seq_len)
