@@ -32,8 +32,10 @@ def refusal(recipe: str, *overrides: str) -> str:
 
 def test_reads_numbers_that_yaml_takes_for_text(recipe):
     config = load_config(
-        recipe, ["schedule.min_lr_ratio=1e-1", "optim.betas=[0.9, 99e-2]", "train.steps=2e2"]
+        recipe,
+        ["schedule.min_lr_ratio=1e-1", "optim.betas=[0.9, 99e-2]", "train.steps=2e2", "model.norm_eps=1e-5"],
     )
+    assert config.model["norm_eps"] == 1e-5
     assert config.optim.lr == 3e-4
     assert config.schedule.min_lr_ratio == 0.1
     assert config.optim.betas == (0.9, 0.99)

@@ -292,6 +292,24 @@ def test_generate_left_padded_rows_as_alone(small):
         assert torch.equal(row[9:], small.generate(prompt, **kwargs)[0, prompt.shape[1] :])
 
 
+def test_padding_that_is_read_token_by_token(small):
+    prompts = [ids(1, n, seed=n) for n in (2, 5)]
+    tokens = torch.cat([F.pad(p, (5 - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([F.pad(torch.ones_like(p), (5 - p.shape[1], 0)) for p in prompts])
+    kwargs = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    whole = small.generate(tokens, **kwargs)
+    for size in (1, 2, 3):
+        assert torch.equal(small.generate(tokens, prefill_chunk_size=size, **kwargs), whole)
+
+
+def test_decoding_does_not_look_at_the_mask(small):
+    """On a device a look would wait for it, every token."""
+    cache = NalandaCache(2)
+    logits(small, ids(1, 5), past_key_values=cache)
+    not_looked_at = torch.ones(1, 6, device="meta")
+    assert logits(small, ids(1, 1), attention_mask=not_looked_at, past_key_values=cache).isfinite().all()
+
+
 def test_generate_goes_on_from_a_cache(small):
     kwargs = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     whole = small.generate(ids(1, 9), max_new_tokens=8, **kwargs)
@@ -353,6 +371,29 @@ def test_other_caches_are_refused(small):
         small(ids(1, 4), past_key_values=NalandaCache(2), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
+def test_two_ways_to_say_the_same_are_refused(small):
+    mask, restarting = torch.tensor([[1, 1, 1, 1, 0, 0]]), torch.tensor([[0, 1, 0, 1, 0, 1]])
+    with pytest.raises(ValueError, match="restart"):
+        small(ids(1, 6), attention_mask=mask, position_ids=restarting)
+    with pytest.raises(ValueError, match="not both"):
+        small(ids(1, 6), attention_mask=mask, cu_seqlens=torch.tensor([0, 2, 6]))
+    positions = (mask.cumsum(1) - 1).clamp_min(0)  # as generate makes them
+    close(
+        small(ids(1, 6), attention_mask=mask, position_ids=positions).logits,
+        small(ids(1, 6), attention_mask=mask).logits,
+    )
+
+
+def test_misspelt_arguments_are_refused(small):
+    with pytest.raises(TypeError, match="lables"):
+        small(ids(1, 4), lables=ids(1, 4))
+    assert isinstance(small(ids(1, 4), return_dict=False), tuple)
+
+
+def test_no_tokens(model):
+    assert model(ids(2, 0)).logits.shape == (2, 0, VOCAB)
+
+
 @pytest.mark.parametrize("bad", [[0, 3], [1, 4], [0, 5], [0, 3, 2, 4]])
 def test_bad_packing_is_refused(small, bad):
     with pytest.raises(ValueError, match="cu_seqlens"):
@@ -401,6 +442,24 @@ def test_loss_follows_transformers(small):
     close(out.loss, expected.sum() / 40, 1e-5)
     assert out.logits is None
     assert small(tokens).logits.shape == (2, 11, VOCAB)
+
+
+def test_loss_is_that_of_the_unpadded_rows(small):
+    """Nothing predicts a left-padded row's first token."""
+    tokens = ids(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    alone = [small(row[None], labels=row[None]).loss * (len(row) - 1) for row in (tokens[0, 4:], tokens[1])]
+    close(small(tokens, attention_mask=mask, labels=tokens).loss, sum(alone) / (4 + 8), 1e-5)
+
+
+def test_evaluation_forms_no_gradient(small):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    h = torch.randn(10, 24)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(h, small.lm_head.weight, torch.arange(10))
+    assert counter.get_total_flops() == 2 * 10 * 24 * VOCAB
 
 
 def test_transformers_trainer_trains(small, tmp_path):
@@ -489,6 +548,20 @@ def test_decay_becomes_fp32_from_a_half_precision_checkpoint(small, tmp_path):
     assert loaded.lm_head.weight.dtype == torch.bfloat16
     decays = [p for layer in loaded.model.layers for p in layer.mixer.decay.parameters()]
     assert {p.dtype for p in decays} == {torch.float32}
+
+
+@pytest.mark.parametrize("feature_map", ["elu1", "exp", "nala"])
+def test_sums_do_not_leave_half_precisions_range(feature_map):
+    """3000 equal tokens under features that are all positive."""
+    options = {"mixer": "linear_attention", "mixer_options": {"denominator": False}, "hidden_size": 64}
+    model = build(feature_map=feature_map, dtype=torch.float16, **options)
+    assert logits(model, torch.full((1, 3000), 5)).isfinite().all()
+
+
+def test_dense_batches_compile_into_one_graph():
+    model = build("linear_attention", dtype=torch.float32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    close(compiled(ids(2, 9), use_cache=False).logits, logits(model, ids(2, 9)), 1e-5)
 
 
 @pytest.mark.parametrize("row", rows())
@@ -628,6 +701,20 @@ def test_tied_embeddings_stay_tied(tmp_path):
         ({"mixer": "retention", "feature_map_options": {"power": 3}}, "retention has none of that"),
         ({"mixer_options": {"gla": {"gate_rank": 4}}}, "'gla', which no layer has"),
         ({"dropout": 1.0}, "dropout"),
+        ({"dropout": "0.1"}, "dropout='0.1' must be float"),
+        ({"norm_eps": "1e-5"}, "norm_eps='1e-5' must be float"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+        ({"intermediate_size": -1}, "intermediate_size=-1 must be positive"),
+        ({"head_dim": 8.5}, "head_dim=8.5 must be int"),
+        ({"use_gate": "false"}, "use_gate='false' must be bool"),
+        ({"mixer": [["deltanet"], "gla"]}, "must be str"),
+        ({"mixer_options": [1]}, "mixer_options"),
+        ({"mixer_options": {"gated_deltanet": 3}}, "gated_deltanet=3 must be dict"),
+        ({"mixer_options": {"allow_neg_eigval": "no"}}, "allow_neg_eigval='no' must be bool"),
+        ({"mixer": "softmax", "mixer_options": {"window": 2.5}}, "window=2.5 must be int"),
+        ({"mixer": "retention", "mixer_options": {"rope_theta": -1}}, "rope_theta=-1 must be positive"),
+        ({"feature_map": "nala", "feature_map_options": {"power": "2"}}, "power='2' must be float"),
+        ({"feature_map": "soft", "feature_map_options": {"landmarks": True}}, "landmarks=True must be int"),
         ({"position_embedding": "learnt"}, "none, sinusoidal"),
         ({"initializer": "kaiming"}, "normal, xavier"),
     ],

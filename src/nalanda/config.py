@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -173,9 +174,18 @@ def _override(values: dict, override: str) -> None:
     values[last] = _parse_yaml(text, override)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-5 as text; here it is the number that whoever wrote it meant."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -208,7 +218,7 @@ def _section(cls: type, values: Any, where: str) -> Any:
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind`. YAML reads 3e-4 as a string, so numbers are taken from strings too."""
+    """`value` as `kind`; numbers are taken from strings too."""
     if is_dataclass(kind):
         return _section(typing.cast(type, kind), value, f"{where}.")
     origin, arguments = get_origin(kind), get_args(kind)

@@ -179,7 +179,7 @@ class DiagAttention(SoftmaxAttention):
         return heads | {name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T, b = q.shape[1], min(q.shape[1], self.block)
+        T, b = q.shape[1], min(max(q.shape[1], 1), self.block)
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % b)).unflatten(1, (-1, b)) for x in (q, k, v))
         o = self.weigh(*(x.flatten(0, 1) for x in (q, k, v)), causal=True)
         return o.unflatten(0, q.shape[:2]).flatten(1, 2)[:, :T]

@@ -1,5 +1,6 @@
 """NalandaConfig: every architecture of the house, in the names that transformers' users know."""
 
+import dataclasses
 import difflib
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
 from .mixers import MIXERS, build_mixer
+from .options import check_types
 
 # What transformers itself hands to a config beside its fields.
 _FOREIGN_KEYS = frozenset(
@@ -23,6 +25,18 @@ _FOREIGN_KEYS = frozenset(
         "quantization_config",
         "torch_dtype",
     }
+)
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "norm_eps",
+    "initializer_range",
 )
 
 
@@ -83,10 +97,15 @@ class NalandaConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+        types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
+        given = {name: getattr(self, name) for name in types}
+        for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):
+            if given[name] is None:  # resolved below
+                del given[name]
+        check_types(given, types)
+        for name in _POSITIVE:
+            if given.get(name, 1) <= 0:
+                raise ValueError(f"{name}={given[name]!r} must be positive")
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import Fp32Module
+from .options import check_types
 from .soft import INVERSES, gaussian_kernel, landmark_weights, no_autocast
 
 EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
@@ -323,4 +324,6 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
     """
     if name not in FEATURE_MAPS:
         raise ValueError(f"unknown feature_map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
-    return FEATURE_MAPS[name](num_heads=num_heads, head_dim=head_dim, **options)
+    row = FEATURE_MAPS[name]
+    check_types(options, getattr(row, "func", row).__init__.__annotations__, f"feature_map {name!r}: ")
+    return row(num_heads=num_heads, head_dim=head_dim, **options)

@@ -1,14 +1,11 @@
 """What the mixers and the decoder are made of: norms, the GLU, the short convolution, the chunked loss."""
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
-@dataclass
 class Sequences:
     """What a batch's mixers must know of it, made once by the decoder; no mixer sees a mask.
 
@@ -17,10 +14,12 @@ class Sequences:
     empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls have read.
     """
 
-    cu_seqlens: Tensor | None = None
-    past: Tensor | None = None
+    # No dataclass: FSDP2 copies those for every layer. No cached_property: Python 3.11's takes a lock, at
+    # which torch.compile breaks the graph.
+    def __init__(self, cu_seqlens: Tensor | None = None, past: Tensor | None = None):
+        self.cu_seqlens, self.past, self._made = cu_seqlens, past, {}
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """int64 `[N]`, on the host."""
         assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
@@ -52,10 +51,6 @@ class Sequences:
                 places = places + self.past[:, None]
             self._made[key] = places.to(device, non_blocking=True)
         return self._made[key]
-
-    @cached_property
-    def _made(self) -> dict:
-        return {}
 
     def longest(self, T: int) -> int:
         """Tokens of the longest sequence of a batch of T columns, those of earlier calls included."""
@@ -281,9 +276,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block: int) -> Tensor:
+    def forward(
+        ctx, h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block: int, training: bool = True
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=h.device)
-        need_h, need_w = ctx.needs_input_grad[:2]
+        # Under no_grad a weight still says that it needs a gradient: `training` has grad mode's own word.
+        need_h, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
         dh = torch.empty_like(h) if need_h else None
         dw = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -313,11 +311,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dtotal: Tensor):
         dh, dw = ctx.saved_tensors
         dh = None if dh is None else dh * dtotal.to(dh.dtype)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
-        return dh, dw, None, None, None
+        return dh, dw, None, None, None, None
 
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -330,4 +329,4 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, ignore_index
         dtype = torch.get_autocast_dtype(h.device.type)
         h, weight = h.to(dtype), weight.to(dtype)
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
-    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block)
+    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block, torch.is_grad_enabled())

@@ -62,10 +62,13 @@ class LinearAttention(Mixer):
         scale: float | None = None, name: str = "recurrent",
     ) -> Tensor:  # fmt: skip
         """The op, with the state called `name`; mapped: q and k are features already."""
+        v = heads["v"]
+        if v.dtype == torch.float16:  # sums of a thousand terms leave its range before a norm sees them
+            v = v.float()
         o, final = linear_attention(
             heads["q"],
             heads["k"],
-            heads["v"],
+            v,
             heads.get("g"),
             feature_map=None if mapped else self.feature_map,
             scale=scale,
@@ -120,7 +123,8 @@ class MALA(LinearAttention):
     c times its unnormalised distance from the mean value v̄.
 
     Options: `scale`, c_t: "code" (default: K^-½/t, as the released code has it), "inverse_t" (1/t) or
-    "literal" (1, as the paper prints it: ‖w‖₁ then grows with t). Default map: 1 + ELU.
+    "literal" (1, as the paper prints it: ‖w‖₁ grows with t, and the difference loses digits with it).
+    Default map: 1 + ELU.
     Cost: that of `LinearAttention`, and 4V. State: F × (V + 1) and Σv in fp32; t is the cache's.
     """
 
@@ -266,6 +270,8 @@ class Retention(LinearAttention):
     norm = "head"
 
     def __init__(self, config, layer_idx: int, *, rope_theta: float = 10000.0):
+        if not rope_theta > 0:
+            raise ValueError(f"retention: rope_theta={rope_theta} must be positive")
         if config.key_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
         Mixer.__init__(self, config, layer_idx)

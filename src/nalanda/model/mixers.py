@@ -4,6 +4,7 @@ from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
 from .delta import DeltaNet, GatedDeltaNet
 from .linear import GLA, MALA, LinearAttention, NaLaAttention, Pola, Retention, Soft
+from .options import check_types
 from .transnormer import NormAttention
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -32,6 +33,8 @@ def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     options = config.mixer_options
     if options and set(options) <= set(MIXERS):  # each mixer's own, by name
         options = options.get(name, {})
+        check_types({name: options}, {name: dict}, "mixer_options.")
+    check_types(options, MIXERS[name].__init__.__annotations__, f"mixer {name!r}: ")
     try:
         return MIXERS[name](config, layer_idx, **options)
     except TypeError as error:  # Python's own word on a misspelt keyword-only option

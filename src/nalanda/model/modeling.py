@@ -9,6 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from .base import State
 from .cache import NalandaCache
@@ -88,6 +89,7 @@ class Decoder(NalandaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed_tokens = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -98,7 +100,6 @@ class Decoder(NalandaPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
-        **unused,
     ) -> BaseModelOutputWithPast:
         """As `NalandaForCausalLM.forward`, without the head."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -115,6 +116,9 @@ class Decoder(NalandaPreTrainedModel):
 
         # Left-padded, right-padded and packed batches all become one row [1, ΣT] here; below, nothing knows a
         # mask.
+        past = None if cache is None else cache.lengths
+        if T == 1 and past is not None and bool((past > 0).all()):
+            attention_mask = None  # decoding: every text has begun, so that no padding can follow on its left
         kept, cu_seqlens = find_sequences(attention_mask, position_ids, cu_seqlens, B, T, x.device)
         packed = kept is None and cu_seqlens is not None
         if packed and cache is not None:
@@ -126,7 +130,7 @@ class Decoder(NalandaPreTrainedModel):
         if cu_seqlens is not None:
             x = x.flatten(0, 1)
             x = (x if kept is None else x.index_select(0, kept))[None]
-        seq = Sequences(cu_seqlens, None if cache is None else cache.lengths)
+        seq = Sequences(cu_seqlens, past)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -136,8 +140,8 @@ class Decoder(NalandaPreTrainedModel):
 
         def padded(x: Tensor) -> Tensor:
             if kept is not None:
-                x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, kept, x[0])
-            return x.view(B, T, -1)
+                x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, kept.to(x.device), x[0])
+            return x.view(B, T, x.shape[-1])
 
         hidden = []
         for i, layer in enumerate(self.layers):
@@ -167,21 +171,27 @@ def find_sequences(
     """What the three ways of describing a batch say: (rows to keep of the B·T, cu_seqlens on the host).
 
     (None, None) is a dense batch. Masks may cover the past as well (its last T columns count) and are looked
-    at once a batch; a single new token is never padding, so decoding does not look at all.
+    at once a batch.
     """
+    restart = None  # transformers' way to say where packed documents begin
+    if position_ids is not None and T > 1 and position_ids.dim() == 2:
+        restart = position_ids.diff(dim=1) != 1
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
             raise ValueError(
                 f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
                 f"got {list(attention_mask.shape)}"
             )
-        if T > 1:
-            mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
-            if not bool(mask.all()):
-                if cu_seqlens is not None:
-                    raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
-                lengths = mask.sum(1).cpu()
-                return mask.flatten().nonzero().squeeze(1).to(device), offsets(lengths)
+        mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
+        if not bool(mask.all()):
+            if cu_seqlens is not None:
+                raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
+            if restart is not None and bool(
+                (restart & (mask[:, 1:] & mask[:, :-1]).to(restart.device)).any()
+            ):
+                raise ValueError("give position_ids that restart or an attention_mask with padding, not both")
+            lengths = mask.sum(1).cpu()
+            return mask.flatten().nonzero().squeeze(1).to(device), offsets(lengths)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to("cpu", torch.int64)
         if (
@@ -192,12 +202,10 @@ def find_sequences(
         ):
             raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
         return None, cu_seqlens
-    if position_ids is not None and T > 1 and position_ids.dim() == 2:
-        restart = position_ids.diff(dim=1) != 1  # transformers' way to say where packed documents begin
-        if bool(restart.any()):
-            first = torch.ones(B, T, dtype=torch.bool)
-            first[:, 1:] = restart.cpu()
-            return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
+    if restart is not None and bool(restart.any()):
+        first = torch.ones(B, T, dtype=torch.bool)
+        first[:, 1:] = restart.cpu()
+        return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
     return None, None
 
 
@@ -239,6 +247,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -252,7 +261,6 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **unused,
     ) -> CausalLMOutputWithPast:
         """Next-token logits and, with labels, their loss.
 
@@ -283,7 +291,11 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            targets = labels.to(h.device)[:, 1:].flatten()
+            targets = labels.to(h.device)[:, 1:]
+            if attention_mask is not None:  # what stands before a left-padded row's first token is no token
+                real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
+                targets = targets.masked_fill(real == 0, -100)
+            targets = targets.flatten()
             total = linear_cross_entropy(h[:, :-1].flatten(0, 1), self.lm_head.weight, targets)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)

@@ -115,9 +115,7 @@ class NormAttention(LinearAttention):
         if self.lrpe is not None:
             positions = seq.positions(x.shape[1], x.device)
             q, k = (self.lrpe(phi, positions).to(dtype) for phi in self.feature_map(q, k))
-        # Sums of a thousand positive terms leave fp16's range before the norm sees them.
-        v = heads["v"].float() if dtype == torch.float16 else heads["v"]
-        return {"q": q, "k": k, "v": v}
+        return heads | {"q": q, "k": k}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         return self.recur(heads, seq, state, new, mapped=self.lrpe is not None, scale=1.0)
