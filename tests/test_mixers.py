@@ -197,3 +197,46 @@ def test_gla():
     w = torch.einsum("bhik,bhijk,bhjk->bhij", q, decay, k).tril() / K**0.5
     o = joined(rms(w @ v, module.o_norm.weight))
     same(y, module.o_proj(o * F.silu(module.g_proj(x))))
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("conv_size", [0, 4])
+def test_delta_nets(mixer, conv_size):
+    module = build(mixer, conv_size=conv_size, feature_map="silu")
+    x, y, _ = run(module)
+
+    def projected(name):
+        z = getattr(module, f"{name}_proj")(x)
+        if conv_size:
+            filters = getattr(module, f"{name}_conv1d").weight
+            z = F.conv1d(F.pad(z.mT, (conv_size - 1, 0)), filters, groups=H * K).mT
+        return F.silu(z).unflatten(-1, (H, K))
+
+    q, k = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (projected("q"), projected("k")))
+    v, beta = projected("v"), module.b_proj(x).sigmoid()
+    decay = torch.ones_like(beta)
+    if mixer == "gated_deltanet":
+        own = module.decay
+        decay = torch.exp(-own.A_log.exp() * F.softplus(module.a_proj(x) + own.dt_bias))
+    state, rows = torch.zeros(2, H, K, K, dtype=torch.float64), []
+    for t in range(T):
+        state = decay[:, t, :, None, None] * state
+        old = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], v[:, t] - old)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * K**-0.5)
+    o = rms(torch.stack(rows, 1), module.o_norm.weight).flatten(-2)
+    if mixer == "gated_deltanet":
+        o = o * F.silu(module.g_proj(x))
+    same(y, module.o_proj(o), 1e-6)  # the decay's parameters are fp32
+
+
+def test_values_pass_a_convolution_and_silu():
+    module = build("linear_attention", conv_size=4)
+    _, y, (q, k, v) = run(module)
+    q, k, v = (
+        F.conv1d(F.pad(joined(z).mT, (3, 0)), getattr(module, f"{n}_conv1d").weight, groups=H * K)
+        .unflatten(1, (H, K))
+        .mT
+        for n, z in (("q", q), ("k", k), ("v", v))
+    )
+    same(y, module.o_proj(joined(normalised((1 + F.elu(q)) @ (1 + F.elu(k)).mT) @ F.silu(v))))

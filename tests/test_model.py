@@ -246,6 +246,13 @@ def test_options(options):
         }
 
 
+def test_options_of_each_mixer_by_its_name():
+    layers = build(**VARIANTS["hybrid"]).model.layers
+    assert layers[1].mixer.reach == 9
+    flat = build(mixer=["deltanet", "gated_deltanet"], mixer_options={"num_v_heads": 4}).model.layers
+    assert [layer.mixer.num_v_heads for layer in flat] == [4, 4]
+
+
 def test_negative_eigenvalues_double_beta(monkeypatch):
     seen = []
     import nalanda.model.delta as mixers
