@@ -96,6 +96,12 @@ def test_saved_bytes_are_counted():
     assert saved_bytes(Block(7, 11, device="meta"), x) == 3 * 5 * 7 * 4
 
 
+def test_attention_keeps_no_matrix_of_probabilities():
+    config = NalandaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax")
+    counts = [activation_bytes(config, 1, T, torch.float32, False) - 2 * 4 * 2**26 for T in (512, 1024)]
+    assert counts[1] == 2 * counts[0]
+
+
 def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
     counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]

@@ -4,8 +4,10 @@ import math
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -108,6 +110,17 @@ def activation_bytes(
     return kept + 3 * stream + logits
 
 
+class _FusedAttention(torch.autograd.Function):
+    """What fused attention keeps: its inputs, its output and a row's log-sum-exp. Tensors without memory
+    would take the form that keeps T × T probabilities."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, o, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return o
+
+
 def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
     """Bytes of the distinct storages that `block(x)` keeps for its backward pass, its parameters left out."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -117,7 +130,11 @@ def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
         held.append(t)
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        return _FusedAttention.apply(q, k, v)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+    with hooks, mock.patch.object(F, "scaled_dot_product_attention", attend):
         _ = block(x, Sequences())
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in own)

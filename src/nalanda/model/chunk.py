@@ -8,11 +8,12 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .layers import no_autocast
 
 # Tokens of one head that are worked on at once. On a CPU about as many as the last-level cache holds (6 kB
 # each at K = V = 128); elsewhere many, to fill the device within bounded memory.
@@ -23,13 +24,6 @@ _DEVICE_TOKENS = 262144
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
     """What they are computed in together: fp32 at least."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
-
-
-def no_autocast(device_type: str):
-    """Autocast would run the op's own products in half precision."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta tensors have no autocast
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
@@ -446,7 +440,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, beta, g, initial_state, cu_seqlens, states = ctx.saved_tensors
     d_o = torch.zeros_like(v) if d_o is None else d_o
-    with no_autocast(v.device.type):
+    with no_autocast(v):
         *grads, d_beta, d_g, d_initial = function(
             d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, ctx.scale, ctx.chunk_size
         )

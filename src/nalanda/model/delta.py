@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .feature_maps import at_least_fp32
-from .layers import Fp32Module, Sequences
+from .layers import Fp32Module, Sequences, at_least_fp32
 from .ops import delta_rule, delta_rule_flops
 
 

@@ -8,15 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import Fp32Module
+from .layers import Fp32Module, at_least_fp32, no_autocast
 from .options import check_types
-from .soft import INVERSES, gaussian_kernel, landmark_weights, no_autocast
+from .soft import INVERSES, gaussian_kernel, landmark_weights
 
 EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def length(x: Tensor) -> Tensor:

@@ -1,9 +1,22 @@
 """What the mixers and the decoder are made of: norms, the GLU, the short convolution, the chunked loss."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def no_autocast(x: Tensor):
+    """A context in which products on the device of x keep their operands' precision."""
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # meta has no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class Sequences:
@@ -153,7 +166,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = at_least_fp32(x)
         return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -164,7 +177,7 @@ class LayerNorm(nn.LayerNorm):
     """(x − mean x) / √(var x + ε) ⊙ weight + bias, in fp32, returned in the dtype of x."""
 
     def forward(self, input: Tensor) -> Tensor:
-        wide = input if input.dtype == torch.float64 else input.float()
+        wide = at_least_fp32(input)
         weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
         return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
@@ -180,7 +193,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
     x `[B, T, H, K]`, angles `[B or 1, T, K/2]`; halves are paired, as transformers and Llama's weights do.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = at_least_fp32(x)
     cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
     a, b = wide.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

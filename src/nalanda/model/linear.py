@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .feature_maps import EPS, at_least_fp32, opposite
-from .layers import Sequences, ShortConv, rotary_angles, rotate
+from .feature_maps import EPS, opposite
+from .layers import Sequences, ShortConv, at_least_fp32, rotary_angles, rotate
 from .ops import linear_attention, linear_attention_flops
 
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .chunk import ChunkRecurrence, bounds_of, chunk_op, no_autocast, wide_dtype
+from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
+from .layers import no_autocast
 
 _API = 1
 try:  # this file travels with checkpoints, to places where the kernels may be missing or newer
@@ -133,7 +134,7 @@ def _recurrence(
     cu_seqlens, mode,
 ):  # fmt: skip
     """Either op in torch; beta None is linear attention."""
-    with no_autocast(q.device.type):
+    with no_autocast(q):
         q, k = _map_features(q, k, feature_map, qk_norm)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:

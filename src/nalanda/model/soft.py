@@ -12,20 +12,14 @@ both forms share, and the bidirectional one, whose landmarks are pooled from the
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layers import at_least_fp32, no_autocast
+
 INVERSES = ("cholesky", "newton")
-
-
-def no_autocast(x: Tensor):
-    """A context in which products on the device of x keep their operands' precision."""
-    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # meta has no autocast
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def gaussian_kernel(x: Tensor, z: Tensor) -> Tensor:
@@ -124,7 +118,7 @@ def soft_factors(
 ) -> tuple[Tensor, Tensor]:
     """(P, W) of Ŝ = PᵀWP for q = k `[B, T, H, K]`: `[B, H, m, T]` and `[B, H, m, m]`, in fp32 at least."""
     with no_autocast(q):
-        x = q.to(torch.promote_types(q.dtype, torch.float32)).transpose(1, 2)
+        x = at_least_fp32(q).transpose(1, 2)
         Z = pool_landmarks(x, window)
         return gaussian_kernel(Z, x), landmark_weights(Z, ridge, normalized, inverse, iterations)
 

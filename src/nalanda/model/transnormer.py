@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State
-from .feature_maps import at_least_fp32
-from .layers import Fp32Module, Sequences, rotate
+from .layers import Fp32Module, Sequences, at_least_fp32, rotate
 from .linear import LinearAttention
 
 
