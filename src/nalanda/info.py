@@ -147,7 +147,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_column(style="dim")
     f = figures
     per_step = f["rows_per_step"]
-    table.add_row("model", f["model"], " + ".join(str(f[k]) for k in ("mixer", "feature_map") if f[k]))
+    table.add_row("model", f["model"], " + ".join(x for x in (layers(f), f["feature_map"]) if x))
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
     table.add_row(
         "  without embeddings",
@@ -183,6 +183,13 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")
     table.add_row("training FLOPs", f"{f['training_flops']:.3g}", "")
     (console or Console()).print(table)
+
+
+def layers(figures: dict[str, Any]) -> str:
+    """The mixers of a recipe's figures: `gla`, or `3 × diag_attention, 3 × norm_attention`; "" without one."""
+    mixer = figures["mixer"] or ""
+    names = [mixer] if isinstance(mixer, str) else mixer
+    return ", ".join(f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names))
 
 
 def size(count: float) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from nalanda import NalandaConfig
 from nalanda.config import recipes as recipe_files
-from nalanda.info import info, size
+from nalanda.info import info, layers, size
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
@@ -24,23 +24,17 @@ def recipes() -> list[dict[str, Any]]:
     rows = []
     for name, file in recipe_files().items():
         f = info(str(file), [], memory=False)
-        layers = f["mixer"] if isinstance(f["mixer"], list) else [f["mixer"] or f["model"]]
-        state = f["state_bytes_per_sequence"]
+        state, billions = f["state_bytes_per_sequence"], f["tokens"] / 1e9
+        grows = f" at {f['seq_len']}, growing" if f["state_grows"] else ""
         rows.append(
             {
                 "recipe": name,
-                "mixer": ", ".join(
-                    f"{layers.count(m)} × {m}" if len(layers) > 1 else m for m in dict.fromkeys(layers)
-                ),
+                "mixer": layers(f) or f["model"],
                 "feature map": f["feature_map"] or "–",
                 "parameters": f"{f['parameters'] / 1e6:.1f} M",
                 "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
-                "state": "–"
-                if state is None
-                else size(state) + (f" at {f['seq_len']}, growing" if f["state_grows"] else ""),
-                "tokens": f"{f['tokens'] / 1e9:.2f} B"
-                if f["tokens"] >= 1e8
-                else f"{f['tokens'] / 1e6:.2f} M",
+                "state": "–" if state is None else size(state) + grows,
+                "tokens": f"{billions:.2f} B" if billions > 0.1 else f"{1000 * billions:.2f} M",
             }
         )
     return rows
