@@ -186,7 +186,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
 
 
 def layers(figures: dict[str, Any]) -> str:
-    """The mixers of a recipe's figures: `gla`, or `3 × diag_attention, 3 × norm_attention`; "" without one."""
+    """The mixers of a recipe: `gla`, or `3 × diag_attention, 3 × norm_attention`; "" without one."""
     mixer = figures["mixer"] or ""
     names = [mixer] if isinstance(mixer, str) else mixer
     return ", ".join(f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names))
