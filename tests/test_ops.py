@@ -290,6 +290,29 @@ def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
     torch.testing.assert_close(results["o"], mapped["o"])
 
 
+@every_kind
+def test_maps_computed_again_in_the_backward_give_the_same(kind, monkeypatch):
+    """As on a device, where their intermediates are not kept."""
+    inputs = make(1, 65, kind=kind, initial=False)
+    if kind == "vector_linear":
+        inputs["g"] = inputs["g"].repeat(1, 1, 1, 2)
+    options = {"feature_map": doubling_map, "qk_norm": "l2"}
+    expected, calls = run(inputs, "chunk", **options), []
+
+    def counted(q, k):
+        calls.append(1)
+        return doubling_map(q, k)
+
+    monkeypatch.setattr(ops, "_scarce_memory", lambda x: True)
+    results = run(inputs, "chunk", **options | {"feature_map": counted})
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert len(calls) == 2
+    calls.clear()
+    with torch.no_grad():
+        call(**inputs, **options | {"feature_map": counted})
+    assert len(calls) == 1
+
+
 def test_map_and_norm_run_in_fp32_with_one_cast():
     seen = []
 

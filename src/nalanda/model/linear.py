@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .base import Heads, Mixer, State, StateSpec
 from .feature_maps import EPS, opposite
 from .layers import Sequences, ShortConv, at_least_fp32, rotary_angles, rotate
-from .ops import linear_attention, linear_attention_flops
+from .ops import linear_attention, linear_attention_flops, map_features
 
 
 class LinearAttention(Mixer):
@@ -193,7 +193,7 @@ class Pola(LinearAttention):
         return heads | {"local": local}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        q, k = self.feature_map(heads["q"], heads["k"])
+        q, k = map_features(heads["q"], heads["k"], self.feature_map)
         q = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
         halves = {
             "q": q,

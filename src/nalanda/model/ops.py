@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
 from .layers import no_autocast
@@ -135,7 +136,7 @@ def _recurrence(
 ):  # fmt: skip
     """Either op in torch; beta None is linear attention."""
     with no_autocast(q):
-        q, k = _map_features(q, k, feature_map, qk_norm)
+        q, k = map_features(q, k, feature_map, qk_norm)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
             has, needs = initial_state.shape[2], q.shape[-1]
@@ -180,9 +181,26 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _map_features(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None):
+def map_features(
+    q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k), normed, computed in fp32 at least, with one cast to the dtype of q."""
     if feature_map is None and qk_norm is None:
         return q, k
+    if torch.is_grad_enabled() and _scarce_memory(q):
+        return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+    return _map(q, k, feature_map, qk_norm)
+
+
+def _scarce_memory(x: Tensor) -> bool:
+    """Whether the backward computes maps again: their fp32 intermediates are up to ten times what goes in.
+
+    On a CPU that costs a tenth of a training step, and memory is plenty.
+    """
+    return x.device.type != "cpu"
+
+
+def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None):
     dtype, wide = q.dtype, wide_dtype(q)
     q, k = q.to(wide), k.to(wide)
     if feature_map is not None:

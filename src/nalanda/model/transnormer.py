@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .base import Heads, Mixer, State
 from .layers import Fp32Module, Sequences, at_least_fp32, rotate
 from .linear import LinearAttention
+from .ops import map_features
 
 
 class LRPE(Fp32Module):
@@ -113,7 +114,7 @@ class NormAttention(LinearAttention):
         q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
         if self.lrpe is not None:
             positions = seq.positions(x.shape[1], x.device)
-            q, k = (self.lrpe(phi, positions).to(dtype) for phi in self.feature_map(q, k))
+            q, k = (self.lrpe(phi, positions).to(dtype) for phi in map_features(q, k, self.feature_map))
         return heads | {"q": q, "k": k}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
