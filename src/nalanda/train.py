@@ -74,7 +74,9 @@ def train(config: RunConfig) -> Path:
     set_seed(config.seed)
     model = build_model(config, tokenizer, weights=resume is None)
     if config.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.23 has a new name for it, and warns of the old one.
+        new = getattr(model, "activation_checkpointing_enable", None)
+        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.train.compile:
         model.compile()
     flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
