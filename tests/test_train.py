@@ -298,6 +298,15 @@ def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
+def test_models_that_look_ahead_are_refused(recipe, tmp_path):
+    bert = "auto: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32"
+    with pytest.raises(InputError, match="bert looks at later tokens"):
+        loop.train(configured(recipe, tmp_path / "encoder", f"model={{{bert}}}"))
+    loop.train(
+        configured(recipe, tmp_path / "decoder", f"model={{{bert}, is_decoder: true}}", "train.steps=2")
+    )
+
+
 def test_which_model_auto_means(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -329,9 +338,14 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
     class Later(transformers.LlamaForCausalLM):
         config_class = LaterConfig
 
-    def register(name: str) -> None:
+    load = importlib.import_module
+
+    def register(name: str, *package: str):
+        if name != "fla":  # transformers loads its own models so, on demand
+            return load(name, *package)
         transformers.AutoConfig.register("later", LaterConfig)
         AutoModelForCausalLM.register(LaterConfig, Later)
+        return None
 
     for mapping in (configuration_auto.CONFIG_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
@@ -350,7 +364,9 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
     ):
         config("{auto: later, hiden_size: 24}")
 
-    def broken(name: str) -> None:
+    def broken(name: str, *package: str):
+        if name != "fla":
+            return load(name, *package)
         raise AttributeError("module 'transformers' has no attribute 'x'")
 
     monkeypatch.setattr(importlib, "import_module", broken)

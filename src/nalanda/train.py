@@ -82,6 +82,7 @@ def train(config: RunConfig) -> Path:
     flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
     wrapped, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
     set_seed(config.seed, device_specific=True)
+    check_causal(accelerator, model)
     kept_apart = keeps_documents_apart(accelerator, model)
     peak, peak_source = metrics.peak_flops(accelerator.device, config.train.precision)
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
@@ -399,6 +400,26 @@ def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, 
         total += summed_loss(model, batch, model.device).item()
         count += count_labels(batch)
     return total, count
+
+
+@torch.no_grad()
+def check_causal(accelerator: Accelerator, model: Any) -> None:
+    """Raises InputError for a model that looks at later tokens, as encoders do: it would learn to copy them.
+
+    Asked of the model itself: two rows differ in their last token, and no earlier logit may.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.arange(1, 17, device=accelerator.device).repeat(2, 1) * 7 % vocabulary
+    tokens[1, -1] = (tokens[1, -1] + 1) % vocabulary
+    model.eval()
+    first, second = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    model.train()
+    if (first - second).abs().max() > 1e-4 * first.std():
+        kind = model.config.model_type
+        raise InputError(
+            f"model: {kind} looks at later tokens and would learn to copy them; an encoder needs "
+            "model.is_decoder=true"
+        )
 
 
 @torch.no_grad()
