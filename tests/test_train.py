@@ -70,6 +70,7 @@ def configured(recipe: Path, output_dir: Path, *overrides: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def whole(recipe, tmp_path_factory) -> Path:
     """The run as nothing interrupts it."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
     return loop.train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))
 
 
