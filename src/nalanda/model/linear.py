@@ -50,11 +50,13 @@ class LinearAttention(Mixer):
         o, z = self.sums(heads, seq, state, new)
         return o / (z + EPS * self.counts(heads, seq))
 
-    def sums(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> tuple[Tensor, Tensor]:
+    def sums(
+        self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32: z is S of a v that is 1."""
         v = at_least_fp32(heads["v"])
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-        o = self.recur(heads | {"v": v}, seq, state, new, scale=1.0)
+        o = self.recur(heads | {"v": v}, seq, state, new, mapped=mapped, scale=1.0)
         return o[..., :-1], o[..., -1:]
 
     def recur(
@@ -200,10 +202,8 @@ class Pola(LinearAttention):
             "k": k.repeat_interleave(2, 2),
             "v": heads["v"].unflatten(-1, (2, -1)).flatten(2, 3),
         }
-        v = at_least_fp32(halves["v"])
-        halves["v"] = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-        o = self.recur(halves, seq, state, new, mapped=True, scale=1.0)
-        o = o[..., :-1] / (o[..., -1:] + EPS * self.counts(heads, seq))
+        o, z = self.sums(halves, seq, state, new, mapped=True)
+        o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:

@@ -80,13 +80,18 @@ def delta_rule(
     Raises:
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
-    _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
-    options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
-    options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-    kernel = _kernel("delta_rule", backend, q.device.type)
-    if kernel is not None and mode == "chunk":
-        return kernel(q, k, v, beta, g, cu_seqlens=cu_seqlens, **options)
-    return _recurrence(q, k, v, beta, g, cu_seqlens=cu_seqlens, mode=mode, **options)
+    return _recurrence(
+        *(q, k, v, beta, g),
+        feature_map=feature_map,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        mode=mode,
+        backend=backend,
+    )
 
 
 def linear_attention(
@@ -121,20 +126,32 @@ def linear_attention(
     Raises:
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
-    _check(q, k, v, None, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
-    options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
-    options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-    kernel = _kernel("linear_attention", backend, q.device.type)
-    if kernel is not None and mode == "chunk":
-        return kernel(q, k, v, g, cu_seqlens=cu_seqlens, **options)
-    return _recurrence(q, k, v, None, g, cu_seqlens=cu_seqlens, mode=mode, **options)
+    return _recurrence(
+        *(q, k, v, None, g),
+        feature_map=feature_map,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        mode=mode,
+        backend=backend,
+    )
 
 
 def _recurrence(
-    q, k, v, beta, g, *, feature_map, qk_norm, scale, chunk_size, initial_state, output_final_state,
-    cu_seqlens, mode,
+    q, k, v, beta, g, *, feature_map, qk_norm, scale, initial_state, output_final_state, cu_seqlens,
+    chunk_size, mode, backend,
 ):  # fmt: skip
-    """Either op in torch; beta None is linear attention."""
+    """Either op, by a kernel or in torch; beta None is linear attention."""
+    _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
+    op, inputs = ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
+    kernel = _kernel(op, backend, q.device.type)
+    if kernel is not None and mode == "chunk":
+        options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
+        options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        return kernel(*inputs, cu_seqlens=cu_seqlens, **options)
     with no_autocast(q):
         q, k = map_features(q, k, feature_map, qk_norm)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
