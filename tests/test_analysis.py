@@ -22,8 +22,7 @@ from nalanda_eval.analysis import (
 )
 from nalanda_eval.figures import show
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.errors import InputError
@@ -131,17 +130,6 @@ def test_malas_weights_have_both_signs_and_sum_to_one(monkeypatch):
 
 
 # ------------------------------ models
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
-    )
 
 
 def ours(**keys) -> NalandaForCausalLM:

@@ -12,8 +12,6 @@ import transformers
 from nalanda_eval import report
 from nalanda_eval.harness import evaluate
 from nalanda_eval.sources import find
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.errors import InputError
@@ -29,22 +27,6 @@ def lm():
     import nalanda_eval.lm as lm
 
     return lm
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
-    )
-    tokenizer.add_special_tokens({})
-    return tokenizer
 
 
 def build(tokenizer, path, **options):
