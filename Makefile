@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench static clean gpu-check
 
 demo: .venv/.ready
 	@$(BIN)/python recipes/demo.py
@@ -22,6 +22,13 @@ format: .venv/.ready
 
 bench: .venv/.ready
 	@$(BIN)/nalanda bench ops
+
+# Without a .venv too: a machine with a card brings its own torch. PART=kernels, bench or train: 9 minutes each.
+gpu-check:
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/gpu_check.py $(PART)
+
+static: .venv/.ready
+	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
 
 clean:
 	rm -rf .venv runs

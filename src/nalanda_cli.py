@@ -213,6 +213,38 @@ def ops(
     bench_ops(threads=threads, json=json)
 
 
+@bench.command()
+def kernels(
+    static: Annotated[
+        bool, typer.Option("--static", help="compile them for GPUs that are not there")
+    ] = False,
+    traffic: Annotated[bool, typer.Option("--traffic", help="count the bytes that they move")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="choose block sizes on this GPU, into a file")] = False,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="with --static: sm_80, sm_90, sm_100; default all")
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help="only this job, by the table's name")] = None,
+    peer: Annotated[bool, typer.Option("--peer", help="flash-linear-attention's, not as recorded")] = False,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """What the kernels take and move, beside the peer's.
+
+    Registers, spills and shared memory by the compiler, bytes by the interpreter; both without a GPU.
+    """
+    import subprocess
+    import sys
+
+    chosen = [name for name, on in (("static", static), ("traffic", traffic), ("tune", tune)) if on]
+    if len(chosen) != 1:
+        raise typer.BadParameter("choose one of --static, --traffic and --tune")
+    given = [("--arch", arch or []), ("--case", case or []), ("--json", [json] if json else [])]
+    rest = [text for name, values in given for value in values for text in (name, value)]
+    # A process of its own: whether Triton compiles or interprets is settled as kernels are imported.
+    command = [sys.executable, "-m", f"nalanda_kernels.{chosen[0]}", *rest, *["--peer"] * peer]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+
+
 def main() -> None:
     # Warnings of the libraries below are for their callers, not for who typed the command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

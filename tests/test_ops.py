@@ -3,11 +3,14 @@
 import functools
 import importlib
 import itertools
+import os
+import subprocess
 import sys
 import types
 import warnings
 from pathlib import Path
 
+import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -432,18 +435,24 @@ def test_works_without_kernels(monkeypatch, recwarn):
     assert module.chunk_op._qualname != ops.chunk_op._qualname  # the copies do not replace one another
 
 
-def fake_kernels(api=1):
+def fake_kernels(monkeypatch, serves=True, name="fake"):
+    """A backend called `name`, which adds the number of gates to v, or says that it cannot."""
+
     def kernel(q, k, v, *gates, **options):
+        if not serves:
+            raise nalanda_kernels.Unsupported("it is not in the mood")
         return v + len(gates), None
 
-    entry = types.SimpleNamespace(devices=("cpu",), load=lambda: kernel)
-    return types.SimpleNamespace(
-        API=api, KERNELS={"delta_rule": {"triton": entry}, "linear_attention": {"triton": entry}}
+    entry = types.SimpleNamespace(
+        devices=("cpu",), load=lambda: kernel, serves=lambda device: device == "cpu"
     )
+    rows = {op: {name: entry} for op in ("delta_rule", "linear_attention")}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
 
 
 def test_a_registered_kernel_is_found(monkeypatch):
-    module = load_copy(monkeypatch, fake_kernels())
+    fake_kernels(monkeypatch, name="triton")
+    module = ops
     inputs = make(1, 20)
     for backend in ("auto", "triton"):
         assert torch.equal(module.delta_rule(**inputs, backend=backend)[0], inputs["v"] + 2)
@@ -454,9 +463,49 @@ def test_a_registered_kernel_is_found(monkeypatch):
     )
 
 
+def test_the_choice_of_a_backend(monkeypatch):
+    fake_kernels(monkeypatch)
+    inputs = make(1, 20)
+    fake, torch_path = inputs["v"] + 2, ops.delta_rule(**inputs, mode="recurrent")[0]
+
+    def chosen():
+        return torch.equal(ops.delta_rule(**inputs)[0], fake)
+
+    assert chosen()
+    with nalanda_kernels.use_backend("torch"):
+        assert not chosen()
+        torch.testing.assert_close(ops.delta_rule(**inputs)[0], torch_path)
+        with nalanda_kernels.use_backend("auto"):
+            assert chosen()
+        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], fake)  # the call has the last word
+    with (
+        nalanda_kernels.use_backend("triton"),
+        pytest.raises(ValueError, match="choose one of auto, torch, fake"),
+    ):
+        ops.delta_rule(**inputs)
+    assert chosen()
+
+
+def test_the_environment_names_a_backend():
+    program = "import nalanda_kernels; print(nalanda_kernels.candidates('delta_rule', 'auto', 'cuda'))"
+    environment = {**os.environ, "NALANDA_BACKEND": "torch"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch):
+    fake_kernels(monkeypatch, serves=False)
+    inputs = make(1, 20)
+    with pytest.warns(UserWarning, match="delta_rule: not by fake, it is not in the mood"):
+        o, _ = ops.delta_rule(**inputs)
+    torch.testing.assert_close(o, ops.delta_rule(**inputs, mode="recurrent")[0])
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], o)
+
+
 def test_kernels_of_another_api_are_refused_once(monkeypatch):
-    with pytest.warns(UserWarning, match="API 2"):
-        module = load_copy(monkeypatch, fake_kernels(api=2))
+    with pytest.warns(UserWarning, match="API 7"):
+        module = load_copy(monkeypatch, types.SimpleNamespace(API=7))
     with warnings.catch_warnings(action="error"):
         module.delta_rule(**make(1, 20))
     with pytest.raises(ValueError, match=r"choose one of auto, torch$"):
@@ -480,7 +529,6 @@ def test_kernels_of_another_api_are_refused_once(monkeypatch):
         ({"mode": "parallel"}, "mode must be"),
         ({"qk_norm": "l1"}, "qk_norm must be"),
         ({"backend": "cuda"}, "choose one of auto, torch"),
-        ({"backend": "fla"}, "choose one of auto, torch"),
         ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g decays 7 key channels"),
         ({"beta": None, "g": torch.zeros(2, 20)}, r"\[B, T, HV\] or \[B, T, HV, K\]"),
         ({"g": torch.zeros(2, 20, 2, 8)}, "g must be"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Heads, Mixer, State, StateSpec
 from .layers import Sequences, rotary_angles, rotate
+from .ops import by_kernel
 from .transnormer import SimpleRMSNorm, build_positions
 
 
@@ -64,6 +65,10 @@ class SoftmaxAttention(Mixer):
             new |= {name: last(x, kept) for name, x in laid.items()}
             if state:
                 return seq.parted(self.attend_past(seq.joined(q), laid["k"], laid["v"], seq, T), T)
+        return self.attend_all(q, k, v, seq)
+
+    def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
+        """A batch `[B, T, …]` or `[1, ΣT, …]` of whole sequences."""
         if seq.cu_seqlens is None:
             return self.attend(q, k, v)
         groups, where = seq.groups(q.device)
@@ -177,6 +182,11 @@ class DiagAttention(SoftmaxAttention):
             return heads
         places = seq.positions(x.shape[1], x.device) % self.block
         return heads | {name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")}
+
+    def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
+        options = {"block_size": self.block, "scores": self.scores, "scale": self.K**-0.5}
+        o = by_kernel("block_attention", "auto", q, q, k, v, cu_seqlens=seq.cu_seqlens, **options)
+        return super().attend_all(q, k, v, seq) if o is None else o
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T, b = q.shape[1], min(max(q.shape[1], 1), self.block)

@@ -6,10 +6,30 @@ from torch import Tensor, nn
 
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, Sequences, ShortConv
+from .ops import by_kernel
 
 State = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 Heads = dict[str, Tensor]
+
+
+def convolve(
+    conv: ShortConv, x: Tensor, seq: Sequences, state: Tensor | None, carry: bool, silu: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`conv(x, seq, state, carry)` and, where asked for, SiLU behind it; by a kernel where there is one."""
+    weight = conv.weight.squeeze(1)
+    weight = weight.repeat(conv.copies, 1) if conv.copies > 1 else weight
+    activation = "silu" if silu else None
+    served = by_kernel(
+        *("short_conv", "auto", x, x, weight, state),
+        cu_seqlens=seq.cu_seqlens,
+        activation=activation,
+        output_final_state=carry,
+    )
+    if served is not None:
+        return served
+    x, state = conv(x, seq, state, carry)
+    return F.silu(x) if silu else x, state
 
 
 class Mixer(nn.Module):
@@ -70,6 +90,11 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
         """x `[B, T, D]` to y `[B, T, D]`. state: None carries nothing, {} starts a carried one."""
+        decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
+        if decoding and not torch.compiler.is_compiling():
+            served = self.step(x, seq, state)
+            if served is not None:
+                return served
         new: State | None = None if state is None else {}
         heads = self.heads(x, seq, state or {}, new)
         return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
@@ -95,10 +120,11 @@ class Mixer(nn.Module):
         """The short convolution called `name`, and v's SiLU behind it; x as it is where there is none."""
         if not self.conv_size:
             return x
-        x, past = getattr(self, f"{name}_conv1d")(x, seq, state.get(f"conv_{name}"), carry=new is not None)
-        if new is not None:
+        conv, past = getattr(self, f"{name}_conv1d"), state.get(f"conv_{name}")
+        x, past = convolve(conv, x, seq, past, carry=new is not None, silu=name == "v")
+        if new is not None and past is not None:
             new[f"conv_{name}"] = past
-        return F.silu(x) if name == "v" else x
+        return x
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         """o `[B, T, HV, V]`: the only step that sees other tokens (convolutions apart); linear in v."""
@@ -116,6 +142,39 @@ class Mixer(nn.Module):
 
     def gate(self, o: Tensor, x: Tensor) -> Tensor:
         return o * F.silu(self.g_proj(x)) if self.gated else o
+
+    def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
+        """`forward` for one token a sequence, by one kernel between the projections; None: none serves it."""
+        options = self.step_options()
+        if options is None:
+            return None
+        fused = self.norm in ("head", None)  # norms over all heads see what the kernel gives
+        sizes = {"key_dim": self.K, "value_dim": self.V, "num_v_heads": self.num_v_heads}
+        options |= sizes | {"num_heads": self.num_heads, "dtype": x.dtype if fused else torch.float32}
+        if self.map_name is not None:
+            options["feature_map"] = self.feature_map
+        if self.norm == "head":
+            options["norm"] = (self.o_norm.weight, self.o_norm.eps)
+        if self.conv_size:
+            options["filters"] = {n: getattr(self, f"{n}_conv1d").weight for n in self.projections()}
+
+        def inputs() -> Heads:
+            gate = {"gate": self.g_proj(x)} if fused and self.gated else {}
+            return self.step_inputs(x, seq) | gate
+
+        served = by_kernel("step", "auto", x, inputs, state, **options)
+        if served is None:
+            return None
+        o, new = served
+        return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, {}, x), new
+
+    def step_options(self) -> dict | None:
+        """What the kernel for one token must know of this mixer's rule; None: it cannot compute it."""
+        return None
+
+    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
+        """What that kernel starts from: the projections as they are, and the rule's gates."""
+        return {name: projection(x) for name, projection in self.projections().items()}
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:

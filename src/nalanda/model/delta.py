@@ -86,6 +86,15 @@ class DeltaNet(Mixer):
             new["recurrent"] = final
         return o
 
+    def step_options(self) -> dict:
+        decay = (self.decay.A_log, self.decay.dt_bias) if self.decays else None
+        rule = {"delta": True, "beta_scale": self.beta_scale, "decay": decay}
+        return rule | {"qk_norm": "l2", "silu": True}
+
+    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
+        gates = {"b": self.b_proj(x)} | ({"a": self.a_proj(x)} if self.decays else {})
+        return super().step_inputs(x, seq) | gates
+
     def state_spec(self, T: int) -> StateSpec:
         shape = (self.num_v_heads, self.feature_map.feature_dim, self.V)
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}

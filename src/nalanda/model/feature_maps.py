@@ -57,6 +57,14 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
+    @property
+    def fused(self) -> dict | None:
+        """What kernels must know to form the map themselves, None where only `forward` can.
+
+        A subclass that changes `forward` changes this as well.
+        """
+        return None
+
 
 class Elementwise(FeatureMap):
     """One function f on every entry of q and k alike; `K` features, O(K) FLOPs a token and head.
@@ -90,6 +98,14 @@ class Elementwise(FeatureMap):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.features(q), self.features(k)
+
+    @property
+    def fused(self) -> dict | None:
+        names = (
+            name for name, row in FEATURE_MAPS.items() if getattr(row, "args", ())[:1] == (self.function,)
+        )
+        name = next(names, None)
+        return None if name is None else {"name": name, "norm": self.norm}
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
@@ -147,6 +163,7 @@ class NaLa(FeatureMap):
                 stacklevel=2,
             )
         self.angle, self.power_norm, self.power = angle, power_norm, float(power)
+        self.direction_scale = direction_scale
         self.root = math.sqrt(head_dim)
         self.scale = self.root if direction_scale == "sqrt" else 1.0
         self.feature_dim = 2 * head_dim
@@ -173,6 +190,11 @@ class NaLa(FeatureMap):
             return self.split(self.scale * d, p), self.split(k, self.power)
         phi_q = self.rotate(power((self.scale * d).abs(), p), q, d)
         return phi_q, self.rotate(power(k.abs(), self.power), k, k / length(k))
+
+    @property
+    def fused(self) -> dict:
+        options = ("angle", "power", "power_norm", "direction_scale")
+        return {"name": "nala"} | {option: getattr(self, option) for option in options}
 
     @staticmethod
     def split(x: Tensor, exponent: Tensor | float) -> Tensor:
@@ -221,6 +243,10 @@ class Pola(Fp32Module, FeatureMap):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.features(q), self.features(k)
+
+    @property
+    def fused(self) -> dict:
+        return {"name": "pola", "alpha": self.alpha, "parameters": (self.w, self.s)}
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha:g}, scale={self.s is not None}"

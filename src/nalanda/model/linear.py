@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State, StateSpec
+from .base import Heads, Mixer, State, StateSpec, convolve
 from .feature_maps import EPS, opposite
 from .layers import Sequences, ShortConv, at_least_fp32, rotary_angles, rotate
-from .ops import linear_attention, linear_attention_flops, map_features
+from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
 
 
 class LinearAttention(Mixer):
@@ -47,8 +47,35 @@ class LinearAttention(Mixer):
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         if not self.denominator:
             return self.recur(heads, seq, state, new)
+        o = self.readout(heads, seq, state, new)
+        if o is not None:
+            return o
         o, z = self.sums(heads, seq, state, new)
         return o / (z + EPS * self.counts(heads, seq))
+
+    def readout(
+        self, heads: Heads, seq: Sequences, state: State, new: State | None, **options
+    ) -> Tensor | None:
+        """What `mix` returns, its sums and denominators in one pass by a kernel; None: none does it."""
+        q, v = heads["q"], heads["v"]
+        if q.shape[1] == 1:
+            return None
+        served = by_kernel(
+            *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
+            feature_map=self.feature_map,
+            positions=seq.positions(v.shape[1], v.device),
+            initial_state=state.get("recurrent"),
+            initial_sum=state.get("value_sum"),
+            output_final_state=new is not None,
+            cu_seqlens=seq.cu_seqlens,
+            **options,
+        )
+        if served is None:
+            return None
+        o, final, total = served
+        if new is not None:
+            new |= {"recurrent": final} | ({} if total is None else {"value_sum": total})
+        return o
 
     def sums(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False
@@ -88,6 +115,16 @@ class LinearAttention(Mixer):
         """t of each token, from 1, `[B or 1, T, 1, 1]`."""
         v = heads["v"]
         return (seq.positions(v.shape[1], v.device) + 1)[..., None, None]
+
+    def step_options(self) -> dict | None:
+        if type(self).mix is not LinearAttention.mix:
+            return None
+        scale = {"scale": 1.0} if self.denominator else {}
+        return {"denominator": self.denominator, "silu": bool(self.conv_size)} | scale
+
+    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
+        positions = {"positions": seq.positions(1, x.device)} if self.denominator else {}
+        return super().step_inputs(x, seq) | positions
 
     def state_spec(self, T: int) -> StateSpec:
         shape = (self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
@@ -141,6 +178,9 @@ class MALA(LinearAttention):
         self.scale = scale
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        o = self.readout(heads, seq, state, new, magnitude=self.scale)
+        if o is not None:
+            return o
         r, z = self.sums(heads, seq, state, new)
         t, v = self.counts(heads, seq), at_least_fp32(heads["v"])
         one = v.new_ones(*v.shape[:3], 1)
@@ -189,21 +229,22 @@ class Pola(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        local, past = self.dwc(heads["v"].flatten(-2), seq, state.get("conv_local"), carry=new is not None)
-        if new is not None:
+        past, carry = state.get("conv_local"), new is not None
+        local, past = convolve(self.dwc, heads["v"].flatten(-2), seq, past, carry)
+        if new is not None and past is not None:
             new["conv_local"] = past
         return heads | {"local": local}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        q, k = map_features(heads["q"], heads["k"], self.feature_map)
-        q = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
-        halves = {
-            "q": q,
-            "k": k.repeat_interleave(2, 2),
-            "v": heads["v"].unflatten(-1, (2, -1)).flatten(2, 3),
-        }
-        o, z = self.sums(halves, seq, state, new, mapped=True)
-        o = o / (z + EPS * self.counts(heads, seq))
+        halves = {name: heads[name] for name in ("q", "k")}
+        halves["v"] = heads["v"].unflatten(-1, (2, -1)).flatten(2, 3)
+        o = self.readout(halves, seq, state, new, mirrored=True)
+        if o is None:
+            q, k = map_features(heads["q"], heads["k"], self.feature_map)
+            halves["q"] = torch.stack([q, opposite(q)], 3).flatten(2, 3)  # [B, T, 2H, 2K]
+            halves["k"] = k.repeat_interleave(2, 2)
+            o, z = self.sums(halves, seq, state, new, mapped=True)
+            o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
@@ -286,6 +327,12 @@ class Retention(LinearAttention):
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         return self.recur(heads, seq, state, new, mapped=True)
+
+    def step_options(self) -> dict | None:
+        return {} if type(self) is Retention else None
+
+    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
+        return self.heads(x, seq, {}, None)
 
     def state_spec(self, T: int) -> StateSpec:
         return {"recurrent": ((self.num_heads, self.K, self.V), torch.float32)}

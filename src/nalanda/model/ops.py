@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
 from .layers import no_autocast
 
-_API = 1
+_API = 2
 try:  # this file travels with checkpoints, to places where the kernels may be missing or newer
-    import nalanda_kernels
+    import nalanda_kernels as _kernels
 except ImportError:
-    _KERNELS = {}
+    _kernels = None
 else:
-    _KERNELS = nalanda_kernels.KERNELS if nalanda_kernels.API == _API else {}
-    if nalanda_kernels.API != _API:
-        theirs = nalanda_kernels.API
+    if _kernels.API != _API:
+        theirs, _kernels = _kernels.API, None
         warnings.warn(f"using the torch path: nalanda_kernels has API {theirs}, not {_API}", stacklevel=2)
 
 FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -71,7 +70,9 @@ def delta_rule(
         chunk_size: the most tokens in a chunk, a power of two.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
             formula as it stands; gradients flow through each.
-        backend: "auto", "torch", "triton" or "fla"; only for "chunk".
+        backend: "auto" (Triton's kernels on GPUs, torch elsewhere), "torch", "triton" or "fla"; only for
+            "chunk". One that cannot serve a call says why, once, and the next one serves it.
+            `nalanda_kernels.use_backend` and the variable NALANDA_BACKEND change what "auto" means.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final state `[N, HV, K, V]` or None. States, decays and sums
@@ -147,13 +148,14 @@ def _recurrence(
     """Either op, by a kernel or in torch; beta None is linear attention."""
     _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
     op, inputs = ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
-    kernel = _kernel(op, backend, q.device.type)
-    if kernel is not None and mode == "chunk":
+    if mode == "chunk":
         options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
         options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-        return kernel(*inputs, cu_seqlens=cu_seqlens, **options)
+        served = by_kernel(op, backend, q, *inputs, cu_seqlens=cu_seqlens, **options)
+        if served is not None:
+            return served
     with no_autocast(q):
-        q, k = map_features(q, k, feature_map, qk_norm)
+        q, k = map_features(q, k, feature_map, qk_norm, backend="torch" if backend == "torch" else "auto")
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
             has, needs = initial_state.shape[2], q.shape[-1]
@@ -199,11 +201,15 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def map_features(
-    q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None = None
+    q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """φ(q) and φ(k), normed, computed in fp32 at least, with one cast to the dtype of q."""
     if feature_map is None and qk_norm is None:
         return q, k
+    if not torch.compiler.is_compiling():  # a compiler makes one pass of the map's own code
+        served = by_kernel("map_features", backend, q, q, k, feature_map, qk_norm)
+        if served is not None:
+            return served
     if torch.is_grad_enabled() and _scarce_memory(q):
         return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
     return _map(q, k, feature_map, qk_norm)
@@ -227,18 +233,13 @@ def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | No
     return q.to(dtype), k.to(dtype)
 
 
-def _kernel(op: str, backend: str, device_type: str) -> Callable | None:
-    """The implementation that `backend` names, None for the torch path."""
-    known = _KERNELS.get(op, {})
-    if backend == "auto":
-        fitting = [kernel for kernel in known.values() if device_type in kernel.devices]
-        return fitting[0].load() if fitting else None
-    if backend == "torch":
-        return None
-    if backend not in known or device_type not in known[backend].devices:
-        there = ", ".join(["auto", "torch", *(name for name, x in known.items() if device_type in x.devices)])
-        raise ValueError(f"backend={backend!r} has no {op} for {device_type}: choose one of {there}")
-    return known[backend].load()
+def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
+    """What a kernel for tensors as x makes of the call; None where the torch path is to do it."""
+    if _kernels is not None:
+        return _kernels.serve(op, backend, x.device.type, *inputs, **options)
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend={backend!r} needs nalanda_kernels: choose one of auto, torch")
+    return None
 
 
 def _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm) -> None:

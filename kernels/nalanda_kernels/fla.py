@@ -1,0 +1,188 @@
+"""Both ops on flash-linear-attention's kernels, with the contracts of ours.
+
+Its chunk kernels take bf16 and fp16; those of linear attention fp32 too, with TF32 products. Gradients flow
+to every input. Anything that they cannot do, or would do wrong, is `Unsupported`.
+"""
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nalanda_kernels import Unsupported, serve
+
+EPS = 1e-6  # inside the root of the L2 norm, where theirs is too
+WIDEST = 256  # features of a key that their delta rule's kernels hold
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    feature_map=None,
+    qk_norm: str | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """`nalanda.ops.delta_rule` by `chunk_delta_rule` or, with g, `chunk_gated_delta_rule`.
+
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta and g `[B, T, HV]`, states `[N, HV, K, V]` in fp32.
+
+    Raises:
+        Unsupported: precision above 16 bits, more than 256 features, chunks below 16 tokens, no tokens, or a
+            Triton that compiles their gated backward wrongly for this GPU.
+    """
+    dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
+    _check(q, v, g, chunk_size)
+    theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
+    with _no_autocast(q):
+        if not theirs:
+            q, k = _map(q, k, feature_map, qk_norm)
+        if q.shape[-1] > WIDEST:
+            raise Unsupported(f"K = {q.shape[-1]} features are more than its {WIDEST}")
+        options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
+        options |= {"use_qk_l2norm_in_kernel": theirs, "chunk_size": min(chunk_size, 64)}
+        if g is None:
+            from fla.ops.delta_rule import chunk_delta_rule
+
+            q, k = _repeat(q, k, v)
+            o, state = chunk_delta_rule(q.to(dtype), k.to(dtype), v.to(dtype), beta, **options)
+        else:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+            q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
+            o, state = chunk_gated_delta_rule(q, k, values, g.float(), beta, **options)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    feature_map=None,
+    qk_norm: str | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """`nalanda.ops.linear_attention` by `chunk_simple_gla` or, with a decay a key channel, `chunk_gla`.
+
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV]` or `[B, T, HV, K]`, states `[N, HV, K, V]` in fp32.
+    Where q and v differ in precision, the products take the higher one.
+
+    Raises:
+        Unsupported: float64, an odd K or V in 16 bits, chunks below 16 tokens, no tokens, or a Triton that
+            compiles their gated backward wrongly for this GPU.
+    """
+    dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16, torch.float32))
+    _check(q, v, g, chunk_size)
+    with _no_autocast(q):
+        q, k = _repeat(*_map(q, k, feature_map, qk_norm), v)
+        K, V = q.shape[-1], v.shape[-1]
+        if dtype.itemsize == 2 and (K % 2 or V % 2):
+            raise Unsupported(f"its backward in 16 bits needs an even K and V, not {K} and {V}")
+        if g is not None and g.ndim == 4 and g.shape[3] != K:
+            raise Unsupported(f"g decays {g.shape[3]} key channels, and there are {K}")
+        options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
+        q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
+        if g is not None and g.ndim == 4:
+            from fla.ops.gla import chunk_gla
+
+            o, state = chunk_gla(q, k, values, g.float(), **options)
+        else:
+            from fla.ops.simple_gla import chunk_simple_gla
+
+            options |= {"chunk_size": min(chunk_size, 64)}
+            o, state = chunk_simple_gla(q, k, values, None if g is None else g.float(), **options)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _common_dtype(q: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    dtype = torch.promote_types(q.dtype, v.dtype)
+    if dtype not in allowed:
+        raise Unsupported(f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}")
+    return dtype
+
+
+def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
+    from fla.ops.common import chunk_o
+
+    if 0 in (*q.shape, *v.shape):
+        raise Unsupported("there is nothing to compute")
+    if chunk_size < 16:
+        raise Unsupported(f"chunk_size={chunk_size} is below its 16")
+    if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # other kernels, or no backward
+        return
+    wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
+    if wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False):
+        raise Unsupported("Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1")
+
+
+def _no_autocast(x: Tensor):
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k), normed, in fp32 with one cast: a pass of its own, in our kernel where that can.
+
+    In torch it is computed again in the backward, because what it would keep is much.
+    """
+    if feature_map is None and qk_norm is None:
+        return q, k
+    options = {"feature_map": feature_map, "qk_norm": qk_norm}
+    if (served := serve("map_features", "auto", q.device.type, q, k, **options)) is not None:
+        return served
+    if torch.is_grad_enabled() and q.device.type != "cpu":
+        return checkpoint(_features, q, k, **options, use_reentrant=False, preserve_rng_state=False)
+    return _features(q, k, **options)
+
+
+def _features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+    wide = q.float(), k.float()
+    phi = wide if feature_map is None else feature_map(*wide)
+    if qk_norm == "l2":
+        phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in phi)
+    return phi[0].to(q.dtype), phi[1].to(q.dtype)
+
+
+def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A head of q and k for each of v."""
+    group = v.shape[2] // q.shape[2]
+    return (q, k) if group == 1 else (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2))
+
+
+def _options(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict:
+    K = q.shape[-1]
+    if initial_state is not None and initial_state.shape[2] != K:
+        raise Unsupported(f"initial_state has K = {initial_state.shape[2]}, and there are {K} features")
+    options = {
+        "scale": K**-0.5 if scale is None else float(scale),
+        "initial_state": None if initial_state is None else initial_state.float(),
+        "output_final_state": output_final_state,
+    }
+    if cu_seqlens is None:
+        return options
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to the {q.shape[1]} tokens of the row")
+    here, there = _bounds(bounds, q.device)
+    return options | {"cu_seqlens": there, "cu_seqlens_cpu": here}
+
+
+@functools.lru_cache(maxsize=32)
+def _bounds(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Them on the host and on the device, the same tensors for every layer: fla knows its tables by these."""
+    here = torch.tensor(bounds)
+    return here, here.to(device)

@@ -1,0 +1,509 @@
+"""Compiles kernels for GPUs that are not there, and says what they take: registers, spills, shared memory.
+
+    python -m nalanda_kernels.static [--arch sm_90] [--case flagship] [--check] [--record] [--peer]
+
+Wrappers are called as a model calls them, on CPU tensors and forward and backward, while every launch is
+made to compile only; so what is compiled is what a call launches, specialised as it would be. The values
+that come out are garbage. Triton keeps what it has compiled, so that a second run takes seconds.
+Needs a process without TRITON_INTERPRET, which is read when a kernel is decorated.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from . import KERNELS, interpreting
+
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes that a program can have
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks
+CORES = ("", "mma.sync", "wgmma", "tcgen05")  # instructions of the tensor cores, the newest last
+Call = Callable[[], tuple[torch.Tensor, ...]]
+FIGURES = ("registers", "spilled", "shared")
+LIMITS = Path(__file__).parents[1] / "limits.json"
+
+
+# ------------------------------------------------------------------------------------------------- the calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an op as a recipe makes it.
+
+    K, V: of a head, before the map. H: heads. map: its name, or None. norm: "l2" or None.
+    """
+
+    op: str
+    K: int
+    V: int
+    H: int
+    map: str | None = None
+    gated: bool = False
+    norm: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def F(self) -> int:
+        """Features that the map makes of K."""
+        return 2 * self.K if self.map in ("nala", "pola") else self.K
+
+
+DELTA = {"op": "delta_rule", "norm": "l2"}
+LINEAR = {"op": "linear_attention", "K": 128, "H": 8}
+CASES = {
+    "flagship": Case(**DELTA, K=128, V=256, H=6, map="nala", gated=True),
+    "gated_deltanet": Case(**DELTA, K=128, V=256, H=6, map="silu", gated=True),
+    "gated_deltanet 128": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True),
+    "deltanet": Case(**DELTA, K=128, V=128, H=8, map="silu"),
+    "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
+    "nala_deltanet": Case(**DELTA, K=128, V=128, H=8, map="nala"),
+    "linear_attention": Case(**LINEAR, V=128, map="elu1"),
+    "linear_attention fp32": Case(**LINEAR, V=129, map="elu1", dtype=torch.float32),
+    "nala fp32": Case(**LINEAR, V=129, map="nala", dtype=torch.float32),
+    "nala map": Case("map_features", 128, 128, 8, map="nala", norm="l2"),
+    "pola map": Case("map_features", 128, 128, 8, map="pola"),
+    "silu map": Case("map_features", 128, 128, 8, map="silu", norm="l2"),
+    "softmax blocks": Case("block_attention", 128, 128, 8),
+    "relu blocks": Case("block_attention", 128, 128, 8, map="relu"),
+    "short_conv": Case("short_conv", 128, 128, 8),
+    "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
+    "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
+}  # what the 340 M recipes call; a denominator is a column of ones beside v, which is fp32 then
+PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # jobs that the peer's kernels are held against
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """What kernels read of a feature map."""
+
+    fused: dict
+    feature_dim: int
+
+
+NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+
+
+def feature_map(case: Case) -> StandIn | None:
+    if case.map is None:
+        return None
+    fused = NALA if case.map == "nala" else {"name": case.map}
+    if case.map == "pola":
+        w, s = (torch.zeros(case.H, case.K, requires_grad=True) for _ in range(2))
+        fused = fused | {"alpha": 4.0, "parameters": (w, s)}
+    return StandIn(fused, case.F)
+
+
+def tensors(case: Case, B: int, T: int, K: int) -> tuple[torch.Tensor, ...]:
+    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta and g `[B, T, H]` (fp32) of zeros, all of them leaves."""
+    shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), (case.H,)
+    dtypes = *[case.dtype] * 3, torch.float32, torch.float32
+    return tuple(
+        torch.zeros(B, T, *shape, dtype=dtype, requires_grad=True)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
+    """Our kernels' forward in a case: a function that gives the outputs, from which the backward starts."""
+    op, (q, k, v, beta, g) = KERNELS[case.op]["triton"].load(), tensors(case, B, T, case.K)
+    map, gate = feature_map(case), g if case.gated else None
+    if case.op == "delta_rule":
+        return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm)[:1]
+    if case.op == "linear_attention":
+        return lambda: op(q, k, v, gate, feature_map=map, qk_norm=case.norm)[:1]
+    if case.op == "map_features":
+        return lambda: tuple(op(q, k, map, case.norm))
+    if case.op == "short_conv":
+        x, weight = (torch.zeros(*n, case.H * case.K, dtype=case.dtype) for n in ((B, T), (4,)))
+        x, weight = x.requires_grad_(), weight.T.contiguous().requires_grad_()
+        return lambda: op(x, weight, activation="silu")[:1]
+    if case.op == "step":
+        return lambda: _step(op, case, B)
+    return lambda: (op(q, k, v, block_size=64, scores=case.map or "softmax"),)
+
+
+def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
+    """A token of (Gated) DeltaNet for N sequences, with its convolutions, gates and norm."""
+    H, K, V, dtype = case.H, case.K, case.V, case.dtype
+    sizes = {"q": H * K, "k": H * K, "v": H * V}
+    widths = sizes | {"b": H} | ({"a": H, "gate": H * V} if case.gated else {})
+    state = {f"conv_{x}": torch.zeros(N, 3, n, dtype=dtype) for x, n in sizes.items()}
+    return op(
+        lambda: {x: torch.zeros(N, 1, n, dtype=dtype) for x, n in widths.items()},
+        state | {"recurrent": torch.zeros(N, H, case.F, V)},
+        dtype=dtype,
+        key_dim=K,
+        value_dim=V,
+        num_heads=H,
+        num_v_heads=H,
+        feature_map=feature_map(case),
+        qk_norm=case.norm,
+        delta=True,
+        decay=(torch.zeros(H), torch.zeros(H)) if case.gated else None,
+        filters={x: torch.zeros(n, 1, 4, dtype=dtype) for x, n in sizes.items()},
+        silu=True,
+        norm=(torch.ones(V, dtype=dtype), 1e-5),
+    )[:1]
+
+
+def peer(case: Case, B: int = 2, T: int = 2048) -> Call:
+    """The peer's forward, whose maps are passes before it: its q and k are features already."""
+    from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, beta, g = tensors(case, B, T, case.F)
+    norm = {"use_qk_l2norm_in_kernel": case.norm == "l2"}
+    if case.op != "delta_rule":
+        raise ValueError(f"the peer's {case.op} is not compared")
+    if case.gated:
+        return lambda: chunk_gated_delta_rule(q, k, v, g, beta, **norm)[:1]
+    return lambda: chunk_delta_rule(q, k, v, beta, **norm)[:1]
+
+
+def backward(outputs: tuple[torch.Tensor, ...]) -> None:
+    """From any gradient; a step in generation has none."""
+    if outputs[0].requires_grad:
+        torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+
+
+# ------------------------------------------------------------------------------------------ compiling alone
+
+
+class Card:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, arch: str, benchmark: Callable):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        self.benchmark = benchmark
+        facts = {"max_shared_mem": SHARED[arch], "multiprocessor_count": PROCESSORS[arch]}
+        self.utils = SimpleNamespace(get_device_properties=lambda device: facts)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device=None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Callable:
+        return self.benchmark
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(f"no GPU here: {name}")
+
+
+def pretend(arch: str) -> None:
+    """Lets the peer, which asks as it is imported, find that card and choose its block sizes for it."""
+    major, minor = divmod(int(arch.removeprefix("sm_")), 10)
+    torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    torch.cuda.get_device_name = lambda device=None: f"a card of {arch}"
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # choices made here are no card's
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fla.utils import hardware
+    shared = SHARED[arch]  # a CPU tensor's device has the index None
+    hardware.get_all_max_shared_mem = lambda: {0: shared, None: shared}  # pyrefly: ignore
+
+
+_built: list[dict] = []  # what launches have compiled since it was last emptied
+_arch: str | None = None
+
+
+def _start(arch: str) -> None:
+    """Makes launches of this process compile for `arch`; kernels and the peer keep to the first one named."""
+    global _arch
+    if arch not in SHARED:
+        raise ValueError(f"arch={arch!r} is none of {', '.join(SHARED)}")
+    if interpreting():
+        raise ValueError("Triton's interpreter compiles nothing: unset TRITON_INTERPRET")
+    if _arch not in (None, arch):
+        raise ValueError(f"this process compiles for {_arch}: compile for {arch} in another")
+    if _arch is None:
+        _arch = os.environ["NALANDA_ARCH"] = arch
+        _patch(arch)
+
+
+def _patch(arch: str) -> None:
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    run, make_cubin, bench = JITFunction.run, CUDABackend.make_cubin, Autotuner._bench
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        _built.append(_figures(self.__name__, kernel))
+        return kernel
+
+    def keep_log(self, source, metadata, *rest):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            cubin = make_cubin(self, source, metadata, *rest)
+        return metadata.update(ptxas=log.getvalue()) or cubin  # Triton keeps metadata beside the kernel
+
+    def until_none_spill(self, *args, config, **meta):
+        if self.__dict__.get("settled") is self.nargs:  # arguments of one launch, whatever the configuration
+            return [math.inf] * 3
+        spilled = bench(self, *args, config=config, **meta)
+        self.settled = self.nargs if spilled[0] == 0 else None
+        return spilled
+
+    Autotuner._bench = until_none_spill  # pyrefly: ignore
+    JITFunction.run, CUDABackend.make_cubin = compile_only, keep_log  # pyrefly: ignore
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_static"))  # every kernel there has its log
+    driver.set_active(Card(arch, _fewest_spills))  # pyrefly: ignore
+    if importlib.util.find_spec("fla"):
+        pretend(arch)
+
+
+def _fewest_spills(launch: Callable, quantiles=None, **options) -> list[float]:
+    """An autotuner's clock: it then takes the configuration that fits and spills least."""
+    start = len(_built)
+    launch()
+    tried = _built[start:]
+    del _built[start:]
+    fits = all(x["shared"] <= SHARED[x["arch"]] for x in tried)
+    return [sum(x["spilled"] for x in tried) if fits else math.inf] * 3
+
+
+def _figures(name: str, kernel) -> dict:
+    ptx, log, about = kernel.asm["ptx"], kernel.metadata.ptxas, kernel.metadata
+    there = [x for x in CORES if x and re.search(rf"\b{re.escape(x)}\.", ptx)]
+    return {
+        "arch": f"sm_{about.target.arch}",
+        "kernel": name,
+        "num_warps": about.num_warps,
+        "num_stages": about.num_stages,
+        "registers": _sum(r"Used (\d+) registers", log),
+        "spilled": _sum(r"(\d+) bytes spill (?:stores|loads)", log),
+        "shared": about.shared,
+        "tensor_cores": there[-1] if there else "",
+    }
+
+
+def _sum(pattern: str, log: str) -> int:
+    return sum(map(int, re.findall(pattern, log)))
+
+
+def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) -> list[dict]:
+    """Compiles every kernel that the calls launch, for `sm_80`, `sm_90` or `sm_100`.
+
+    calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward alike.
+
+    Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages, registers (a thread's),
+    spilled (bytes, stores and loads), shared (bytes) and tensor_cores (`wgmma`, …; "" for none). What is
+    compiled in several forms shows the most that one of them takes; of what is autotuned, the configuration
+    that spills least.
+
+    Raises ValueError in the interpreter, for an unknown arch, and for a second one in a process.
+    """
+    _start(arch)
+    rows = []
+    for job, call in calls:
+        _built.clear()
+        call()
+        forms: dict[str, list[dict]] = {}
+        for built in _built:
+            forms.setdefault(built["kernel"], []).append(built)
+        rows += [{"job": job} | _most(found) for found in forms.values()]
+    return rows
+
+
+def _most(forms: list[dict]) -> dict:
+    worst = max(forms, key=lambda x: (x["spilled"], x["registers"]))
+    most = {figure: max(x[figure] for x in forms) for figure in FIGURES}
+    return worst | most | {"tensor_cores": min((x["tensor_cores"] for x in forms), key=CORES.index)}
+
+
+def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> list[dict]:
+    """`compile_calls` of rows of CASES, by our kernels or by the peer's."""
+    _start(arch)  # before the peer is imported
+    make = peer if by_peer else ours
+    return compile_calls(arch, [(name, lambda case=CASES[name]: backward(make(case)())) for name in names])
+
+
+# ------------------------------------------------------------------------------------------- recorded limits
+
+
+def limits() -> dict:
+    """What limits.json holds: versions, and by arch, job and kernel `limits` and the peer's figures."""
+    return json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
+
+
+def violations(rows: list[dict], recorded: dict) -> list[str]:
+    """One line for each figure above what is recorded, above what a card has, or above the peer's spills.
+
+    Registers belong to a compiler: they are held only under the Triton that they were recorded with.
+    """
+    import triton
+
+    found = []
+    held = FIGURES if triton.__version__ == recorded.get("triton") else FIGURES[1:]
+    for row in rows:
+        arch, job, kernel = row["arch"], row["job"], row["kernel"]
+        limit = recorded.get("limits", {}).get(arch, {}).get(job, {}).get(kernel)
+        name = f"{arch} {job}, {kernel}"
+        if row["shared"] > SHARED[arch]:
+            found.append(f"{name}: {row['shared']} bytes of shared memory, the card has {SHARED[arch]}")
+        if limit is None:
+            found.append(f"{name}: no limit is recorded")
+            continue
+        found += [f"{name}: {row[x]} {x}, recorded {limit[x]}" for x in held if row[x] > limit[x]]
+        if CORES.index(row["tensor_cores"]) < CORES.index(limit["tensor_cores"]):
+            found.append(
+                f"{name}: {row['tensor_cores'] or 'no tensor cores'}, recorded {limit['tensor_cores']}"
+            )
+    for (arch, job), ours in _spills(rows).items():
+        theirs = recorded.get("peer", {}).get(arch, {}).get(job)
+        if theirs and ours > (most := sum(x["spilled"] for x in theirs.values())):
+            found.append(f"{arch} {job}: {ours} bytes spilled, the peer's kernels {most}")
+    return found
+
+
+def _spills(rows: list[dict]) -> dict[tuple[str, str], int]:
+    sums: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = row["arch"], row["job"]
+        sums[key] = sums.get(key, 0) + row["spilled"]
+    return sums
+
+
+def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
+    """`recorded` with the jobs that rows has in the place of what it had of them."""
+    import triton
+
+    table = recorded.setdefault("peer" if peer else "limits", {})
+    if peer:
+        recorded["peer_version"] = importlib.metadata.version("fla-core")
+    else:
+        recorded["triton"] = triton.__version__
+    for row in rows:
+        table.setdefault(row["arch"], {})[row["job"]] = {}
+    for row in rows:
+        figures = {x: row[x] for x in (*FIGURES, "tensor_cores")}
+        table[row["arch"]][row["job"]][row["kernel"]] = figures
+    return recorded
+
+
+def write(recorded: dict) -> None:
+    """A kernel a line, so that a change shows as one."""
+    text = json.dumps(recorded, indent=1, sort_keys=True)
+    LIMITS.write_text(re.sub(r"\{\s+(\"registers[^{}]*?)\s+\}", _one_line, text) + "\n")
+
+
+def _one_line(found: re.Match) -> str:
+    return "{" + re.sub(r"\s+", " ", found[1]) + "}"
+
+
+# -------------------------------------------------------------------------------------------------- the table
+
+
+def show(rows: list[dict], recorded: dict, whose: str = "ours") -> None:
+    """Kernels by job, and under each job's what is recorded of the peer's for the same."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    jobs: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        jobs.setdefault((row["arch"], row["job"]), []).append(row | {"whose": whose})
+    for (arch, job), found in jobs.items():
+        theirs = recorded.get("peer", {}).get(arch, {}).get(job, {})
+        found += [{"whose": "peer", "kernel": kernel} | x for kernel, x in theirs.items()]
+    table = Table(box=box.SIMPLE, title="bytes: spilled by a thread, shared by a program")
+    for name in ("arch", "job", "", "kernel"):
+        table.add_column(name, overflow="fold")
+    for name in ("registers", "spilled", "shared"):
+        table.add_column(name, justify="right")
+    table.add_column("tensor cores")
+    for (arch, job), found in jobs.items():
+        for i, row in enumerate(found):
+            figures = [f"{row[x]:,}" for x in FIGURES]
+            first = (arch, job) if i == 0 else ("", "")
+            last = i == len(found) - 1
+            table.add_row(
+                *first, row["whose"], row["kernel"], *figures, row["tensor_cores"], end_section=last
+            )
+    width = None if sys.stdout.isatty() else 140
+    Console(width=width).print(table)
+    if "peer_version" in recorded:
+        print(f"peer: flash-linear-attention, fla-core {recorded['peer_version']}, as recorded")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m nalanda_kernels.static", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--arch", action="append", choices=SHARED, help="default: all")
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--check", action="store_true", help=f"hold the figures to {LIMITS.name}")
+    parser.add_argument("--record", action="store_true", help=f"write them to {LIMITS.name}")
+    parser.add_argument("--peer", action="store_true", help="compile the peer's kernels (many minutes, once)")
+    parser.add_argument("--json", metavar="FILE", help="write them there too; - prints nothing else")
+    options = parser.parse_args(arguments)
+    cases = options.case or (PEERS if options.peer else CASES)
+    if options.json == "-":
+        rows = [x for arch in options.arch for x in compile_cases(arch, cases, options.peer)]
+        print(json.dumps(rows))
+        return
+    if options.peer and not importlib.util.find_spec("fla"):
+        sys.exit("--peer needs flash-linear-attention: pip install flash-linear-attention")
+    rows = _in_processes(options.arch or list(SHARED), cases, options.peer)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    recorded = limits()
+    if options.record:
+        write(record(rows, recorded, options.peer))
+    show(rows, {}, "peer") if options.peer else show(rows, recorded)
+    broken = violations(rows, recorded) if options.check else []
+    print(*broken, sep="\n", end="\n" if broken else "")
+    sys.exit(1 if broken else 0)
+
+
+def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[dict]:
+    """A process for each arch, two at a time: the compiler holds one core."""
+    environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
+    chosen = [x for case in cases for x in ("--case", case)] + ["--peer"] * peer
+
+    def rows_of(arch: str) -> list[dict]:
+        command = [sys.executable, "-m", "nalanda_kernels.static", "--json", "-", "--arch", arch, *chosen]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{arch}: did not compile")
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [row for rows in pool.map(rows_of, archs) for row in rows]
+
+
+if __name__ == "__main__":
+    main()

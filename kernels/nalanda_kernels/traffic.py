@@ -1,0 +1,270 @@
+"""Counts the bytes that kernels move, by running them in Triton's interpreter.
+
+    python -m nalanda_kernels.traffic [--case flagship] [--peer] [--record] [--json FILE]
+
+Each load, store and atomic of a kernel counts its unmasked lanes times the size of an element, with no cache
+in between: what several programs read counts several times. What a wrapper does in torch around its kernels
+(an addition, a copy, a fill) counts as well, each operand once. Counts depend neither on the values, which
+are zeros, nor, by token and head, on how many there are of both.
+"""
+
+from . import interpreting
+
+if not interpreting():  # read as kernels are decorated, and nowhere later
+    from .triton import interpreter as _mended  # noqa: F401
+
+import argparse
+import contextlib
+import importlib.util
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+from triton.runtime.autotuner import Autotuner
+
+from .static import DELTA, Call, Card, Case, limits, ours, peer, pretend, write
+
+CASES = {
+    "deltanet": Case(**DELTA, K=128, V=128, H=1),
+    "gated_deltanet": Case(**DELTA, K=128, V=128, H=1, gated=True),
+    "nala_deltanet": Case(**DELTA, K=128, V=128, H=1, map="nala"),
+    "nala_deltanet 256": Case(**DELTA, K=128, V=256, H=1, map="nala"),
+    "flagship": Case(**DELTA, K=128, V=256, H=1, map="nala", gated=True),
+}
+TOKENS = 256
+PASSES = ("forward", "backward")
+
+
+# ----------------------------------------------------------------------------------------------- the counter
+
+
+@dataclass
+class Counts:
+    """Bytes by kernel; what torch moves beside them goes by `torch: ` and the operator's name."""
+
+    loads: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    stores: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def total(self) -> int:
+        return sum(self.loads.values()) + sum(self.stores.values())
+
+    def add(self, name: str, loads: int = 0, stores: int = 0) -> None:
+        self.loads[name] += loads
+        self.stores[name] += stores
+
+
+_counts = Counts()
+_kernel = ""  # the one that runs
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Counts what kernels and torch move within it; of what is autotuned, what moves least is taken."""
+    global _counts
+    before, _counts, active = _counts, Counts(), driver.active
+    driver.set_active(Card("sm_90", _least_bytes))  # pyrefly: ignore
+    try:
+        with _hooks(), _Torch():
+            yield _counts
+    finally:
+        _counts = before
+        driver.set_active(active)
+
+
+def _least_bytes(launch: Callable, quantiles=None, **options) -> list[float]:
+    """An autotuner's clock."""
+    global _counts
+    kept, _counts = _counts, Counts()
+    launch()
+    moved, _counts = _counts.total, kept
+    return [moved] * 3
+
+
+@contextlib.contextmanager
+def _hooks() -> Iterator[None]:
+    Builder, Grid = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, call = Builder.create_masked_load, Builder.create_masked_store, Grid.__call__
+    update, exchange, prune = Builder.create_atomic_rmw, Builder.create_atomic_cas, Autotuner.prune_configs
+
+    def size(pointers, mask=None) -> int:
+        lanes = pointers.data.size if mask is None else np.count_nonzero(mask.data)
+        return int(lanes) * max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    # Accesses without a mask, by block pointers and by descriptors come to these two as well.
+    def masked_load(self, pointers, mask, *rest, **options):
+        _counts.add(_kernel, loads=size(pointers, mask))
+        return load(self, pointers, mask, *rest, **options)
+
+    def masked_store(self, pointers, value, mask, *rest, **options):
+        _counts.add(_kernel, stores=size(pointers, mask))
+        return store(self, pointers, value, mask, *rest, **options)
+
+    def atomic_update(self, operation, pointers, value, mask, *rest):
+        _counts.add(_kernel, size(pointers, mask), size(pointers, mask))
+        return update(self, operation, pointers, value, mask, *rest)
+
+    def atomic_exchange(self, pointers, *rest):
+        _counts.add(_kernel, size(pointers), size(pointers))
+        return exchange(self, pointers, *rest)
+
+    def launch(self, *args, **options):
+        global _kernel
+        _kernel = self.fn.__name__
+        try:
+            return call(self, *args, **options)
+        finally:
+            _kernel = ""
+
+    def distinct(self, options):  # warps and stages move nothing
+        return list({str(config.kwargs): config for config in prune(self, options)}.values())
+
+    Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
+    Builder.create_atomic_rmw, Builder.create_atomic_cas = atomic_update, atomic_exchange  # pyrefly: ignore
+    Grid.__call__, Autotuner.prune_configs = launch, distinct  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        Builder.create_masked_load, Builder.create_masked_store = load, store
+        Builder.create_atomic_rmw, Builder.create_atomic_cas = update, exchange
+        Grid.__call__, Autotuner.prune_configs = call, prune
+
+
+class _Torch(TorchDispatchMode):
+    """Counts torch's own operators; views, tensors left empty and tables of integers move nothing."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name, schema = function.overloadpacket.__name__, function._schema
+        view = any(x.alias_info and not x.alias_info.is_write for x in schema.returns)
+        if not (_kernel or view or "empty" in name):
+            read = args[1:] if name in ("copy_", "fill_", "zero_") else args
+            read = () if "_like" in name or name.startswith("new_") else read
+            if moved := _bytes(result):
+                _counts.add(f"torch: {name}", _bytes(read), moved)
+        return result
+
+
+def _bytes(x) -> int:
+    if isinstance(x, Tensor):  # integers say where chunks lie: the host makes them once for all layers
+        return x.element_size() * x.numel() if x.is_floating_point() else 0
+    return sum(map(_bytes, x)) if isinstance(x, (tuple, list)) else 0
+
+
+# ------------------------------------------------------------------------------------------------- the passes
+
+
+def count(call: Call, by: int) -> dict[str, dict[str, float]]:
+    """Bytes that call() and the backward from its outputs move: pass → kernel → bytes, divided by `by`."""
+    with counting() as there:
+        outputs = call()
+    gradients = [torch.zeros_like(x) for x in outputs]
+    with counting() as back:
+        torch.autograd.backward(outputs, gradients)
+    return {
+        name: {x: (found.loads[x] + found.stores[x]) / by for x in found.loads}
+        for name, found in zip(PASSES, (there, back), strict=True)
+    }
+
+
+def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
+    """Bytes by token and head of our kernels."""
+    return count(ours(case, B, T), B * T * case.H)
+
+
+def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
+    """The peer's, with the block sizes that it takes on sm_90 and NaLa's map as a pass before it.
+
+    No library has that pass: counted is the least that one can move, which reads K and writes 2K forward,
+    reads K and 2K and writes K backward, for q and k each. The L2 norm is the peer's own, and a pass too.
+    """
+    pretend("sm_90")
+    found = count(peer(case, B, T), B * T * case.H)
+    if case.map is not None:
+        width = 2 * case.dtype.itemsize
+        found["forward"]["map"] = width * (case.K + case.F)
+        found["backward"]["map"] = width * (2 * case.K + case.F)
+    return found
+
+
+def floor(case: Case) -> dict[str, int]:
+    """The least: every input read once and every output written once, gates in fp32."""
+    gates, size = 4 * (1 + case.gated), case.dtype.itemsize
+    there = size * (2 * case.K + case.V)
+    return {"forward": there + size * case.V + gates, "backward": 2 * (there + gates) + size * case.V}
+
+
+def totals(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {name: sum(kernels.values()) for name, kernels in found.items()}
+
+
+# -------------------------------------------------------------------------------------------------- the table
+
+
+def show(rows: dict[str, dict]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title="bytes by token and head, bf16")
+    for name in ("case", "K → features", "V", "pass"):
+        table.add_column(name)
+    for name in ("floor", "ours", "peer", "ours / peer"):
+        table.add_column(name, justify="right")
+    for name, row in rows.items():
+        case = CASES[name]
+        for i, part in enumerate(PASSES):
+            first = (name, f"{case.K} → {case.F}", str(case.V)) if i == 0 else ("", "", "")
+            mine, theirs = (totals(row[x])[part] if row[x] else None for x in ("ours", "peer"))
+            shown = ["–" if x is None else f"{x:,.0f}" for x in (row["floor"][part], mine, theirs)]
+            ratio = f"{mine / theirs:.0%}" if mine and theirs else "–"
+            table.add_row(*first, part, *shown, ratio, end_section=i == 1)
+    Console().print(table)
+    print("peer: flash-linear-attention's kernels with the blocks of sm_90, NaLa's map counted as the least")
+    print("that a pass of its own moves (forward K + 2K, backward 2K + 2K, for q and k each)")
+
+
+def measure(names: list[str], with_peer: bool = False) -> dict[str, dict]:
+    """Floor, ours and the peer's: counted here, or else as limits.json has them."""
+    recorded = limits().get("peer_traffic", {})
+    return {
+        name: {
+            "floor": floor(CASES[name]),
+            "ours": our_count(CASES[name]),
+            "peer": peer_count(CASES[name]) if with_peer else recorded.get(name),
+        }
+        for name in names
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m nalanda_kernels.traffic", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--peer", action="store_true", help="count the peer's kernels, not what is recorded")
+    parser.add_argument("--record", action="store_true", help="write the peer's counts to limits.json")
+    parser.add_argument("--json", metavar="FILE", help="write every kernel's bytes there too")
+    options = parser.parse_args(arguments)
+    if options.peer and not importlib.util.find_spec("fla"):
+        parser.exit(1, "--peer needs flash-linear-attention: pip install flash-linear-attention\n")
+    rows = measure(options.case or list(CASES), options.peer)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    if options.peer and options.record:
+        known = limits()
+        known.setdefault("peer_traffic", {}).update({name: row["peer"] for name, row in rows.items()})
+        write(known)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Attention inside blocks: softmax or ReLU scores of non-overlapping runs of `block_size` tokens.
+
+TransNormer's DiagAttention (Qin et al. 2022, arXiv 2210.10340). With S = scale · QK⊤ of one block, P its
+masked softmax or ReLU, and dP = dO V⊤,
+
+    O = PV         dV = P⊤ dO      dS = P ∘ (dP − Σ_j P ∘ dP) for softmax, dP where P > 0 for ReLU
+    dQ = scale · dS K              dK = scale · dS⊤ Q
+
+A program has a head's block, or as many whole ones as fit a tile of 16, so that every input is read once and
+nothing but the inputs is kept for the backward pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.common import PRECISION, chunks_of, power_of_two
+
+# By tile height BT: (itemsize, features, BK and BV at most, num_warps), of which the first row that reaches
+# the element's bytes and a head's features counts. What is wider is read in several tiles.
+_BLOCKS = {
+    16: ((2, 128, 128, 1), (2, 256, 128, 2), (4, 64, 64, 2), (4, 256, 64, 4)),
+    32: ((2, 128, 128, 2), (2, 256, 128, 4), (4, 64, 64, 4), (4, 256, 64, 8)),
+    64: ((2, 128, 128, 4), (2, 256, 128, 8), (4, 256, 64, 8)),
+    128: ((2, 256, 64, 8), (4, 256, 32, 8)),
+}
+
+
+@triton.jit
+def _rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
+    """The rows of x [tokens · H, …] that the program's tile has, and which of them are its own."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    i = tl.arange(0, BT)
+    return (tl.load(starts + n) + i) * H + h, i < tl.minimum(tl.load(counts + n), SPAN)
+
+
+@triton.jit
+def _tile(rows, real, first, N: tl.constexpr, BN: tl.constexpr):
+    """Where columns from `first` on lie in rows of N, and which of them are there."""
+    c = first + tl.arange(0, BN)
+    return rows[:, None] * N + c[None, :], real[:, None] & (c < N)[None, :]
+
+
+@triton.jit
+def _read(x, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
+    at, there = _tile(rows, real, first, N, BN)
+    return tl.load(x + at, there, other=0.0)
+
+
+@triton.jit
+def _scores(
+    q, k, rows, real, scale,
+    K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """S, and the last tiles of Q and K that it took."""
+    q_, k_ = _read(q, rows, real, 0, K, BK), _read(k, rows, real, 0, K, BK)
+    s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
+    for first in range(BK, K, BK):
+        q_, k_ = _read(q, rows, real, first, K, BK), _read(k, rows, real, first, K, BK)
+        s = tl.dot(q_, tl.trans(k_), s, input_precision=PREC)
+    return s * scale, q_, k_
+
+
+@triton.jit
+def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr):
+    """P of scores S. A row sees itself at least, and no row of a sequence sees one behind its end."""
+    i = tl.arange(0, BT)
+    seen = (i[:, None] >= i[None, :]) & (i[:, None] // BLOCK == i[None, :] // BLOCK)
+    if SOFTMAX:
+        s = tl.where(seen, s, float("-inf"))
+        p = tl.exp(s - tl.max(s, 1)[:, None])
+        p = p / tl.sum(p, 1)[:, None]
+    else:
+        p = tl.where(seen, tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL), 0.0)
+    return p
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, o, starts, counts, scale, H,
+    SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    rows, real = _rows(starts, counts, H, SPAN, BT)
+    s, _, _ = _scores(q, k, rows, real, scale, K, BK, PREC)
+    p = _weights(s, SOFTMAX, BLOCK, BT).to(v.dtype.element_ty)
+    for first in range(0, V, BV):
+        at, there = _tile(rows, real, first, V, BV)
+        o_ = tl.dot(p, tl.load(v + at, there, other=0.0), input_precision=PREC)
+        tl.store(o + at, o_.to(o.dtype.element_ty), there)
+
+
+@triton.jit
+def _write_dqk(
+    d_q, d_k, d_s, q_, k_, rows, real, first, scale,
+    K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    at, there = _tile(rows, real, first, K, BK)
+    dq_ = tl.dot(d_s, k_, input_precision=PREC) * scale
+    tl.store(d_q + at, dq_.to(d_q.dtype.element_ty), there)
+    dk_ = tl.dot(tl.trans(d_s), q_, input_precision=PREC) * scale
+    tl.store(d_k + at, dk_.to(d_k.dtype.element_ty), there)
+
+
+@triton.jit
+def backward_kernel(
+    q, k, v, d_o, d_q, d_k, d_v, starts, counts, scale, H,
+    SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    rows, real = _rows(starts, counts, H, SPAN, BT)
+    s, q_, k_ = _scores(q, k, rows, real, scale, K, BK, PREC)
+    p = _weights(s, SOFTMAX, BLOCK, BT)
+    p_t = tl.trans(p.to(v.dtype.element_ty))
+
+    d_p = tl.zeros([BT, BT], tl.float32)
+    for first in range(0, V, BV):
+        at, there = _tile(rows, real, first, V, BV)
+        v_, do_ = tl.load(v + at, there, other=0.0), tl.load(d_o + at, there, other=0.0)
+        d_p = tl.dot(do_, tl.trans(v_), d_p, input_precision=PREC)
+        tl.store(d_v + at, tl.dot(p_t, do_, input_precision=PREC).to(d_v.dtype.element_ty), there)
+    if SOFTMAX:
+        d_s = p * (d_p - tl.sum(p * d_p, 1)[:, None])
+    else:
+        d_s = tl.where(p > 0, d_p, 0.0)
+    d_s = d_s.to(q.dtype.element_ty)
+
+    LAST: tl.constexpr = (K - 1) // BK * BK
+    _write_dqk(d_q, d_k, d_s, q_, k_, rows, real, LAST, scale, K, BK, PREC)
+    for first in range(0, LAST, BK):
+        q_, k_ = _read(q, rows, real, first, K, BK), _read(k, rows, real, first, K, BK)
+        _write_dqk(d_q, d_k, d_s, q_, k_, rows, real, first, scale, K, BK, PREC)
+
+
+def sizes(block_size: int, key_dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
+    """What the kernels are compiled for: `SPAN` tokens of a program in tiles BT × BK and BT × BV, warps."""
+    BT = power_of_two(block_size)
+    rows = (r for r in _BLOCKS[BT] if itemsize <= r[0] and max(key_dim, value_dim) <= r[1])
+    _, _, widest, warps = next(rows)
+    BK, BV = (min(power_of_two(n), widest) for n in (key_dim, value_dim))
+    return {"SPAN": BT // block_size * block_size, "BT": BT, "BK": BK, "BV": BV, "num_warps": warps}
+
+
+def _launch(
+    kernel, like: Tensor, tensors: tuple[Tensor, ...], cu_seqlens, block_size, softmax, scale
+) -> None:
+    B, T, H, V = like.shape
+    K = tensors[0].shape[3]
+    options = sizes(block_size, K, V, like.element_size())
+    chunks = chunks_of((B, T), cu_seqlens, options["SPAN"], like.device)
+    if chunks.total * H == 0:
+        return
+    with torch.cuda.device_of(like):
+        kernel[(chunks.total * H,)](
+            *tensors, chunks.start, chunks.count, scale, H,
+            SOFTMAX=softmax, BLOCK=block_size, K=K, V=V, PREC=PRECISION, num_stages=1, **options,
+        )  # fmt: skip
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, block_size: int, softmax: bool, scale: float
+) -> Tensor:
+    o = torch.empty_like(v)
+    _launch(forward_kernel, v, (q, k, v, o), cu_seqlens, block_size, softmax, scale)
+    return o
+
+
+def _backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, block_size: int, softmax: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    inputs = (q, k, v, d_o.contiguous())
+    _launch(backward_kernel, v, (*inputs, *grads), cu_seqlens, block_size, softmax, scale)
+    return grads
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.block_size, ctx.softmax, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(function, ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
+    return *function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale), None, None, None, None
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        _setup_context(ctx, args, None)
+        return _forward(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        return _gradients(_backward, ctx, d_o)
+
+
+# To torch.compile forward and backward are one operator each; eager calls are spared their overhead.
+_forward_op = torch.library.custom_op("nalanda_kernels::block_attention", _forward, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "nalanda_kernels::block_attention_backward", _backward, mutates_args=()
+)
+
+
+@_forward_op.register_fake
+def _(q, k, v, *options):
+    return torch.empty_like(v)
+
+
+@_backward_op.register_fake
+def _(d_o, q, k, v, *options):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+_forward_op.register_autograd(
+    lambda ctx, d_o: _gradients(_backward_op, ctx, d_o), setup_context=_setup_context
+)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    scores: str = "softmax",
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`o_t = Σ_j p_tj v_j` over those j ≤ t that lie in t's block (DiagAttention, arXiv 2210.10340).
+
+    Args:
+        q: `[B, T, H, K]`, K ≤ 256; fp32, bf16 or fp16. k likewise.
+        v: `[B, T, H, V]`, V ≤ 256, of the same dtype.
+        block_size: tokens of a block, up to 128; blocks follow one another from a sequence's first token.
+        scores: p is "softmax", of scale · q_t·k_j over these j, or "relu", of each alone and without a norm.
+        scale: of q·k; by default K^-0.5.
+        cu_seqlens: `[N + 1]` integers, on the host, the bounds of sequences that are packed into one row
+            (B = 1); empty ones are legal.
+
+    Returns:
+        o `[B, T, H, V]` in v's dtype. Scores and sums are fp32.
+
+    Raises:
+        Unsupported: sizes or dtypes that the kernels do not have.
+        ValueError: shapes that do not fit, or an unknown option.
+    """
+    if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
+        shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        raise ValueError(f"q and k must be [B, T, H, K] and v [B, T, H, V], not {shapes}")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1 token")
+    if scores not in ("softmax", "relu"):
+        raise ValueError(f"scores={scores!r} is none of softmax, relu")
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, not {q.shape[0]}")
+    if q.shape[2] != v.shape[2]:
+        raise Unsupported(f"q has {q.shape[2]} heads and v has {v.shape[2]}")
+    if block_size > max(_BLOCKS):
+        raise Unsupported(f"block_size={block_size} is more than {max(_BLOCKS)}")
+    if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
+        raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]} are not both from 1 to 256")
+    if v.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        raise Unsupported(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not all fp32, bf16 or fp16")
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    call = _forward_op if torch.compiler.is_compiling() else _BlockAttention.apply
+    inputs = (x.contiguous() for x in (q, k, v))
+    return call(*inputs, cu_seqlens, block_size, scores == "softmax", scale)

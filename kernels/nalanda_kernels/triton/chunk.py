@@ -1,0 +1,742 @@
+"""Chunkwise linear attention and delta rule, forward and backward; `kernels/README.md` has the derivation.
+
+Shapes: BT tokens a chunk, F = halves × K features a head (tiles of BK ≥ K columns), V values in tiles of BV.
+Features are formed in registers where q and k are read, unless the map says "stored": then these hold them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, power_of_two
+from nalanda_kernels.triton.feature_maps import (
+    Map,
+    describe,
+    features,
+    features_backward,
+    form,
+    map_features,
+    unform,
+)
+
+# ------------------------------------------------------------------------------------------ parts of kernels
+
+
+@triton.jit
+def load_chunk(start, count, i_c, BT: tl.constexpr):
+    """First token of the chunk as int64, and which of its BT rows are real."""
+    return tl.load(start + i_c), tl.arange(0, BT) < tl.load(count + i_c)
+
+
+@triton.jit
+def load_features(
+    x,
+    row,
+    rows,
+    h,
+    H,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    IS_Q: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Both halves of φ(x) in the dtype of x, [BT, BK] each; the second is the first where there is one."""
+    c = tl.arange(0, BK)
+    m = rows[:, None] & (c < K)[None, :]
+    if MAP.name == "stored":
+        p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * MAP.halves) + c[None, :]
+        f1 = tl.load(p, mask=m, other=0.0)
+        if MAP.halves == 2:
+            f2 = tl.load(p + K, mask=m, other=0.0)
+        else:
+            f2 = f1
+    else:
+        p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * K + c[None, :]
+        raw = tl.load(p, mask=m, other=0.0)
+        g1, g2 = features(raw.to(tl.float32), m, MAP, IS_Q)
+        f1 = g1.to(raw.dtype)
+        f2 = g2.to(raw.dtype)
+    return f1, f2
+
+
+@triton.jit
+def load_rows(x, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+    """[BT, BV] of a tensor [tokens, H, V]."""
+    c = i_v * BV + tl.arange(0, BV)
+    p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
+    return tl.load(p, mask=rows[:, None] & (c < V)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(x, y, row, rows, h, H, V: tl.constexpr, i_v, BT: tl.constexpr, BV: tl.constexpr):
+    c = i_v * BV + tl.arange(0, BV)
+    p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * V + c[None, :]
+    tl.store(p, y.to(x.dtype.element_ty), mask=rows[:, None] & (c < V)[None, :])
+
+
+@triton.jit
+def load_gate(x, row, rows, h, H, BT: tl.constexpr):
+    """[BT] in fp32 of a tensor [tokens, H]."""
+    return tl.load(x + (row + tl.arange(0, BT)) * H + h, mask=rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def square(x, i_c, h, H, BT: tl.constexpr):
+    """Pointers to the [BT, BT] of a chunk and head."""
+    t = tl.arange(0, BT)
+    return x + (i_c.to(tl.int64) * H + h) * BT * BT + t[:, None] * BT + t[None, :]
+
+
+@triton.jit
+def state_tile(
+    i, half, K: tl.constexpr, V: tl.constexpr, HALVES: tl.constexpr, i_v, BK: tl.constexpr, BV: tl.constexpr
+):
+    """Offsets and mask of the [BK, BV] of one half of the i-th state."""
+    f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    offsets = (i.to(tl.int64) * (HALVES * K) + half * K + f)[:, None] * V + c[None, :]
+    return offsets, (f < K)[:, None] & (c < V)[None, :]
+
+
+@triton.jit
+def decays(gamma, BT: tl.constexpr):
+    """exp(γ_i − γ_j) for i ≥ j, 0 elsewhere; masked before exp, so that no factor exceeds 1."""
+    t = tl.arange(0, BT)
+    return tl.exp(tl.where(t[:, None] >= t[None, :], gamma[:, None] - gamma[None, :], float("-inf")))
+
+
+@triton.jit
+def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
+    """The blocks [S, S] on the diagonal of a [BT, BT], or those one block `below` it: [BT/S, S, S]."""
+    N: tl.constexpr = BT // S
+    n = tl.arange(0, N)
+    here = n[:, None, None, None] == (n + below)[None, None, :, None]
+    return tl.sum(tl.where(here, tl.reshape(a, [N, S, N, S]), 0.0), 2)
+
+
+@triton.jit
+def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
+    """From inverses of the blocks of S those of 2S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
+    P: tl.constexpr = BT // (2 * S)
+    x, z = tl.split(tl.permute(tl.reshape(inverse, [P, 2, S, S]), (0, 2, 3, 1)))
+    _, y = tl.split(tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1)))
+    if P == 1:  # a batch of one is not compiled
+        y = tl.dot(tl.reshape(y, [S, S]), tl.reshape(x, [S, S]), input_precision="ieee")
+        y = tl.reshape(tl.dot(tl.reshape(z, [S, S]), y, input_precision="ieee"), [P, S, S])
+    else:
+        y = tl.dot(z, tl.dot(y, x, input_precision="ieee"), input_precision="ieee")
+    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block of it, of the row]
+    return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), [P, 2 * S, 2 * S])
+
+
+@triton.jit
+def unit_lower_inverse(a, BT: tl.constexpr):
+    """(I + a)⁻¹ of strictly lower triangular a [BT, BT], BT up to 64, in fp32: substitution in blocks of 16,
+
+    row i of all blocks at once, and then the blocks are joined two by two. No tensor cores: their fp32 takes
+    more registers than it saves time.
+    """
+    r = tl.arange(0, 16)
+    blocks = diagonal_blocks(a, 0, BT, 16)
+    inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
+    for i in range(1, 16):
+        here = (r == i)[None, :, None]
+        line = tl.sum(tl.where(here, blocks, 0.0), 1)  # [BT/16, 16]
+        inverse -= tl.where(here, tl.sum(line[:, :, None] * inverse, 1)[:, None, :], 0.0)
+    if BT > 16:
+        inverse = doubled(inverse, a, BT, 16)
+    if BT > 32:
+        inverse = doubled(inverse, a, BT, 32)
+    return tl.reshape(inverse, [BT, BT])
+
+
+# --------------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def prepare(
+    q, k, beta, g, inverse, scores, k_features, start, count, scale, H, HV,
+    K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """What a chunk needs of q and k alone: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
+
+    It also leaves φ(k), which it has formed, to the pass from chunk to chunk, unless it is "stored" already.
+    """
+    i_c, h = tl.program_id(0), tl.program_id(1)
+    row, rows = load_chunk(start, count, i_c, BT)
+    hk = h // (HV // H)
+    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+    t = tl.arange(0, BT)
+    if MAP.name != "stored":
+        c = tl.arange(0, BK)
+        m = rows[:, None] & (c < K)[None, :] & (h % (HV // H) == 0)
+        at = k_features + ((row + t) * H + hk)[:, None] * (K * MAP.halves) + c[None, :]
+        tl.store(at, k1, mask=m)
+        if MAP.halves == 2:
+            tl.store(at + K, k2, mask=m)
+    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+    if GATED:
+        delta = decays(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0), BT)
+    else:
+        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+    p = tl.dot(q1, tl.trans(k1), input_precision=PREC)
+    if MAP.halves == 2:
+        p = tl.dot(q2, tl.trans(k2), p, input_precision=PREC)
+    tl.store(square(scores, i_c, h, HV, BT), (p * delta * scale).to(scores.dtype.element_ty))
+    if DELTA:
+        a = tl.dot(k1, tl.trans(k1), input_precision=PREC)
+        if MAP.halves == 2:
+            a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
+        a = tl.where(t[:, None] > t[None, :], a * delta, 0.0) * load_gate(beta, row, rows, h, HV, BT)[None, :]
+        a = unit_lower_inverse(a, BT)
+        tl.store(square(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def states(
+    k, v, beta, g, inverse, s, e, s_initial, s_final, bounds, first, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """From chunk to chunk: the state S before each, and the error E of its prediction of v."""
+    i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    n, h = i_s // HV, i_s % HV
+    hk = h // (HV // H)
+    bos, chunk = tl.load(bounds + n), tl.load(first + n)
+    length = tl.load(bounds + n + 1) - bos
+    offsets1, inside = state_tile(i_s, 0, K, V, MAP.halves, i_v, BK, BV)
+    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, V, MAP.halves, i_v, BK, BV)
+    if INITIAL:
+        s1 = tl.load(s_initial + offsets1, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(s_initial + offsets2, mask=inside, other=0.0).to(tl.float32)
+    else:
+        s1 = tl.zeros([BK, BV], tl.float32)
+        s2 = tl.zeros([BK, BV], tl.float32)
+    for i in range(0, tl.load(first + n + 1) - chunk):
+        here = (chunk + i).to(tl.int64) * HV + h
+        o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+        tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
+        if MAP.halves == 2:
+            o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+            tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
+        row = bos + i * BT
+        rows = row + tl.arange(0, BT) < bos + length
+        k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
+        dtype = w.dtype
+        gamma = tl.zeros([BT], tl.float32)
+        if GATED:
+            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
+        last = tl.min(gamma, 0)  # γ never rises, and does not fall over padding
+        out = tl.exp(last - gamma)
+        if DELTA:
+            read = tl.dot(k1, s1.to(dtype), input_precision=PREC)
+            if MAP.halves == 2:
+                read = tl.dot(k2, s2.to(dtype), read, input_precision=PREC)
+            r = (w.to(tl.float32) - tl.exp(gamma)[:, None] * read).to(dtype)
+            error = tl.dot(tl.load(square(inverse, chunk + i, h, HV, BT)), r, input_precision=PREC)
+            store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
+            out *= load_gate(beta, row, rows, h, HV, BT)
+            w = (error * out[:, None]).to(dtype)
+        else:
+            w = (w.to(tl.float32) * out[:, None]).to(dtype)
+        s1 = tl.dot(tl.trans(k1), w, s1 * tl.exp(last), input_precision=PREC)
+        if MAP.halves == 2:
+            s2 = tl.dot(tl.trans(k2), w, s2 * tl.exp(last), input_precision=PREC)
+    if FINAL:
+        tl.store(s_final + offsets1, s1, mask=inside)
+        if MAP.halves == 2:
+            tl.store(s_final + offsets2, s2, mask=inside)
+
+
+@triton.jit
+def outputs(
+    q, e, beta, g, scores, s, o, start, count, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """O = scale · eᵞ Q S + P diag(β) E."""
+    i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    h = tl.program_id(1)
+    row, rows = load_chunk(start, count, i_c, BT)
+    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK)
+    o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
+    y = tl.dot(q1, tl.load(s + o1, mask=inside, other=0.0), input_precision=PREC)
+    if MAP.halves == 2:
+        y = tl.dot(q2, tl.load(s + o1 + K * V, mask=inside, other=0.0), y, input_precision=PREC)
+    y *= scale
+    if GATED:
+        y *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))[:, None]
+    w = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
+    if DELTA:
+        w = (w.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(w.dtype)
+    y = tl.dot(tl.load(square(scores, i_c, h, HV, BT)), w, y, input_precision=PREC)
+    store_rows(o, y, row, rows, h, HV, V, i_v, BT, BV)
+
+
+# -------------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def state_gradients(
+    q, k, d_o, beta, g, inverse, scores, d_s, d_v, d_initial, d_final, bounds, first, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """From the last chunk to the first: the gradient of the state after each, and that of v."""
+    i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    n, h = i_s // HV, i_s % HV
+    hk = h // (HV // H)
+    bos, chunk = tl.load(bounds + n), tl.load(first + n)
+    end = tl.load(bounds + n + 1)
+    offsets1, inside = state_tile(i_s, 0, K, V, MAP.halves, i_v, BK, BV)
+    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, V, MAP.halves, i_v, BK, BV)
+    if FINAL:
+        s1 = tl.load(d_final + offsets1, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(d_final + offsets2, mask=inside, other=0.0).to(tl.float32)
+    else:
+        s1 = tl.zeros([BK, BV], tl.float32)
+        s2 = tl.zeros([BK, BV], tl.float32)
+    total = tl.load(first + n + 1) - chunk
+    for j in range(0, total):
+        i = total - 1 - j
+        here = (chunk + i).to(tl.int64) * HV + h
+        o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+        tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
+        if MAP.halves == 2:
+            o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+            tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
+        row = bos + i * BT
+        rows = row + tl.arange(0, BT) < end
+        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        dtype = y.dtype
+        gamma = tl.zeros([BT], tl.float32)
+        if GATED:
+            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
+        last = tl.min(gamma, 0)
+        k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        w = tl.dot(k1, s1.to(dtype), input_precision=PREC)
+        if MAP.halves == 2:
+            w = tl.dot(k2, s2.to(dtype), w, input_precision=PREC)
+        w *= tl.exp(last - gamma)[:, None]
+        w = tl.dot(tl.trans(tl.load(square(scores, chunk + i, h, HV, BT))), y, w, input_precision=PREC)
+        if DELTA:
+            w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
+            w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
+        store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
+        s1 *= tl.exp(last)
+        s2 *= tl.exp(last)
+        if DELTA:
+            w = (w * -tl.exp(gamma)[:, None]).to(dtype)
+            s1 = tl.dot(tl.trans(k1), w, s1, input_precision=PREC)
+            if MAP.halves == 2:
+                s2 = tl.dot(tl.trans(k2), w, s2, input_precision=PREC)
+        y = (y.to(tl.float32) * (tl.exp(gamma) * scale)[:, None]).to(dtype)
+        q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+        s1 = tl.dot(tl.trans(q1), y, s1, input_precision=PREC)
+        if MAP.halves == 2:
+            s2 = tl.dot(tl.trans(q2), y, s2, input_precision=PREC)
+    if INITIAL:
+        tl.store(d_initial + offsets1, s1, mask=inside)
+        if MAP.halves == 2:
+            tl.store(d_initial + offsets2, s2, mask=inside)
+
+
+@triton.jit
+def pair_gradients(
+    k, e, d_o, d_v, beta, g, scores, d_scores, d_keys, d_beta, d_g, start, count, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of QK⊤ and KK⊤ within a chunk (the latter and its transpose in one), and shares of β and g:
+
+    what each pair (i, j) has to do with β_j and with the decays between j and i.
+    """
+    i_c, h = tl.program_id(0), tl.program_id(1)
+    row, rows = load_chunk(start, count, i_c, BT)
+    t = tl.arange(0, BT)
+    pairs_o = tl.zeros([BT, BT], tl.float32)  # dO E⊤
+    pairs_v = tl.zeros([BT, BT], tl.float32)  # dV E⊤
+    for i_v in range(0, tl.cdiv(V, BV)):
+        w = tl.trans(load_rows(e, row, rows, h, HV, V, i_v, BT, BV))
+        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
+        pairs_o = tl.dot(y, w, pairs_o, input_precision=PREC)
+        if DELTA:
+            y = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            pairs_v = tl.dot(y, w, pairs_v, input_precision=PREC)
+    b = tl.full([BT], 1.0, tl.float32)
+    if DELTA:
+        b = load_gate(beta, row, rows, h, HV, BT)
+    if GATED:
+        delta = decays(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0), BT)
+    else:
+        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+    at = square(d_scores, i_c, h, HV, BT)
+    tl.store(at, (pairs_o * delta * (b * scale)[None, :]).to(d_scores.dtype.element_ty))
+    if DELTA or GATED:
+        p = tl.load(square(scores, i_c, h, HV, BT)).to(tl.float32)
+        pairs = tl.where(t[:, None] >= t[None, :], pairs_o * p, 0.0)
+        gates = (row + t) * HV + h
+        if DELTA:
+            d_kk = tl.where(t[:, None] > t[None, :], pairs_v * delta, 0.0)
+            k1, k2 = load_features(k, row, rows, h // (HV // H), H, K, MAP, False, BT, BK)
+            kk = tl.dot(k1, tl.trans(k1), input_precision=PREC)
+            if MAP.halves == 2:
+                kk = tl.dot(k2, tl.trans(k2), kk, input_precision=PREC)
+            pairs -= d_kk * kk
+            d_kk *= -b[None, :]
+            at = square(d_keys, i_c, h, HV, BT)
+            tl.store(at, (d_kk + tl.trans(d_kk)).to(d_keys.dtype.element_ty))
+            tl.store(d_beta + gates, tl.sum(pairs, 0), mask=rows)
+        if GATED:
+            pairs = tl.where(t[:, None] > t[None, :], pairs * b[None, :], 0.0)
+            pairs = tl.cumsum(pairs, 0, reverse=True)  # Σ over i ≥ t
+            pairs = tl.where(t[:, None] > t[None, :], pairs, 0.0)  # and over j < t
+            tl.store(d_g + gates, tl.sum(pairs, 1), mask=rows)
+
+
+@triton.jit
+def input_gradients(
+    q, k, e, d_o, d_v, beta, g, s, d_s, d_scores, d_keys, d_q, d_k, d_beta, d_g, start, count, scale, tokens,
+    H, HV, K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q and k by one half of the features, and what that half adds to those of β and g.
+
+    Where there is one half, those of the raw q and k: the map's backward and the norm's are the epilogue.
+    """
+    half, i_c = tl.program_id(0) % MAP.halves, tl.program_id(0) // MAP.halves
+    h = tl.program_id(1)
+    row, rows = load_chunk(start, count, i_c, BT)
+    hk = h // (HV // H)
+    gamma = tl.zeros([BT], tl.float32)
+    if GATED:
+        gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
+    last = tl.min(gamma, 0)
+    dq = tl.zeros([BT, BK], tl.float32)
+    dk = tl.zeros([BT, BK], tl.float32)  # by what k writes to the next state
+    dk_read = tl.zeros([BT, BK], tl.float32)  # by what it reads of the last one
+    carried = tl.zeros([BK], tl.float32)
+    for i_v in range(0, tl.cdiv(V, BV)):
+        at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
+        before = tl.load(s + at, mask=inside, other=0.0)
+        after = tl.load(d_s + at, mask=inside, other=0.0)
+        dq = tl.dot(
+            load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV), tl.trans(before), dq, input_precision=PREC
+        )
+        dk = tl.dot(load_rows(e, row, rows, h, HV, V, i_v, BT, BV), tl.trans(after), dk, input_precision=PREC)
+        if DELTA:
+            x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
+            dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
+        if GATED:
+            carried += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+    d_p = tl.load(square(d_scores, i_c, h, HV, BT))
+
+    k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+    if MAP.halves == 2:
+        k1 = tl.where(half == 0, k1, k2)
+    dq *= (tl.exp(gamma) * scale)[:, None]
+    dk *= tl.exp(last - gamma)[:, None]
+    if DELTA or GATED:
+        gates = (half.to(tl.int64) * tokens + row + tl.arange(0, BT)) * HV + h
+        writes = tl.sum(dk * k1.to(tl.float32), 1)
+        reads = tl.zeros([BT], tl.float32)
+        if DELTA:
+            dk_read *= tl.exp(gamma)[:, None]
+            reads -= tl.sum(dk_read * k1.to(tl.float32), 1)
+            tl.store(d_beta + gates, writes, mask=rows)
+            b = load_gate(beta, row, rows, h, HV, BT)
+            writes *= b
+            dk = dk * b[:, None] - dk_read
+    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+    if MAP.halves == 2:
+        q1 = tl.where(half == 0, q1, q2)
+    if GATED:
+        reads += tl.sum(dq * q1.to(tl.float32), 1)
+        t = tl.arange(0, BT)
+        earlier = tl.where(
+            t[:, None] > t[None, :], writes[None, :], 0.0
+        )  # exact where the own write dwarfs them
+        d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
+        tl.store(d_g + gates, d_gamma + tl.exp(last) * tl.sum(carried, 0), mask=rows)
+    dq = tl.dot(d_p, k1, dq, input_precision=PREC)
+    store_gradient(d_q, dq, q, row, rows, h, H, HV, half, K, MAP, True, BT, BK)
+    dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)
+    if DELTA:
+        dk = tl.dot(tl.load(square(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
+    store_gradient(d_k, dk, k, row, rows, h, H, HV, half, K, MAP, False, BT, BK)
+
+
+@triton.jit
+def store_gradient(
+    d_x, dx, x, row, rows, h, H, HV, half, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one half of the features; where there is but one, of the raw x."""
+    t, c = tl.arange(0, BT), tl.arange(0, BK)
+    m = rows[:, None] & (c < K)[None, :]
+    if MAP.halves == 1 and MAP.name != "stored":
+        hk = h // (HV // H)
+        raw = tl.load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], mask=m, other=0.0).to(tl.float32)
+        dx = features_backward(raw, m, dx, dx, MAP, IS_Q)
+    at = ((row + t) * HV + h)[:, None] * (K * MAP.halves) + half * K + c[None, :]
+    tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=m)
+
+
+# --------------------------------------------------------------------------------------------------- launches
+
+
+# Whose programs take one block of V each; others loop over them.
+_BY_VALUES = (states, outputs, state_gradients)
+
+
+def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> None:
+    sizes = blocks(kernel.__name__, itemsize, features)
+    tiles = -(-options["V"] // sizes["BV"]) if kernel in _BY_VALUES else 1
+    if grid[0]:
+        kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, map: Map, scale: float, final: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o, the final state, and what the backward reads: P, S before every chunk, (I + A)⁻¹ and E."""
+    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
+    F, delta = K * map.halves, beta is not None
+    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
+    BT = blocks("chunk", **common)["BT"]
+    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
+    scores = v.new_empty(chunks.total, HV, BT, BT)
+    inverse = torch.empty_like(scores) if delta else v.new_empty(0)
+    s = v.new_empty(chunks.total, HV, F, V)
+    e = torch.empty_like(v) if delta else v.new_empty(0)
+    o = torch.empty_like(v)
+    s_final = v.new_empty(chunks.sequences if final else 0, HV, F, V, dtype=torch.float32)
+    options = {"K": K, "DELTA": delta, "GATED": g is not None, "BT": BT, "PREC": PRECISION}
+    options |= {"BK": power_of_two(K), **common}
+    k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
+    _launch(
+        prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, chunks.start, chunks.count,
+        scale, H, HV, MAP=map, **options,
+    )  # fmt: skip
+    _launch(
+        states, (chunks.sequences * HV,), k_features, v, beta, g, inverse, s, e, initial, s_final,
+        chunks.bounds, chunks.first, H, HV, V=V, INITIAL=initial is not None, FINAL=final,
+        MAP=Map("stored", halves=map.halves), **options,
+    )  # fmt: skip
+    options["MAP"] = map
+    _launch(
+        outputs, (chunks.total, HV), q, e if delta else v, beta, g, scores, s, o, chunks.start, chunks.count,
+        scale, H, HV, V=V, **options,
+    )  # fmt: skip
+    return o, s_final, scores, s, inverse, e
+
+
+def _backward(
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
+    g: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scores: Tensor, s: Tensor,
+    inverse: Tensor, e: Tensor, map: Map, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, β, g, initial state; without elements, of what is absent."""
+    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
+    F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
+    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
+    BT, e = scores.shape[-1], e if delta else v
+    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
+    stored = Map("stored", halves=map.halves)
+    options = {"K": K, "V": V, "MAP": stored, "DELTA": delta, "GATED": g is not None, "BT": BT}
+    options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
+    q_features, k_features = (q, k) if map.name == "stored" else form(q, k, map)
+    d_s, d_v = torch.empty_like(s), torch.empty_like(v)
+    d_initial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
+    _launch(
+        state_gradients, (chunks.sequences * HV,), q_features, k_features, d_o, beta, g, inverse, scores, d_s,
+        d_v, d_initial, d_final, chunks.bounds, chunks.first, scale, H, HV, INITIAL=initial is not None,
+        FINAL=d_final is not None, **options,
+    )  # fmt: skip
+    # One share by each half of the features, and the last by pairs within the chunk.
+    gates = (map.halves + 1, *v.shape[:3])
+    d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)
+    d_g = v.new_empty(gates if g is not None else (1, 0), dtype=torch.float32)
+    d_scores = torch.empty_like(scores)
+    d_keys = torch.empty_like(scores) if delta else d_scores
+    _launch(
+        pair_gradients, (chunks.total, HV), k_features, e, d_o, d_v, beta, g, scores, d_scores, d_keys,
+        d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, **options,
+    )  # fmt: skip
+    inside = map.halves == 1 and map.name != "stored"  # the kernel undoes the map itself
+    options["MAP"] = map if inside else stored
+    inputs = (q, k) if inside else (q_features, k_features)
+    d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
+    _launch(
+        input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_v, beta, g, s, d_s, d_scores,
+        d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens, H, HV, **options,
+    )  # fmt: skip
+    if HV > H:
+        d_q, d_k = (x.unflatten(2, (H, HV // H)).sum(3) for x in (d_q, d_k))
+    if not inside and map.name != "stored":
+        d_q, d_k, _, _ = unform(q, k, d_q, d_k, map)
+    gates = ((beta, d_beta.sum(0)), (g, d_g.sum(0)), (initial, d_initial))
+    return d_q, d_k, d_v, *(v.new_empty(0) if x is None else dx.to(x.dtype) for x, dx in gates)
+
+
+def _stored_halves(map: Map) -> int:
+    return map.halves if map.name == "stored" else 1
+
+
+class _Chunkwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _gradients(_backward, ctx, *grads)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.map, ctx.scale, _ = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[2:])
+
+
+def _gradients(function, ctx, d_o, d_final, *_) -> tuple[Tensor | None, ...]:
+    _, _, v, beta, g, initial = ctx.saved_tensors[:6]
+    d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
+    d_final = None if d_final is None or not d_final.numel() else d_final.contiguous()
+    *grads, d_beta, d_g, d_initial = function(d_o, d_final, *ctx.saved_tensors, ctx.map, ctx.scale)
+    return (
+        *grads, None if beta is None else d_beta, None if g is None else d_g,
+        None if initial is None else d_initial, *[None] * 4,
+    )  # fmt: skip
+
+
+# To torch.compile, forward and backward are one operator each. A map travels as text.
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? cu_seqlens"
+_SIX = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+def _forward_text(*args):
+    *tensors, map, scale, final = args
+    return _forward(*tensors, Map.parse(map), scale, final)
+
+
+def _backward_text(*args):
+    *tensors, map, scale = args
+    return _backward(*tensors, Map.parse(map), scale)
+
+
+_forward_op = torch.library.custom_op(
+    "nalanda_kernels::chunkwise", _forward_text, mutates_args=(),
+    schema=f"({_INPUTS}, str map, float scale, bool final) -> {_SIX}",
+)  # fmt: skip
+_backward_op = torch.library.custom_op(
+    "nalanda_kernels::chunkwise_backward", _backward_text, mutates_args=(),
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor scores, Tensor s, Tensor inverse, Tensor e, "
+    f"str map, float scale) -> {_SIX}",
+)  # fmt: skip
+
+
+@_forward_op.register_fake
+def _(q, k, v, beta, g, initial, cu_seqlens, map, scale, final):
+    map = Map.parse(map)
+    (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
+    BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
+    if cu_seqlens is None:
+        total, sequences = B * -(-T // BT), B
+    else:  # known only when the bounds are
+        total, sequences = torch.library.get_ctx().new_dynamic_size(), len(cu_seqlens) - 1
+    scores = v.new_empty(total, HV, BT, BT)
+    s_final = v.new_empty(sequences if final else 0, HV, F, V, dtype=torch.float32)
+    none = v.new_empty(0)
+    inverse, e = (
+        (none, torch.empty_like(none)) if beta is None else (torch.empty_like(scores), torch.empty_like(v))
+    )
+    return torch.empty_like(v), s_final, scores, v.new_empty(total, HV, F, V), inverse, e
+
+
+@_backward_op.register_fake
+def _(d_o, d_final, q, k, v, beta, g, initial, cu_seqlens, scores, s, inverse, e, map, scale):
+    return tuple(v.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, beta, g, initial))
+
+
+_forward_op.register_autograd(
+    lambda ctx, *grads: _gradients(_backward_op, ctx, *grads), setup_context=_setup_context
+)
+
+
+def delta_rule(q, k, v, beta, g=None, **options) -> tuple[Tensor, Tensor | None]:
+    """The op of that name; see `nalanda.model.ops`."""
+    return _recurrence(q, k, v, beta, g, **options)
+
+
+def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]:
+    """The op of that name; see `nalanda.model.ops`."""
+    return _recurrence(q, k, v, None, g, **options)
+
+
+def _recurrence(
+    q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
+    output_final_state=False, cu_seqlens=None, chunk_size=64,
+):  # fmt: skip
+    """Either op; beta None is linear attention. The chunk's length is the table's, whatever was asked for."""
+    dtype = torch.promote_types(q.dtype, v.dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise Unsupported(f"{dtype} inputs")
+    if g is not None and g.ndim == 4:
+        raise Unsupported("a decay for each key channel")
+    if v.shape[3] > 256:
+        raise Unsupported(f"V = {v.shape[3]} > 256")
+    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm)
+    features = q.shape[3] * (1 if map.name == "stored" else map.halves)
+    scale = features**-0.5 if scale is None else float(scale)
+    if initial_state is not None and initial_state.shape[2] != features:
+        has = initial_state.shape[2]
+        raise ValueError(f"initial_state has K = {has}, but q and k have {features} features after their map")
+    tensors = (x if x is None else x.contiguous() for x in (q, k, v.to(dtype), beta, g, initial_state))
+    if torch.compiler.is_compiling():
+        o, state, *_ = _forward_op(*tensors, cu_seqlens, map.text(), scale, output_final_state)
+    else:
+        o, state, *_ = _Chunkwise.apply(*tensors, cu_seqlens, map, scale, output_final_state)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _prepared(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor, Map]:
+    """q and k as the kernels read them: raw, if these can form the features, and else those, "stored"."""
+    try:
+        map, parameters = describe(feature_map, qk_norm, q.shape[3])
+        if parameters:
+            q, k = map_features(q, k, feature_map, qk_norm)
+    except Unsupported:
+        map, parameters = Map(), ()
+        q, k = checkpoint(_mapped, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+    K = q.shape[3]
+    if parameters or map == Map():
+        halves = 1 if K <= 256 else 2
+        if K % halves or K > 512:
+            raise Unsupported(f"{K} features a head")
+        return q, k, Map("stored", halves=halves)
+    if K > 256:
+        raise Unsupported(f"K = {K} > 256")
+    return q, k, map
+
+
+def _mapped(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> list[Tensor]:
+    """Features by the map's own code, in fp32 with one cast."""
+    found = feature_map(q.float(), k.float()) if feature_map is not None else (q.float(), k.float())
+    if qk_norm == "l2":
+        found = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in found]
+    return [x.to(q.dtype) for x in found]

@@ -1,0 +1,476 @@
+"""Feature maps of queries and keys with their L2 norm, in registers of other kernels or one pass each way.
+
+A row x of [K] becomes a magnitude M per entry and, of NaLa, an angle θ = π/4·tanh a; its features are
+[M cos θ; M sin θ], or M in the half of x's sign and 0 in the other. Either way Σφ² = ΣM²: the norm needs
+one sum. With r = 1/√(Σx² + ε), a = κrx (or x), M = |b|^p where b = s·x·r and p = λ(½ + tanh(ν/r)) of queries,
+b = x and p = λ of keys, ρ = 1/√(ΣM² + ε), and the gradient (d1, d2) of φ in the frame of θ,
+
+    G = cos θ d1 + sin θ d2,    A = π/4 (1 − tanh² a) M (cos θ d2 − sin θ d1),    c = ρ² ΣMG,
+
+the gradient with respect to ln |b| is p E with E = ρ M (G − cM), and
+
+    dx = p E/x + κ r ρ A − x r² (p ΣE + ρ ΣAa) + x r λν (1 − tanh²(ν/r)) ΣE ln |b|,
+
+without the terms of r where neither b, p nor a has it. Every sum but Σx² is taken in one sweep, because ΣE is
+ρεc and the others are linear in sums without ρ and c. Without the norm, ρ = 1 and c = 0, but ΣE = ΣMG.
+(NaLa: arXiv 2506.21137. PolaFormer: arXiv 2501.15061.)
+"""
+
+import ast
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.language.extra import libdevice
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.common import power_of_two
+
+EPS = tl.constexpr(1e-6)  # of norms, and the floor of every base
+LOG2_E = tl.constexpr(1.4426950408889634)
+PI = tl.constexpr(3.141592653589793)
+FAST_LOG = tl.constexpr(torch.version.hip is None)
+NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "nala", "pola")
+
+
+@dataclass(frozen=True)
+class Map:
+    """What is known of a map when its kernel is compiled.
+
+    name: identity, silu, relu, elu, elu1, exp, nala or pola.
+    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): NaLa's.
+    alpha, scaled: Pola's span of exponents, and whether it has a scale.
+    l2: whether the features are divided by √(Σφ² + 1e-6).
+    halves: the features are so many tiles of width K.
+    """
+
+    name: str = "identity"
+    angle: str = ""
+    power: float = 1.0
+    n_scale: float = 1.0
+    scale: float = 1.0
+    root: float = 1.0
+    alpha: float = 0.0
+    scaled: bool = False
+    l2: bool = False
+    halves: int = 1
+
+    def text(self) -> str:
+        """For an operator's argument."""
+        return ",".join(repr(getattr(self, name)) for name in self.__dataclass_fields__)
+
+    @staticmethod
+    def parse(text: str) -> "Map":
+        return Map(*ast.literal_eval(f"({text})"))
+
+
+def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tuple[Tensor, ...]]:
+    """The map as kernels know it, and its parameters (Pola's w, and s if it has one).
+
+    Raises Unsupported for maps without a `fused` description, which kernels cannot form.
+    """
+    l2, fused = qk_norm == "l2", {"name": "identity"}
+    if feature_map is not None:
+        fused = getattr(feature_map, "fused", None)
+        if fused is None:
+            raise Unsupported(f"feature map {type(feature_map).__name__} cannot be formed in a kernel")
+    name, norm = fused["name"], fused.get("norm")
+    if name not in NAMES:
+        raise Unsupported(f"no kernel forms the feature map {name!r}")
+    if norm is not None and (norm != "l2" or l2):
+        raise Unsupported(f"norm={norm!r} inside the map, qk_norm={qk_norm!r}")
+    l2 = l2 or norm == "l2"
+    root = head_dim**0.5
+    if name == "nala":
+        options = {"angle": fused["angle"], "power": float(fused["power"]), "root": root}
+        options["n_scale"] = 1 / root if fused["power_norm"] == "rms" else 1.0
+        options["scale"] = root if fused["direction_scale"] == "sqrt" else 1.0
+        return Map("nala", l2=l2, halves=2, **options), ()
+    if name == "pola":
+        w, s = fused["parameters"]
+        pola = Map("pola", alpha=fused["alpha"], scaled=s is not None, l2=l2, halves=2)
+        return pola, (w,) if s is None else (w, s)
+    return Map(name, l2=l2), ()
+
+
+# --------------------------------------------------------------------------------------- inside other kernels
+#
+# An instruction on every entry of a [64, 128] tile takes 64 cycles, a matrix product perhaps 500: hence no
+# division, the hardware's ex2, lg2 and rsqrt (2^-22), and few steps.
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def log(x):
+    """ln x for normal x > 0, to 2e-7 absolutely near 1 and relatively elsewhere."""
+    return libdevice.fast_logf(x) if FAST_LOG else tl.log(x)
+
+
+@triton.jit
+def sigmoid(x):
+    root = tl.rsqrt(1 + exp(-x))
+    return root * root
+
+
+@triton.jit
+def inverse_length(x):
+    """1/√(Σx² + 1e-6) of each row, [BT, 1]."""
+    return tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+
+
+@triton.jit
+def expm1(x):
+    """e^x − 1 for x ≤ 0, relatively accurate near 0 too."""
+    near = 0.166662419 + x * (0.0416300728 + x * (0.00818961363 + x * 0.00112340422))
+    return tl.where(x > -0.5, x * (1 + x * (0.499999819 + x * near)), exp(x) - 1)
+
+
+@triton.jit
+def plain(x, m, MAP: tl.constexpr):
+    """f(x) of the elementwise maps, 0 where not m."""
+    f = x
+    if MAP.name == "silu":
+        f = x * sigmoid(x)
+    elif MAP.name == "relu":
+        f = tl.maximum(x, 0.0)
+    elif MAP.name == "elu":
+        f = tl.where(x > 0, x, expm1(tl.minimum(x, 0.0)))
+    elif MAP.name == "elu1":
+        f = tl.where(x > 0, 1 + x, exp(tl.minimum(x, 0.0)))
+    elif MAP.name == "exp":
+        f = exp(tl.minimum(x, 10.0))
+    return tl.where(m, f, 0.0)
+
+
+@triton.jit
+def plain_slope(x, MAP: tl.constexpr):
+    """f'(x) of the elementwise maps."""
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if MAP.name == "silu":
+        s = sigmoid(x)
+        slope = s * (1 + x * (1 - s))
+    elif MAP.name == "relu":
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif MAP.name == "elu" or MAP.name == "elu1":
+        slope = exp(tl.minimum(x, 0.0))
+    elif MAP.name == "exp":
+        slope = tl.where(x > 10, 0.0, exp(tl.minimum(x, 10.0)))
+    return slope
+
+
+@triton.jit
+def guarded_log(b):
+    return log(tl.maximum(tl.abs(b), EPS))
+
+
+@triton.jit
+def over_base(b, log_b, p):
+    """|b|^p / b, exactly 0 where |b| ≤ 1e-6: times b it is the power, and times p its derivative."""
+    return tl.where(tl.abs(b) > EPS, tl.exp2(log_b * ((p - 2) * LOG2_E)), 0.0) * b
+
+
+@triton.jit
+def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    """The signed base b, M/b, ln |b| (read of queries alone) and the exponent p; r is `inverse_length(x)`."""
+    p = tl.full(r.shape, MAP.power, tl.float32)
+    if IS_Q:
+        p *= 2 * sigmoid((2 * MAP.n_scale) / r) - 0.5
+        x *= MAP.scale * r
+    log_b = guarded_log(x)
+    if not IS_Q and MAP.power == 2.0:
+        over = tl.where(tl.abs(x) > EPS, x, 0.0)
+    elif not IS_Q and MAP.power == 3.0:
+        over = tl.where(tl.abs(x) > EPS, x * tl.abs(x), 0.0)
+    else:
+        over = over_base(x, log_b, p)
+    return x, over, log_b, p
+
+
+@triton.jit
+def nala_factor(r, MAP: tl.constexpr):
+    """κr, by which tanh's argument is x."""
+    factor = r
+    if MAP.angle == "raw":
+        factor = tl.full(r.shape, 1.0, tl.float32)
+    elif MAP.angle == "rms":
+        factor = MAP.root * r
+    return factor
+
+
+@triton.jit
+def nala_angle(x, factor):
+    """sin θ, cos θ and dθ/da of θ = π/4·tanh a, a = x·factor: Chebyshev interpolation in tanh²/4, to 1e-7."""
+    root = tl.rsqrt(1 + tl.exp2(x * (-2 * LOG2_E * factor)))
+    w = root * root - 0.5  # σ(2a) − ½
+    u = w * w
+    sin = w * (1.570796322 + u * (-0.6459634776 + u * (0.0796802176 - u * 0.00460215721)))
+    cos = 1 + u * (-1.233697 + u * (0.2535985712 - u * 0.0204081584))
+    return sin, cos, 0.25 * PI - PI * u
+
+
+@triton.jit
+def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    """φ(x) as two tiles (twice the same where MAP.halves is 1), normed if MAP.l2; not for Pola.
+
+    x: [BT, BK] fp32, 0 where not m. m: [BT, BK] bool, real rows and columns below K. Exactly 0 where not m.
+    """
+    if MAP.name == "nala":
+        r = inverse_length(x)
+        b, over, _, _ = nala_base(x, r, MAP, IS_Q)
+        M = over * b
+        if MAP.l2:
+            M *= inverse_length(M)
+        if MAP.angle == "relu_split":
+            f1, f2 = tl.where(x > 0, M, 0.0), tl.where(x < 0, M, 0.0)
+        else:
+            sin, cos, _ = nala_angle(x, nala_factor(r, MAP))
+            f1, f2 = M * cos, M * sin
+    else:
+        f1 = plain(x, m, MAP)
+        if MAP.l2:
+            f1 *= inverse_length(f1)
+        f2 = f1
+    return f1, f2
+
+
+@triton.jit
+def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    """The gradient with respect to x of Σ φ1·d1 + φ2·d2, [BT, BK] fp32, 0 where not m; not for Pola.
+
+    x, m: as in `features`. d1, d2: [BT, BK] fp32, finite where not m; d2 is not read where MAP.halves is 1.
+    """
+    if MAP.name == "nala":
+        dx = nala_backward(x, d1, d2, MAP, IS_Q)
+    else:
+        dx = d1
+        if MAP.l2:
+            f = plain(x, m, MAP)
+            rho = inverse_length(f)
+            dx = rho * d1 - f * (rho * rho * rho * tl.sum(f * d1, 1)[:, None])
+        dx = tl.where(m, dx * plain_slope(x, MAP), 0.0)
+    return dx
+
+
+@triton.jit
+def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    r = inverse_length(x)
+    b, over, log_b, p = nala_base(x, r, MAP, IS_Q)
+    M = over * b
+    slope = over * (p * (MAP.scale * r) if IS_Q else p)  # p M/x
+    coef = tl.zeros_like(r)  # of x, before ρ
+    if MAP.angle == "relu_split":
+        G = tl.where(x > 0, d1, d2)
+        dx = slope * G
+    else:
+        factor = nala_factor(r, MAP)
+        sin, cos, dtheta = nala_angle(x, factor)
+        G = cos * d1 + sin * d2
+        turn = dtheta * (M * (cos * d2 - sin * d1)) * factor
+        dx = slope * G + turn
+        if MAP.angle != "raw":
+            coef = (r * r) * tl.sum(x * turn, 1)[:, None]
+    G *= M
+    bend = 0.0
+    if IS_Q:
+        n = (2 * MAP.n_scale) / r
+        # 1 − tanh² as a product, which keeps its digits where tanh saturates
+        bend = r * (4 * MAP.power * MAP.n_scale) * (sigmoid(n) * sigmoid(-n))
+        coef -= bend * tl.sum(G * log_b, 1)[:, None]
+    if MAP.l2:
+        square = M * M
+        square_rho = 1 / (tl.sum(square, 1)[:, None] + EPS)
+        c = square_rho * tl.sum(G, 1)[:, None]
+        if IS_Q:
+            coef += c * (bend * tl.sum(square * log_b, 1)[:, None] + (r * r) * p * EPS)
+        dx = tl.sqrt(square_rho) * (dx - c * (slope * M) - coef * x)
+    else:
+        if IS_Q:
+            coef += (r * r) * p * tl.sum(G, 1)[:, None]
+        dx -= coef * x
+    return dx
+
+
+# -------------------------------------------------------------------------------------- one pass over q and k
+#
+# A program takes one head of q or k at BT tokens; the heads of a token run side by side, over whole lines.
+# One launch serves q and k: a branch on the head costs less than a second launch and a second tail.
+
+
+@triton.jit
+def pola_base(x, p, unit, h, K: tl.constexpr, MAP: tl.constexpr, BK: tl.constexpr):
+    """The signed base b = x·unit, M/b, ln |b|, and p and unit of head h, [1, BK]."""
+    c = tl.arange(0, BK)
+    exponent = tl.load(p + h * K + c, c < K, other=2.0)[None, :]
+    scale = tl.full((1, BK), 1.0, tl.float32)
+    if MAP.scaled:
+        scale = tl.load(unit + h * K + c, c < K, other=1.0)[None, :]
+    b = x * scale
+    log_b = guarded_log(b)
+    return b, over_base(b, log_b, exponent), log_b, exponent, scale
+
+
+@triton.jit
+def forward_part(
+    x, phi, p, unit, t, h, N, H, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BK)[None, :]
+    at = t[:, None] * H + h
+    m = (t < N)[:, None] & (c < K)
+    raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
+    if MAP.name == "pola":
+        b, over, _, _, _ = pola_base(raw, p, unit, h, K, MAP, BK)
+        M = over * b
+        if MAP.l2:
+            M *= inverse_length(M)
+        f1, f2 = tl.where(raw > 0, M, 0.0), tl.where(raw < 0, M, 0.0)
+    else:
+        f1, f2 = features(raw, m, MAP, IS_Q)
+    to = phi + at * (K * MAP.halves) + c
+    tl.store(to, f1.to(phi.dtype.element_ty), m)
+    if MAP.halves == 2:
+        tl.store(to + K, f2.to(phi.dtype.element_ty), m)
+
+
+@triton.jit
+def backward_part(
+    x, dphi, dx, p, unit, dp, dunit, t, h, N, H, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BK)[None, :]
+    at = t[:, None] * H + h
+    m = (t < N)[:, None] & (c < K)
+    raw = tl.load(x + at * K + c, m, other=0.0).to(tl.float32)
+    of = dphi + at * (K * MAP.halves) + c
+    d1 = tl.load(of, m, other=0.0).to(tl.float32)
+    d2 = tl.load(of + K, m, other=0.0).to(tl.float32) if MAP.halves == 2 else d1
+    if MAP.name == "pola":
+        b, over, log_b, exponent, scale = pola_base(raw, p, unit, h, K, MAP, BK)
+        M = over * b
+        dM = tl.where(raw > 0, d1, d2)
+        if MAP.l2:
+            rho = inverse_length(M)
+            dM = rho * (dM - M * (rho * rho * tl.sum(dM * M, 1)[:, None]))
+        d = exponent * over * dM  # of b
+        i = tl.arange(0, BK)
+        tl.store(dp + i, tl.sum(dM * M * log_b, 0), i < K)
+        if MAP.scaled:
+            tl.store(dunit + i, tl.sum(d * raw, 0), i < K)
+        d *= scale
+    else:
+        d = features_backward(raw, m, d1, d2, MAP, IS_Q)
+    tl.store(dx + at * K + c, d.to(dx.dtype.element_ty), m)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, phi_q, phi_k, p, unit, N, HQ, HK,
+    K: tl.constexpr, MAP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % (HQ + HK)
+    t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
+    if h < HQ:
+        forward_part(q, phi_q, p, unit, t, h, N, HQ, K, MAP, True, BK)
+    else:
+        forward_part(k, phi_k, p, unit, t, h - HQ, N, HK, K, MAP, False, BK)
+
+
+@triton.jit
+def backward_kernel(
+    q, k, dphi_q, dphi_k, dq, dk, p, unit, dp, dunit, N, HQ, HK,
+    K: tl.constexpr, MAP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % (HQ + HK)
+    t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
+    if MAP.name == "pola":  # a row of partial sums for each program
+        dp += tl.program_id(0).to(tl.int64) * K
+        if MAP.scaled:
+            dunit += tl.program_id(0).to(tl.int64) * K
+    if h < HQ:
+        backward_part(q, dphi_q, dq, p, unit, dp, dunit, t, h, N, HQ, K, MAP, True, BK)
+    else:
+        backward_part(k, dphi_k, dk, p, unit, dp, dunit, t, h - HQ, N, HK, K, MAP, False, BK)
+
+
+TILE, WARPS = 2048, 4  # entries and warps of a program
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def map_features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k), normed, `[B, T, H, K] → [B, T, H, F]` in q's dtype; in fp32 with one cast at the end.
+
+    q and k may have different numbers of heads. Pola's parameters get gradients, summed in a fixed order.
+
+    Raises Unsupported: float64, K beyond 256, a map that `describe` does not know.
+    """
+    K = q.shape[-1]
+    if q.dtype not in DTYPES or k.dtype not in DTYPES:
+        raise Unsupported(f"{q.dtype} and {k.dtype}")
+    if K > 256:
+        raise Unsupported(f"K = {K} > 256")
+    if q.shape[:2] != k.shape[:2] or k.shape[-1] != K:
+        raise Unsupported(f"q {list(q.shape)} and k {list(k.shape)}")
+    MAP, parameters = describe(feature_map, qk_norm, K)
+    if not MAP.l2 and MAP.name == "identity":
+        return q, k.to(q.dtype)
+    if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
+        raise Unsupported(f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}")
+    p = unit = None
+    if MAP.name == "pola":  # [H, K] operations, left to torch and its gradients
+        p = 1 + MAP.alpha * parameters[0].float().sigmoid()
+        unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
+    return _MapFeatures.apply(q.contiguous(), k.contiguous(), p, unit, MAP)
+
+
+def _grid(q: Tensor, k: Tensor) -> tuple[int, dict]:
+    """Blocks of tokens, and the kernels' last arguments."""
+    N, K = q.shape[0] * q.shape[1], q.shape[3]
+    BK = power_of_two(K)
+    BT = TILE // BK
+    sizes = {"N": N, "HQ": q.shape[2], "HK": k.shape[2], "K": K, "BT": BT, "BK": BK, "num_warps": WARPS}
+    return -(-N // BT), sizes
+
+
+def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor | None = None):
+    """φ(q) and φ(k) of contiguous q and k in their dtype; p and unit are Pola's exponents and scales."""
+    phi = [torch.empty(*x.shape[:3], MAP.halves * x.shape[3], dtype=q.dtype, device=q.device) for x in (q, k)]
+    count, sizes = _grid(q, k)
+    if count:
+        forward_kernel[(count * (q.shape[2] + k.shape[2]),)](q, k, *phi, p, unit, MAP=MAP, **sizes)
+    return phi
+
+
+def unform(
+    q: Tensor, k: Tensor, dphi_q: Tensor, dphi_k: Tensor, MAP: Map, p: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, p and unit from those of `form`'s features."""
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    count, sizes = _grid(q, k)
+    heads, H, K = q.shape[2] + k.shape[2], q.shape[2], q.shape[3]
+    partial = [None if x is None else x.new_empty(count, heads, K) for x in (p, unit)]
+    if count:
+        inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit
+        backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes)
+    sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)  # q's heads and k's
+    return dq, dk, *sums
+
+
+class _MapFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, p, unit, MAP):
+        ctx.save_for_backward(q, k, p, unit)
+        ctx.MAP = MAP
+        return tuple(form(q, k, MAP, p, unit))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dphi_q, dphi_k):
+        q, k, p, unit = ctx.saved_tensors
+        return *unform(q, k, dphi_q, dphi_k, ctx.MAP, p, unit), None

@@ -1,0 +1,202 @@
+"""Chooses block sizes on the card at hand, where somebody asks for it; nothing tunes itself.
+
+`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json, and NALANDA_BLOCKS=FILE has
+every rank read it.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+Rows = list[dict[str, int]]
+Table = dict[str, dict[str, Rows]]
+Results = list[Tensor]
+Job = Callable[[], tuple[float, Results]]  # milliseconds, and what was computed
+
+SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # an element's bytes, a head's features
+
+CHOICES = {
+    "BT": (16, 32, 64),
+    "BV": (16, 32, 64, 128),
+    "num_warps": (2, 4, 8),
+    "num_stages": (1, 2, 3, 4),
+}
+GAIN = 0.01  # of the op's time: less is noise, and the table stays as it is
+NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by an element's bytes; some compilers err with some configurations
+
+
+def choose(out: str | Path, *, minutes: float) -> None:
+    """Times candidates for this card, one size of one kernel after the other, and writes the best to `out`.
+
+    A candidate counts if all outputs and gradients of the op stay what they were, and forward and backward
+    together gain a hundredth. What `minutes` do not reach stays as it is.
+
+    Raises ValueError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("tuning measures on a GPU, and torch sees none")
+    from nalanda_kernels.triton import common
+
+    out, end = Path(out), time.monotonic() + 60 * minutes
+    table: Table = copy.deepcopy(common._table())
+    arch = common.architecture()
+    table[arch] = {
+        name: spread(name, arch, common.blocks) for name in {**table["sm_80"], **table.get(arch, {})}
+    }
+    print(f"{torch.cuda.get_device_name()}, {arch}: at most {minutes:g} minutes", flush=True)
+    with mock.patch.object(common, "_table", return_value=table):
+        for message in improve(table[arch], jobs, lambda: time.monotonic() > end):
+            print(message, flush=True)
+            write(table, out)
+    print(f"export NALANDA_BLOCKS={out.resolve()}")
+
+
+def spread(kernel: str, arch: str, blocks: Callable[..., dict[str, int]]) -> Rows:
+    """A kernel's rows, one for each of `SIZES` as far as it has any, so that each can be chosen by itself."""
+    rows = []
+    for itemsize, features in sorted(SIZES):
+        with contextlib.suppress(ValueError):
+            sizes = blocks(kernel, itemsize, features, arch)
+            rows.append({"itemsize": itemsize, "features": features, **sizes})
+    return rows
+
+
+def improve(
+    kernels: dict[str, Rows], jobs_of: Callable[[int, int], list[Job]], late: Callable[[], bool]
+) -> Iterator[str]:
+    """Changes the rows in place; a line for each change, and for what it did not reach.
+
+    jobs_of: for an element's bytes and a head's features the calls that such rows serve.
+    """
+    order = sorted(kernels, key=lambda name: name != "chunk")  # all else depends on the chunk's length
+    for itemsize, features in SIZES:
+        where = f"{features} features of {itemsize} bytes"
+        rows = {name: row for name in order for row in kernels[name] if key(row) == (itemsize, features)}
+        try:
+            jobs = jobs_of(itemsize, features)
+            best, expected = total(jobs)
+        except Exception as error:
+            yield f"{where}: {type(error).__name__}: {error}".splitlines()[0]
+            continue
+        yield f"{where}: {best:.3f} ms"
+        for name, row in rows.items():
+            for size in [size for size in CHOICES if size in row]:
+                kept = row[size]
+                for choice in CHOICES[size]:
+                    if late():
+                        row[size] = kept
+                        yield f"out of time at {name}, {where}"
+                        return
+                    row[size] = choice
+                    try:
+                        ms, results = total(jobs) if choice != kept else (best, expected)
+                    except Exception:  # too much shared memory, most often
+                        continue
+                    if ms < (1 - GAIN) * best and same(results, expected, TOLERANCE[itemsize]):
+                        best, kept = ms, choice
+                        yield f"  {name} {size}={choice}: {ms:.3f} ms"
+                row[size] = kept
+
+
+def key(row: dict[str, int]) -> tuple[int, int]:
+    return row["itemsize"], row["features"]
+
+
+def jobs(itemsize: int, features: int) -> list[Job]:
+    """The gated delta rule on features as they come and, at 256, on NaLa's, which it forms of 128."""
+    from nalanda_kernels.triton.chunk import delta_rule
+
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    V = min(features, 256)
+    found = [timed(delta_rule, dtype, features, V)]
+    if features == 256:
+        found.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
+    return found
+
+
+def timed(op: Callable, dtype: torch.dtype, K: int, V: int, **options) -> Job:
+    """Forward and backward at 16 384 tokens, six heads, inputs beyond the last-level cache."""
+    B, T, H = 8, 2048, 6
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    inputs = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)]
+    gates = [normal(B, T, H).sigmoid(), torch.nn.functional.logsigmoid(normal(B, T, H) + 3)]
+    leaves = [x.to(dtype).requires_grad_() for x in inputs] + [x.requires_grad_() for x in gates]
+    d_o = normal(B, T, H, V).to(dtype)
+
+    def call() -> Results:
+        o = op(*leaves, qk_norm="l2", **options)[0]
+        return [o.detach(), *torch.autograd.grad(o, leaves, d_o)]
+
+    def job() -> tuple[float, Results]:
+        results = call()  # compiles
+        call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(12)]
+        for start, stop in events:
+            start.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(stop) for start, stop in events), results
+
+    return job
+
+
+def total(jobs: list[Job]) -> tuple[float, Results]:
+    done = [job() for job in jobs]
+    return sum(ms for ms, _ in done), [x for _, results in done for x in results]
+
+
+def same(results: Results, expected: Results, tolerance: float) -> bool:
+    return all(
+        bool((a.float() - b.float()).norm() <= tolerance * b.float().norm())
+        for a, b in zip(results, expected, strict=True)
+    )
+
+
+def write(table: Table, out: Path) -> None:
+    """A line a row, as the table that ships; whole, old or new, whenever it is read."""
+    lines = []
+    for arch, kernels in table.items():
+        rows = [
+            f'    "{name}": [\n      ' + ",\n      ".join(map(json.dumps, some)) + "\n    ]"
+            for name, some in kernels.items()
+        ]
+        lines.append(f'  "{arch}": {{\n' + ",\n".join(rows) + "\n  }")
+    beside = out.with_name(out.name + ".new")
+    beside.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    beside.replace(out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nalanda_kernels.tune", description="Chooses block sizes on this GPU."
+    )
+    parser.add_argument("--json", default="blocks.json", metavar="FILE", help="the table to write")
+    parser.add_argument("--minutes", type=float, default=30.0, help="that it takes at most")
+    options = parser.parse_args(arguments)
+    try:
+        choose(options.json, minutes=options.minutes)
+    except ValueError as error:
+        print(f"nalanda: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
