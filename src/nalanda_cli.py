@@ -204,7 +204,7 @@ def ops(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """The delta rule beside transformers' torch path.
+    """The recurrences on this CPU, beside transformers' torch paths.
 
     Forward and backward, in one run, after a check that the two agree.
     """

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
@@ -353,6 +355,34 @@ def test_state_does_not_grow(small):
         for state in cache.states:  # a view would keep the text that it was cut from
             sizes.add(sum(t.untyped_storage().nbytes() for t in state.values()) * 2)
     assert sizes == {small.config.state_bytes(1, torch.float32)}
+
+
+class Made(TorchDispatchMode):
+    """Entries of all tensors that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.entries += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
+def test_a_decoding_step_makes_nothing_that_grows_with_the_text(mixer):
+    options = {"diag_attention": {"block_size": 4}}.get(mixer, {})
+    model, entries = build(mixer, mixer_options=options), []
+    tokens, cache = ids(1, 40), NalandaCache(2)
+    with torch.no_grad():
+        model(tokens[:, :4], past_key_values=cache)
+        for t in range(4, 40):
+            with Made() as made:
+                model(tokens[:, t : t + 1], past_key_values=cache)
+            entries.append(made.entries)
+    assert entries[0] > 0
+    assert entries[:4] * 9 == entries  # a block's steps differ from one another, blocks do not
 
 
 def test_streamer(small):

@@ -5,6 +5,7 @@ import json as jsonlib
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from nalanda.model import ops
 
 HEAD_DIM = 128  # K and V
 SHAPES = ((2048, 8), (8192, 4))  # (T, H), beside the peer
+CASES = ("gated delta rule", "delta rule", "linear attention")
 LONG = (8192, 16384, 32768, 65536)  # T of the linearity row, with 4 heads
 TOLERANCE = 1e-4  # of the largest entry, between two fp32 results
 
@@ -28,7 +30,9 @@ Function = Callable[..., torch.Tensor]
 def bench_ops(
     *, threads: int = 2, json: str | Path | None = None, repeats: int = 7, long: bool = True
 ) -> dict:
-    """Times `delta_rule`, forward and backward in fp32 on the CPU, beside transformers' torch path.
+    """Times `delta_rule` and `linear_attention`, forward and backward in fp32 on the CPU, beside
+
+    transformers' torch paths for the same: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
 
     Prints the agreement of outputs and gradients; per shape the median milliseconds of both (runs alternate),
     the median ratio of neighbouring runs, and the share that ours has of the machine's matrix-product rate
@@ -47,12 +51,13 @@ def bench_ops(
     torch.set_num_threads(threads)
     try:
         console.print(
-            f"delta rule, forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "
+            f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "
             f"{platform.machine()}, torch {torch.__version__}\n"
-            f"peer: torch_chunk_gated_delta_rule of transformers {version('transformers')}"
+            f"peers: torch_chunk_gated_delta_rule (Qwen3-Next) and MiniMaxLightningAttention of transformers "
+            f"{version('transformers')}"
         )
         _print_agreement(console)
-        rows = [_compare(T, H, gated, repeats) for T, H in SHAPES for gated in (True, False)]
+        rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
         _print_rows(console, rows)
         linearity = _linearity(repeats) if long else []
         _print_linearity(console, linearity)
@@ -64,12 +69,27 @@ def bench_ops(
     return figures
 
 
-def _ours(q, k, v, beta, g) -> torch.Tensor:
-    return ops.delta_rule(q, k, v, beta, g, backend="torch")[0]
+def _ours(case: str) -> Function:
+    def ours(q, k, v, beta, g) -> torch.Tensor:
+        if case == "linear attention":
+            return ops.linear_attention(q, k, v, g, scale=1.0, backend="torch")[0]
+        return ops.delta_rule(q, k, v, beta, g, backend="torch")[0]
+
+    return ours
 
 
-def _peer() -> Function:
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+def _peer(case: str, H: int) -> Function:
+    if case == "linear attention":
+        attention = _lightning_attention(H)
+
+        def peer(q, k, v, beta, g):  # its decays are its own; `_inputs` gives ours the same
+            return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(2, (H, HEAD_DIM))
+
+        return peer
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # it imports flash-linear-attention where that is installed
+        from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     # The public name prefers a GPU kernel where one is installed, also on a CPU.
     rule = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
@@ -80,20 +100,42 @@ def _peer() -> Function:
     return peer
 
 
-def _inputs(T: int, H: int, gated: bool) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """Leaves q, k, v, beta, g (k of unit length, β in (0, 1)), and a gradient of the output."""
+def _lightning_attention(H: int) -> torch.nn.Module:
+    """MiniMax's layer without its projections, activation, norm and gate: what remains is its recurrence."""
+    from transformers import MiniMaxConfig
+    from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+    class Open(torch.nn.Module):
+        def forward(self, x):
+            return x.new_full((), 100.0)  # its sigmoid is 1
+
+    sizes = {"hidden_size": 3 * H * HEAD_DIM, "num_attention_heads": H, "head_dim": HEAD_DIM}
+    config = MiniMaxConfig(**sizes, num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    layer = MiniMaxLightningAttention(config, 0)
+    for name in ("qkv_proj", "act_fn", "norm", "out_proj"):
+        setattr(layer, name, torch.nn.Identity())
+    layer.output_gate = Open()
+    return layer
+
+
+def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """Leaves q, k, v, beta, g (k of unit length, β in (0, 1)) that the case has, and a gradient of o."""
     generator = torch.Generator().manual_seed(T)
     q, k, v, d_o = (torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v)]
+    if case == "linear attention":
+        g = -_lightning_attention(H).slope_rate.flatten()
+        return [*leaves, None, g.expand(1, T, H).contiguous()], d_o
     beta, g = (torch.randn(1, T, H, generator=generator) for _ in range(2))
-    inputs = [q, F.normalize(k, dim=-1), v, beta.sigmoid(), F.logsigmoid(g + 3) if gated else None]
-    return [None if x is None else x.requires_grad_() for x in inputs], d_o
+    g = F.logsigmoid(g + 3).requires_grad_() if case == "gated delta rule" else None
+    return [*leaves, beta.sigmoid().requires_grad_(), g], d_o
 
 
 def _run(
     function: Function, inputs: list[torch.Tensor | None], d_o: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     o = function(*inputs)
-    return o, *torch.autograd.grad(o, [x for x in inputs if x is not None], d_o)
+    return o, *torch.autograd.grad(o, [x for x in inputs if x is not None and x.requires_grad], d_o)
 
 
 def _seconds(function: Function, inputs: list[torch.Tensor | None], d_o: torch.Tensor) -> float:
@@ -103,15 +145,15 @@ def _seconds(function: Function, inputs: list[torch.Tensor | None], d_o: torch.T
 
 
 def _print_agreement(console: Console) -> None:
-    for gated in (True, False):
-        inputs, d_o = _inputs(1000, 4, gated)
-        pairs = zip(_run(_ours, inputs, d_o), _run(_peer(), inputs, d_o), strict=True)
+    for case in CASES:
+        inputs, d_o = _inputs(case, 1000, 4)
+        pairs = zip(_run(_ours(case), inputs, d_o), _run(_peer(case, 4), inputs, d_o), strict=True)
         errors = [((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
         named = dict(zip(("o", "dq", "dk", "dv", "dbeta", "dg"), errors, strict=False))
         text = ", ".join(f"{name} {error:.0e}" for name, error in named.items())
-        console.print(f"largest difference from the peer, {'gated' if gated else 'ungated'}: {text}")
+        console.print(f"largest difference from the peer, {case}: {text}")
         if not max(errors) < TOLERANCE:  # NaN fails too
-            raise InputError(f"delta_rule and the peer differ by {max(errors):.1e}: nothing is timed")
+            raise InputError(f"{case}: ours and the peer differ by {max(errors):.1e}, so nothing is timed")
 
 
 def _matmul_rate(size: int = 1536) -> float:
@@ -122,35 +164,35 @@ def _matmul_rate(size: int = 1536) -> float:
     return 2 * size**3 / (time.perf_counter() - start)
 
 
-def _compare(T: int, H: int, gated: bool, repeats: int) -> dict:
-    inputs, d_o = _inputs(T, H, gated)
-    peer = _peer()
-    for warm_up in (_ours, peer):
+def _compare(case: str, T: int, H: int, repeats: int) -> dict:
+    inputs, d_o = _inputs(case, T, H)
+    ours, peer = _ours(case), _peer(case, H)
+    for warm_up in (ours, peer):
         _run(warm_up, inputs, d_o)
     measured = [
-        (_seconds(_ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate()) for _ in range(repeats)
+        (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate()) for _ in range(repeats)
     ]
-    ours, theirs, rate = (statistics.median(column) for column in zip(*measured, strict=True))
-    flops = 3 * T * ops.delta_rule_flops(H, HEAD_DIM, HEAD_DIM)
+    mine, theirs, rate = (statistics.median(column) for column in zip(*measured, strict=True))
+    count = ops.linear_attention_flops if case == "linear attention" else ops.delta_rule_flops
     return {
+        "case": case,
         "T": T,
         "H": H,
-        "gated": gated,
-        "ours_ms": 1e3 * ours,
+        "ours_ms": 1e3 * mine,
         "peer_ms": 1e3 * theirs,
-        "ratio": statistics.median(theirs / ours for ours, theirs, _ in measured),
+        "ratio": statistics.median(theirs / mine for mine, theirs, _ in measured),
         "matmul_gflops": rate / 1e9,
-        "matmul_share": flops / ours / rate,
+        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) / mine / rate,
     }
 
 
 def _linearity(repeats: int) -> list[dict]:
     """Time a token at growing T, relative to the shortest; lengths alternate as the sides do."""
-    cases = {T: _inputs(T, 4, gated=True) for T in LONG}
+    cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
     seconds = {T: [] for T in LONG}
     for _ in range(1 + repeats // 2):
         for T, case in cases.items():
-            seconds[T].append(_seconds(_ours, *case))
+            seconds[T].append(_seconds(_ours(CASES[0]), *case))
     per_token = {T: statistics.median(times[1:] or times) / T for T, times in seconds.items()}
     return [
         {"T": T, "H": 4, "us_per_token": 1e6 * cost, "relative": cost / per_token[LONG[0]]}
@@ -159,12 +201,11 @@ def _linearity(repeats: int) -> list[dict]:
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table("T", "H", "decay", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it")
+    table = Table("", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it")
     for row in rows:
         table.add_row(
-            f"{row['T']}", f"{row['H']}", "yes" if row["gated"] else "no", f"{row['ours_ms']:.0f}",
-            f"{row['peer_ms']:.0f}", f"{row['ratio']:.1f}×", f"{row['matmul_gflops']:.0f}",
-            f"{row['matmul_share']:.0%}",
+            row["case"], f"{row['T']}", f"{row['H']}", f"{row['ours_ms']:.0f}", f"{row['peer_ms']:.0f}",
+            f"{row['ratio']:.1f}×", f"{row['matmul_gflops']:.0f}", f"{row['matmul_share']:.0%}",
         )  # fmt: skip
     console.print(table)
 

@@ -2,7 +2,14 @@
 
 Shapes: BT tokens a chunk, F = halves × K features a head (tiles of BK ≥ K columns), V values in tiles of BV.
 Features are formed in registers where q and k are read, unless the map says "stored": then these hold them.
+
+Linear attention may divide by its sums (`Readout`). With r = φ(q)ᵀS, d = φ(q)ᵀz, t the tokens read so far,
+D = d + 1e-6 t and, of MALA, c_t and u = Σ_{j≤t} v_j, every readout is o = w (r + a u), where w = 1/D + c and
+a = −c d/(t w). From dO: dR = w dO, d_d = −(dO·R)/D² − (c/t) dO·u with R = O/w − a u, and du = a dR.
 """
+
+import ast
+import dataclasses
 
 import torch
 import triton
@@ -14,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, power_of_two
 from nalanda_kernels.triton.feature_maps import (
+    EPS,
     Map,
     describe,
     features,
@@ -22,6 +30,31 @@ from nalanda_kernels.triton.feature_maps import (
     map_features,
     unform,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Readout:
+    """What is known of the readout when a kernel is compiled.
+
+    name: "", r · scale; "mean", r/D; "mala", r/D + c(r − d u/t).
+    magnitude: MALA's c: "code" and "inverse_t", root/t; "literal", 1.
+    root: K^-½ of "code", 1 of others.
+    mirrored: odd heads of v are read by queries whose two halves of features are swapped (Pola's).
+    """
+
+    name: str = ""
+    magnitude: str = ""
+    root: float = 1.0
+    mirrored: bool = False
+
+    def text(self) -> str:
+        """For an operator's argument."""
+        return repr(dataclasses.astuple(self))
+
+    @staticmethod
+    def parse(text: str) -> "Readout":
+        return Readout(*ast.literal_eval(text))
+
 
 # ------------------------------------------------------------------------------------------ parts of kernels
 
@@ -44,15 +77,19 @@ def load_features(
     IS_Q: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    swap=0,
 ):
-    """Both halves of φ(x) in the dtype of x, [BT, BK] each; the second is the first where there is one."""
+    """Both halves of φ(x) in the dtype of x, [BT, BK] each; the second is the first where there is one.
+
+    swap: 1 exchanges stored halves.
+    """
     c = tl.arange(0, BK)
     m = rows[:, None] & (c < K)[None, :]
     if MAP.name == "stored":
         p = x + ((row + tl.arange(0, BT)) * H + h)[:, None] * (K * MAP.halves) + c[None, :]
-        f1 = tl.load(p, mask=m, other=0.0)
+        f1 = tl.load(p + swap * K, mask=m, other=0.0)
         if MAP.halves == 2:
-            f2 = tl.load(p + K, mask=m, other=0.0)
+            f2 = tl.load(p + (1 - swap) * K, mask=m, other=0.0)
         else:
             f2 = f1
     else:
@@ -100,6 +137,48 @@ def state_tile(
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     offsets = (i.to(tl.int64) * (HALVES * K) + half * K + f)[:, None] * V + c[None, :]
     return offsets, (f < K)[:, None] & (c < V)[None, :]
+
+
+@triton.jit
+def vector(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
+    """Offsets and mask of one half of the i-th of vectors [HALVES · N]: states' rows beside `state_tile`."""
+    c = tl.arange(0, BN)
+    return i.to(tl.int64) * (HALVES * N) + half * N + c, c < N
+
+
+@triton.jit
+def store_sum(x, f1, f2, weights, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
+    """Σ_t weights_t f_t of a chunk, as the i-th vector of x: no work for the pass from chunk to chunk."""
+    at, m = vector(i, 0, K, HALVES, BK)
+    tl.store(x + at, tl.sum(f1.to(tl.float32) * weights[:, None], 0), mask=m)
+    if HALVES == 2:
+        tl.store(x + at + K, tl.sum(f2.to(tl.float32) * weights[:, None], 0), mask=m)
+
+
+@triton.jit
+def swapped(h, READ: tl.constexpr):
+    """1 for the heads whose queries are mirrored."""
+    return h % 2 if READ.mirrored else 0
+
+
+@triton.jit
+def tokens_read(positions, P, row, rows, BT: tl.constexpr):
+    """t of each token in fp32, from 1, and 1 where there is none. P positions serve all rows of a batch."""
+    places = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=rows, other=0)
+    return (places + 1).to(tl.float32)
+
+
+@triton.jit
+def weigh(den, t, READ: tl.constexpr):
+    """1/D, c, w and a of o = w (r + a Σv)."""
+    inverse = 1 / (den + EPS * t)
+    c = tl.zeros_like(t)
+    if READ.name == "mala":
+        c += 1.0
+        if READ.magnitude != "literal":
+            c = READ.root / t
+    w = inverse + c
+    return inverse, c, w, -c * den / (t * w)
 
 
 @triton.jit
@@ -159,13 +238,14 @@ def unit_lower_inverse(a, BT: tl.constexpr):
 
 @triton.jit
 def prepare(
-    q, k, beta, g, inverse, scores, k_features, start, count, scale, H, HV,
-    K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    q, k, beta, g, inverse, scores, k_features, z_sums, start, count, scale, H, HV,
+    K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What a chunk needs of q and k alone: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
 
-    It also leaves φ(k), which it has formed, to the pass from chunk to chunk, unless it is "stored" already.
+    It also leaves φ(k), which it has formed, to the pass from chunk to chunk, unless it is "stored" already,
+    and what the chunk adds to z.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -179,7 +259,13 @@ def prepare(
         tl.store(at, k1, mask=m)
         if MAP.halves == 2:
             tl.store(at + K, k2, mask=m)
-    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+    if READ.name != "":
+        weights = tl.full([BT], 1.0, tl.float32)
+        if GATED:
+            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
+            weights = tl.exp(tl.min(gamma, 0) - gamma)
+        store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
     if GATED:
         delta = decays(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0), BT)
     else:
@@ -199,12 +285,16 @@ def prepare(
 
 @triton.jit
 def states(
-    k, v, beta, g, inverse, s, e, s_initial, s_final, bounds, first, H, HV,
+    k, v, beta, g, inverse, s, e, z_sums, zs, us, s_initial, z_initial, u_initial, s_final, z_final, u_final,
+    bounds, first, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PREC: tl.constexpr,
+    READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """From chunk to chunk: the state S before each, and the error E of its prediction of v."""
+    """From chunk to chunk: the state S before each, and the error E of its prediction of v; where the
+
+    readout needs them, also z = Σk, decayed as S is, and u = Σv.
+    """
     i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
@@ -218,6 +308,20 @@ def states(
     else:
         s1 = tl.zeros([BK, BV], tl.float32)
         s2 = tl.zeros([BK, BV], tl.float32)
+    if READ.name != "":
+        z1 = tl.zeros([BK], tl.float32)
+        z2 = tl.zeros([BK], tl.float32)
+        u = tl.zeros([BV], tl.float32)
+        at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
+        mz &= i_v == 0  # one program carries it
+        second = (MAP.halves - 1) * K
+        at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
+        mu = i_v * BV + tl.arange(0, BV) < V
+        if INITIAL:
+            z1 = tl.load(z_initial + at_z, mask=mz, other=0.0)
+            z2 = tl.load(z_initial + at_z + second, mask=mz, other=0.0)
+            if READ.name == "mala":
+                u = tl.load(u_initial + at_u, mask=mu, other=0.0)
     for i in range(0, tl.load(first + n + 1) - chunk):
         here = (chunk + i).to(tl.int64) * HV + h
         o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
@@ -225,6 +329,13 @@ def states(
         if MAP.halves == 2:
             o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
             tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
+        if READ.name != "":
+            oz, _within = vector(here, 0, K, MAP.halves, BK)
+            tl.store(zs + oz, z1, mask=mz)
+            if MAP.halves == 2:
+                tl.store(zs + oz + K, z2, mask=mz)
+            if READ.name == "mala":
+                tl.store(us + here * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
@@ -245,7 +356,13 @@ def states(
             out *= load_gate(beta, row, rows, h, HV, BT)
             w = (error * out[:, None]).to(dtype)
         else:
+            if READ.name == "mala":
+                u += tl.sum(w.to(tl.float32), 0)
             w = (w.to(tl.float32) * out[:, None]).to(dtype)
+        if READ.name != "":
+            z1 = z1 * tl.exp(last) + tl.load(z_sums + oz, mask=mz, other=0.0)
+            if MAP.halves == 2:
+                z2 = z2 * tl.exp(last) + tl.load(z_sums + oz + K, mask=mz, other=0.0)
         s1 = tl.dot(tl.trans(k1), w, s1 * tl.exp(last), input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(k2), w, s2 * tl.exp(last), input_precision=PREC)
@@ -253,30 +370,55 @@ def states(
         tl.store(s_final + offsets1, s1, mask=inside)
         if MAP.halves == 2:
             tl.store(s_final + offsets2, s2, mask=inside)
+        if READ.name != "":
+            tl.store(z_final + at_z, z1, mask=mz)
+            if MAP.halves == 2:
+                tl.store(z_final + at_z + K, z2, mask=mz)
+            if READ.name == "mala":
+                tl.store(u_final + at_u, u, mask=mu)
 
 
 @triton.jit
 def outputs(
-    q, e, beta, g, scores, s, o, start, count, scale, H, HV,
+    q, e, beta, g, scores, s, zs, us, o, den, positions, P, start, count, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """O = scale · eᵞ Q S + P diag(β) E."""
+    """O = scale · eᵞ Q S + P diag(β) E, or what the readout makes of it, and its denominator d."""
     i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
-    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK)
+    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
     y = tl.dot(q1, tl.load(s + o1, mask=inside, other=0.0), input_precision=PREC)
     if MAP.halves == 2:
         y = tl.dot(q2, tl.load(s + o1 + K * V, mask=inside, other=0.0), y, input_precision=PREC)
     y *= scale
     if GATED:
-        y *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))[:, None]
+        grown = tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
+        y *= grown[:, None]
     w = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
     if DELTA:
         w = (w.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(w.dtype)
-    y = tl.dot(tl.load(square(scores, i_c, h, HV, BT)), w, y, input_precision=PREC)
+    p = tl.load(square(scores, i_c, h, HV, BT))
+    if READ.name != "":
+        oz, mz = vector(i_c * HV + h, 0, K, MAP.halves, BK)
+        d = tl.sum(q1.to(tl.float32) * tl.load(zs + oz, mask=mz, other=0.0)[None, :], 1)
+        if MAP.halves == 2:
+            d += tl.sum(q2.to(tl.float32) * tl.load(zs + oz + K, mask=mz, other=0.0)[None, :], 1)
+        if GATED:
+            d *= grown
+        d += tl.sum(p.to(tl.float32), 1)
+        tl.store(den + (row + tl.arange(0, BT)) * HV + h, d, mask=rows & (i_v == 0))
+        _, _, weight, share = weigh(d, tokens_read(positions, P, row, rows, BT), READ)
+        if READ.name == "mala":
+            t, c = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+            u = tl.load(us + (i_c.to(tl.int64) * HV + h) * V + c, mask=c < V, other=0.0)
+            y += share[:, None] * u[None, :]
+            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(p.dtype)
+    y = tl.dot(p, w, y, input_precision=PREC)
+    if READ.name != "":
+        y *= weight[:, None]
     store_rows(o, y, row, rows, h, HV, V, i_v, BT, BV)
 
 
@@ -284,13 +426,55 @@ def outputs(
 
 
 @triton.jit
-def state_gradients(
-    q, k, d_o, beta, g, inverse, scores, d_s, d_v, d_initial, d_final, bounds, first, scale, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PREC: tl.constexpr,
+def readout_gradients(
+    q, d_o, o, v, g, us, den, positions, P, d_r, d_den, shares, dz_sums, du_sums, start, count, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first: the gradient of the state after each, and that of v."""
+    """Gradients of r and of the denominator, from which all others follow, and MALA's a; and what the chunk
+
+    adds to the gradients of z and u.
+    """
+    i_c, h = tl.program_id(0), tl.program_id(1)
+    row, rows = load_chunk(start, count, i_c, BT)
+    gates = (row + tl.arange(0, BT)) * HV + h
+    t = tokens_read(positions, P, row, rows, BT)
+    inverse, c, weight, share = weigh(tl.load(den + gates, mask=rows, other=0.0), t, READ)
+    by_o = tl.zeros([BT], tl.float32)
+    by_u = tl.zeros([BT], tl.float32)
+    for i_v in range(0, tl.cdiv(V, BV)):
+        y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32)
+        by_o += tl.sum(y * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
+        if READ.name == "mala":
+            x = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
+            i, j = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+            lower = tl.where(i[:, None] >= i[None, :], 1.0, 0.0).to(x.dtype)
+            at = (i_c.to(tl.int64) * HV + h) * V + j
+            u = tl.load(us + at, mask=j < V, other=0.0)
+            u = tl.dot(lower, x, tl.zeros([BT, BV], tl.float32) + u[None, :], input_precision=PREC)
+            by_u += tl.sum(y * u, 1)
+            tl.store(du_sums + at, tl.sum(y * (weight * share)[:, None], 0), mask=j < V)
+        store_rows(d_r, y * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
+    by_r = by_o / weight - share * by_u
+    d = -by_r * inverse * inverse - c / t * by_u
+    tl.store(d_den + gates, d, mask=rows)
+    if READ.name == "mala":
+        tl.store(shares + gates, share, mask=rows)
+    if GATED:
+        d *= tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
+    q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
+    store_sum(dz_sums, q1, q2, d, i_c * HV + h, K, MAP.halves, BK)
+
+
+@triton.jit
+def state_gradients(
+    q, k, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v, d_initial, dz_initial,
+    du_initial, d_final, dz_final, du_final, bounds, first, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """From the last chunk to the first: gradients of the state after each, z and u included, and of v."""
     i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
@@ -304,6 +488,20 @@ def state_gradients(
     else:
         s1 = tl.zeros([BK, BV], tl.float32)
         s2 = tl.zeros([BK, BV], tl.float32)
+    if READ.name != "":
+        z1 = tl.zeros([BK], tl.float32)
+        z2 = tl.zeros([BK], tl.float32)
+        u = tl.zeros([BV], tl.float32)
+        at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
+        mz &= i_v == 0  # one program carries it
+        second = (MAP.halves - 1) * K
+        at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
+        mu = i_v * BV + tl.arange(0, BV) < V
+        if FINAL:
+            z1 = tl.load(dz_final + at_z, mask=mz, other=0.0)
+            z2 = tl.load(dz_final + at_z + second, mask=mz, other=0.0)
+            if READ.name == "mala":
+                u = tl.load(du_final + at_u, mask=mu, other=0.0)
     total = tl.load(first + n + 1) - chunk
     for j in range(0, total):
         i = total - 1 - j
@@ -313,6 +511,11 @@ def state_gradients(
         if MAP.halves == 2:
             o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
             tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
+        if READ.name != "":
+            oz, _within = vector(here, 0, K, MAP.halves, BK)
+            tl.store(d_zs + oz, z1, mask=mz)
+            if MAP.halves == 2:
+                tl.store(d_zs + oz + K, z2, mask=mz)
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < end
         y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
@@ -326,7 +529,14 @@ def state_gradients(
         if MAP.halves == 2:
             w = tl.dot(k2, s2.to(dtype), w, input_precision=PREC)
         w *= tl.exp(last - gamma)[:, None]
-        w = tl.dot(tl.trans(tl.load(square(scores, chunk + i, h, HV, BT))), y, w, input_precision=PREC)
+        p = tl.load(square(scores, chunk + i, h, HV, BT))
+        if READ.name == "mala":
+            t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
+            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(p.dtype)
+            w += u[None, :]
+            c = i_v * BV + tl.arange(0, BV)
+            u += tl.load(du_sums + here * V + c, mask=mu, other=0.0)
+        w = tl.dot(tl.trans(p), y, w, input_precision=PREC)
         if DELTA:
             w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
             w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
@@ -339,7 +549,11 @@ def state_gradients(
             if MAP.halves == 2:
                 s2 = tl.dot(tl.trans(k2), w, s2, input_precision=PREC)
         y = (y.to(tl.float32) * (tl.exp(gamma) * scale)[:, None]).to(dtype)
-        q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+        q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
+        if READ.name != "":
+            z1 = z1 * tl.exp(last) + tl.load(dz_sums + oz, mask=mz, other=0.0)
+            if MAP.halves == 2:
+                z2 = z2 * tl.exp(last) + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
         s1 = tl.dot(tl.trans(q1), y, s1, input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(q2), y, s2, input_precision=PREC)
@@ -347,13 +561,19 @@ def state_gradients(
         tl.store(d_initial + offsets1, s1, mask=inside)
         if MAP.halves == 2:
             tl.store(d_initial + offsets2, s2, mask=inside)
+        if READ.name != "":
+            tl.store(dz_initial + at_z, z1, mask=mz)
+            if MAP.halves == 2:
+                tl.store(dz_initial + at_z + K, z2, mask=mz)
+            if READ.name == "mala":
+                tl.store(du_initial + at_u, u, mask=mu)
 
 
 @triton.jit
 def pair_gradients(
-    k, e, d_o, d_v, beta, g, scores, d_scores, d_keys, d_beta, d_g, start, count, scale, H, HV,
+    k, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys, d_beta, d_g, start, count, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of QK⊤ and KK⊤ within a chunk (the latter and its transpose in one), and shares of β and g:
 
@@ -371,6 +591,8 @@ def pair_gradients(
         if DELTA:
             y = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
             pairs_v = tl.dot(y, w, pairs_v, input_precision=PREC)
+    if READ.name != "":
+        pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA:
         b = load_gate(beta, row, rows, h, HV, BT)
@@ -404,9 +626,10 @@ def pair_gradients(
 
 @triton.jit
 def input_gradients(
-    q, k, e, d_o, d_v, beta, g, s, d_s, d_scores, d_keys, d_q, d_k, d_beta, d_g, start, count, scale, tokens,
-    H, HV, K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    q, k, e, d_o, d_den, d_v, beta, g, s, zs, d_s, d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, start,
+    count, scale, tokens, H, HV,
+    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
+    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q and k by one half of the features, and what that half adds to those of β and g.
 
@@ -424,6 +647,13 @@ def input_gradients(
     dk = tl.zeros([BT, BK], tl.float32)  # by what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # by what it reads of the last one
     carried = tl.zeros([BK], tl.float32)
+    if READ.name != "":
+        oz, mz = vector(i_c * HV + h, half, K, MAP.halves, BK)
+        z = tl.load(zs + oz, mask=mz, other=0.0)
+        dz = tl.load(d_zs + oz, mask=mz, other=0.0)
+        dq += load_gate(d_den, row, rows, h, HV, BT)[:, None] * z[None, :]
+        dk += dz[None, :]
+        carried += z * dz
     for i_v in range(0, tl.cdiv(V, BV)):
         at, inside = state_tile(i_c * HV + h, half, K, V, MAP.halves, i_v, BK, BV)
         before = tl.load(s + at, mask=inside, other=0.0)
@@ -455,7 +685,8 @@ def input_gradients(
             b = load_gate(beta, row, rows, h, HV, BT)
             writes *= b
             dk = dk * b[:, None] - dk_read
-    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK)
+    swap = swapped(h, READ)
+    q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swap)
     if MAP.halves == 2:
         q1 = tl.where(half == 0, q1, q2)
     if GATED:
@@ -467,7 +698,7 @@ def input_gradients(
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
         tl.store(d_g + gates, d_gamma + tl.exp(last) * tl.sum(carried, 0), mask=rows)
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)
-    store_gradient(d_q, dq, q, row, rows, h, H, HV, half, K, MAP, True, BT, BK)
+    store_gradient(d_q, dq, q, row, rows, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
     dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)
     if DELTA:
         dk = tl.dot(tl.load(square(d_keys, i_c, h, HV, BT)), k1, dk, input_precision=PREC)
@@ -495,10 +726,11 @@ def store_gradient(
 
 # Whose programs take one block of V each; others loop over them.
 _BY_VALUES = (states, outputs, state_gradients)
+_ROWS = {"BV": 64, "num_warps": 4, "num_stages": 1}  # of readout_gradients, which only streams
 
 
 def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> None:
-    sizes = blocks(kernel.__name__, itemsize, features)
+    sizes = _ROWS if kernel is readout_gradients else blocks(kernel.__name__, itemsize, features)
     tiles = -(-options["V"] // sizes["BV"]) if kernel in _BY_VALUES else 1
     if grid[0]:
         kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
@@ -506,11 +738,15 @@ def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> Non
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
-    cu_seqlens: Tensor | None, map: Map, scale: float, final: bool,
+    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    map: Map, read: Readout, scale: float, final: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """o, the final state, and what the backward reads: P, S before every chunk, (I + A)⁻¹ and E."""
+    """o, the final S, z and Σv, and what the backward reads: P, S before every chunk, (I + A)⁻¹ and E, or
+
+    z and Σv before every chunk and the denominators. What is not there has no elements.
+    """
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
-    F, delta = K * map.halves, beta is not None
+    F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
     BT = blocks("chunk", **common)["BT"]
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
@@ -519,48 +755,71 @@ def _forward(
     s = v.new_empty(chunks.total, HV, F, V)
     e = torch.empty_like(v) if delta else v.new_empty(0)
     o = torch.empty_like(v)
-    s_final = v.new_empty(chunks.sequences if final else 0, HV, F, V, dtype=torch.float32)
-    options = {"K": K, "DELTA": delta, "GATED": g is not None, "BT": BT, "PREC": PRECISION}
+    last = chunks.sequences if final else 0
+    s_final = v.new_empty(last, HV, F, V, dtype=torch.float32)
+    z_final, u_final = (
+        v.new_empty(last if there else 0, HV, n, dtype=torch.float32) for there, n in ((mean, F), (mala, V))
+    )
+    zs, us = (
+        v.new_empty(chunks.total if there else 0, HV, n, dtype=torch.float32)
+        for there, n in ((mean, F), (mala, V))
+    )
+    z_sums = torch.empty_like(zs)
+    den = v.new_empty(v.shape[:3] if mean else (0,), dtype=torch.float32)
+    options = {"K": K, "DELTA": delta, "GATED": g is not None, "READ": read, "BT": BT, "PREC": PRECISION}
     options |= {"BK": power_of_two(K), **common}
     k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
     _launch(
-        prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, chunks.start, chunks.count,
-        scale, H, HV, MAP=map, **options,
+        prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, z_sums, chunks.start,
+        chunks.count, scale, H, HV, MAP=map, **options,
     )  # fmt: skip
     _launch(
-        states, (chunks.sequences * HV,), k_features, v, beta, g, inverse, s, e, initial, s_final,
-        chunks.bounds, chunks.first, H, HV, V=V, INITIAL=initial is not None, FINAL=final,
-        MAP=Map("stored", halves=map.halves), **options,
+        states, (chunks.sequences * HV,), k_features, v, beta, g, inverse, s, e, z_sums, zs, us, initial,
+        z_initial, u_initial, s_final, z_final, u_final, chunks.bounds, chunks.first, H, HV, V=V,
+        INITIAL=initial is not None, FINAL=final, MAP=Map("stored", halves=map.halves), **options,
     )  # fmt: skip
     options["MAP"] = map
     _launch(
-        outputs, (chunks.total, HV), q, e if delta else v, beta, g, scores, s, o, chunks.start, chunks.count,
-        scale, H, HV, V=V, **options,
+        outputs, (chunks.total, HV), q, e if delta else v, beta, g, scores, s, zs, us, o, den, positions,
+        _count(positions), chunks.start, chunks.count, scale, H, HV, V=V, **options,
     )  # fmt: skip
-    return o, s_final, scores, s, inverse, e
+    return o, s_final, z_final, u_final, scores, s, inverse, e, zs, us, den
 
 
 def _backward(
-    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
-    g: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scores: Tensor, s: Tensor,
-    inverse: Tensor, e: Tensor, map: Map, scale: float,
+    d_o: Tensor, d_final: Tensor | None, dz_final: Tensor | None, du_final: Tensor | None, q: Tensor,
+    k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
+    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    o: Tensor, scores: Tensor, s: Tensor, inverse: Tensor, e: Tensor, zs: Tensor, us: Tensor, den: Tensor,
+    map: Map, read: Readout, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, β, g, initial state; without elements, of what is absent."""
+    """Gradients of q, k, v, β, g, the initial S, z and Σv; without elements, of what is absent."""
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
     BT, e = scores.shape[-1], e if delta else v
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
     stored = Map("stored", halves=map.halves)
-    options = {"K": K, "V": V, "MAP": stored, "DELTA": delta, "GATED": g is not None, "BT": BT}
+    options = {"K": K, "V": V, "MAP": stored, "GATED": g is not None, "READ": read, "BT": BT}
     options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
     q_features, k_features = (q, k) if map.name == "stored" else form(q, k, map)
-    d_s, d_v = torch.empty_like(s), torch.empty_like(v)
-    d_initial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
+    d_den = shares = dz_sums = du_sums = None
+    if read.name:
+        d_r, d_den, shares, dz_sums, du_sums = (torch.empty_like(x) for x in (d_o, den, den, zs, us))
+        _launch(
+            readout_gradients, (chunks.total, HV), q_features, d_o, o, v, g, us, den, positions,
+            _count(positions), d_r, d_den, shares, dz_sums, du_sums, chunks.start, chunks.count, H, HV,
+            **options,
+        )  # fmt: skip
+        d_o = d_r
+    options["DELTA"] = delta
+    d_s, d_zs, d_v = torch.empty_like(s), torch.empty_like(zs), torch.empty_like(v)
+    starts = initial, z_initial, u_initial
+    d_starts = [None if x is None else torch.empty_like(x, dtype=torch.float32) for x in starts]
     _launch(
-        state_gradients, (chunks.sequences * HV,), q_features, k_features, d_o, beta, g, inverse, scores, d_s,
-        d_v, d_initial, d_final, chunks.bounds, chunks.first, scale, H, HV, INITIAL=initial is not None,
-        FINAL=d_final is not None, **options,
+        state_gradients, (chunks.sequences * HV,), q_features, k_features, d_o, shares, dz_sums, du_sums,
+        beta, g, inverse, scores, d_s, d_zs, d_v, *d_starts, d_final, dz_final, du_final, chunks.bounds,
+        chunks.first, scale, H, HV, INITIAL=initial is not None, FINAL=d_final is not None, **options,
     )  # fmt: skip
     # One share by each half of the features, and the last by pairs within the chunk.
     gates = (map.halves + 1, *v.shape[:3])
@@ -569,7 +828,7 @@ def _backward(
     d_scores = torch.empty_like(scores)
     d_keys = torch.empty_like(scores) if delta else d_scores
     _launch(
-        pair_gradients, (chunks.total, HV), k_features, e, d_o, d_v, beta, g, scores, d_scores, d_keys,
+        pair_gradients, (chunks.total, HV), k_features, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys,
         d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, **options,
     )  # fmt: skip
     inside = map.halves == 1 and map.name != "stored"  # the kernel undoes the map itself
@@ -577,19 +836,24 @@ def _backward(
     inputs = (q, k) if inside else (q_features, k_features)
     d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
     _launch(
-        input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_v, beta, g, s, d_s, d_scores,
-        d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens, H, HV, **options,
+        input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_den, d_v, beta, g, s, zs, d_s,
+        d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens, H, HV,
+        **options,
     )  # fmt: skip
     if HV > H:
         d_q, d_k = (x.unflatten(2, (H, HV // H)).sum(3) for x in (d_q, d_k))
     if not inside and map.name != "stored":
         d_q, d_k, _, _ = unform(q, k, d_q, d_k, map)
-    gates = ((beta, d_beta.sum(0)), (g, d_g.sum(0)), (initial, d_initial))
+    gates = ((beta, d_beta.sum(0)), (g, d_g.sum(0)), *zip(starts, d_starts, strict=True))
     return d_q, d_k, d_v, *(v.new_empty(0) if x is None else dx.to(x.dtype) for x, dx in gates)
 
 
 def _stored_halves(map: Map) -> int:
     return map.halves if map.name == "stored" else 1
+
+
+def _count(positions: Tensor | None) -> int:
+    return 1 if positions is None else positions.numel()
 
 
 class _Chunkwise(torch.autograd.Function):
@@ -605,72 +869,96 @@ class _Chunkwise(torch.autograd.Function):
         return _gradients(_backward, ctx, *grads)
 
 
+_TENSORS, _FINALS = 10, slice(1, 4)  # of the inputs, and the states among the results
+
+
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.map, ctx.scale, _ = inputs
-    ctx.mark_non_differentiable(*output[2:])
+    *tensors, ctx.map, ctx.read, ctx.scale, _ = inputs
+    ctx.finals = [x.shape for x in output[_FINALS]]
+    ctx.mark_non_differentiable(*output[_FINALS.stop :])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[2:])
+    o = output[0] if len(output[-1]) else output[-1]  # only a readout's backward looks at it
+    ctx.save_for_backward(*tensors, o, *output[_FINALS.stop :])
 
 
-def _gradients(function, ctx, d_o, d_final, *_) -> tuple[Tensor | None, ...]:
-    _, _, v, beta, g, initial = ctx.saved_tensors[:6]
+def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors[:_TENSORS]
+    v, others = tensors[2], others[: len(ctx.finals)]
     d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
-    d_final = None if d_final is None or not d_final.numel() else d_final.contiguous()
-    *grads, d_beta, d_g, d_initial = function(d_o, d_final, *ctx.saved_tensors, ctx.map, ctx.scale)
-    return (
-        *grads, None if beta is None else d_beta, None if g is None else d_g,
-        None if initial is None else d_initial, *[None] * 4,
-    )  # fmt: skip
+    if any(x is not None and x.numel() for x in others):  # all of them, or none
+        zeros = (v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals)
+        others = [zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)]
+    else:
+        others = [None] * len(ctx.finals)
+    grads = function(d_o, *others, *ctx.saved_tensors, ctx.map, ctx.read, ctx.scale)
+    grads = (None if x is None else dx for x, dx in zip(tensors, grads, strict=False))
+    return *grads, *[None] * 6
 
 
-# To torch.compile, forward and backward are one operator each. A map travels as text.
+# To torch.compile, forward and backward are one operator each. A map and a readout travel as text.
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? cu_seqlens"
-_SIX = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? z_initial, "
+    "Tensor? u_initial, Tensor? positions, Tensor? cu_seqlens"
+)
 
 
 def _forward_text(*args):
-    *tensors, map, scale, final = args
-    return _forward(*tensors, Map.parse(map), scale, final)
+    *tensors, map, read, scale, final = args
+    return _forward(*tensors, Map.parse(map), Readout.parse(read), scale, final)
 
 
 def _backward_text(*args):
-    *tensors, map, scale = args
-    return _backward(*tensors, Map.parse(map), scale)
+    *tensors, map, read, scale = args
+    return _backward(*tensors, Map.parse(map), Readout.parse(read), scale)
+
+
+def _tensors(count: int) -> str:
+    return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise", _forward_text, mutates_args=(),
-    schema=f"({_INPUTS}, str map, float scale, bool final) -> {_SIX}",
+    schema=f"({_INPUTS}, str map, str read, float scale, bool final) -> {_tensors(11)}",
 )  # fmt: skip
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward", _backward_text, mutates_args=(),
-    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor scores, Tensor s, Tensor inverse, Tensor e, "
-    f"str map, float scale) -> {_SIX}",
+    schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
+    "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
+    f"str map, str read, float scale) -> {_tensors(8)}",
 )  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(q, k, v, beta, g, initial, cu_seqlens, map, scale, final):
-    map = Map.parse(map)
+def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final):
+    map, read = Map.parse(map), Readout.parse(read)
     (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
+    delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
     BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
     if cu_seqlens is None:
         total, sequences = B * -(-T // BT), B
     else:  # known only when the bounds are
         total, sequences = torch.library.get_ctx().new_dynamic_size(), len(cu_seqlens) - 1
-    scores = v.new_empty(total, HV, BT, BT)
-    s_final = v.new_empty(sequences if final else 0, HV, F, V, dtype=torch.float32)
-    none = v.new_empty(0)
-    inverse, e = (
-        (none, torch.empty_like(none)) if beta is None else (torch.empty_like(scores), torch.empty_like(v))
-    )
-    return torch.empty_like(v), s_final, scores, v.new_empty(total, HV, F, V), inverse, e
+
+    def made(*shape, there=True, dtype=torch.float32):
+        return v.new_empty(shape if there else (0, *shape[1:]), dtype=dtype)
+
+    last = sequences if final else 0
+    scores = made(total, HV, BT, BT, dtype=v.dtype)
+    return (
+        torch.empty_like(v),
+        made(last, HV, F, V), made(last, HV, F, there=mean), made(last, HV, V, there=mala),
+        scores, made(total, HV, F, V, dtype=v.dtype),
+        torch.empty_like(scores) if delta else v.new_empty(0),
+        torch.empty_like(v) if delta else v.new_empty(0),
+        made(total, HV, F, there=mean), made(total, HV, V, there=mala),
+        made(B, T, HV) if mean else made(0),
+    )  # fmt: skip
 
 
 @_backward_op.register_fake
-def _(d_o, d_final, q, k, v, beta, g, initial, cu_seqlens, scores, s, inverse, e, map, scale):
-    return tuple(v.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, beta, g, initial))
+def _(d_o, d_final, dz_final, du_final, *args):
+    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[:8])
 
 
 _forward_op.register_autograd(
@@ -688,11 +976,70 @@ def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]
     return _recurrence(q, k, v, None, g, **options)
 
 
+def normalized_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, feature_map=None, positions: Tensor,
+    magnitude: str | None = None, mirrored: bool = False, initial_state: Tensor | None = None,
+    initial_sum: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Linear attention whose weights are divided by their sum. With S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ,
+
+    z_t likewise of φ(k_t), r = φ(q)ᵀS, d = φ(q)ᵀz and D = d + 1e-6 t:  o = r/D (arXiv 2006.16236), or, with a
+    magnitude c_t, o = r/D + c (r − d · v̄_t), v̄ the mean value so far (MALA, arXiv 2507.00698).
+
+    Args:
+        q, k, v, g, feature_map, cu_seqlens: as in `nalanda.model.ops.linear_attention`; φ(q)·φ(k) ≥ 0.
+        positions: int64 `[1 or B, T]`, each token's place in its sequence, from 0: t is one more.
+        magnitude: None, or c_t: "code", K^-½/t with the K of q as it comes; "inverse_t", 1/t; "literal", 1.
+        mirrored: v's heads are twice those of q, and odd ones are read by q's features with their halves
+            swapped (PolaFormer, arXiv 2501.15061).
+        initial_state: `[N, HV, F, V + 1]`, S and beside it z; zero by default.
+        initial_sum: `[N, HV, 1, V]`, Σv; with a magnitude, it comes with initial_state.
+        output_final_state: whether to return both after each sequence's last token.
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of q and v (fp32 for fp16: sums leave its range), and the final state
+        and Σv in fp32, or None.
+
+    Raises:
+        Unsupported: float64, V > 256, more than 512 features, a decay by key channel or under a magnitude.
+    """
+    if g is not None and magnitude is not None:
+        raise Unsupported("a decay under a magnitude")
+    starts: list[Tensor | None] = [None] * 3
+    if initial_state is not None:
+        starts[:2] = initial_state[..., :-1].float(), initial_state[..., -1].float()
+        if magnitude is not None:
+            assert initial_sum is not None, "a state without the sum of v"
+            starts[2] = initial_sum.squeeze(2).float()
+    half = torch.float16 in (q.dtype, v.dtype)
+    root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
+    read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
+    o, *found = _chunkwise(
+        q, k, v.float() if half else v, None, g, starts, positions, cu_seqlens, feature_map, None, read, 1.0,
+        output_final_state,
+    )  # fmt: skip
+    if not output_final_state:
+        return o, None, None
+    state, z, total = found
+    return o, torch.cat([state, z[..., None]], -1), None if magnitude is None else total[:, :, None]
+
+
 def _recurrence(
     q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
     output_final_state=False, cu_seqlens=None, chunk_size=64,
 ):  # fmt: skip
     """Either op; beta None is linear attention. The chunk's length is the table's, whatever was asked for."""
+    o, state, *_ = _chunkwise(
+        q, k, v, beta, g, (initial_state, None, None), None, cu_seqlens, feature_map, qk_norm, Readout(),
+        scale, output_final_state,
+    )  # fmt: skip
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _chunkwise(
+    q, k, v, beta, g, starts, positions, cu_seqlens, feature_map, qk_norm, read, scale, final
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o and the final S, z and Σv. starts: these before the first token."""
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Unsupported(f"{dtype} inputs")
@@ -700,22 +1047,26 @@ def _recurrence(
         raise Unsupported("a decay for each key channel")
     if v.shape[3] > 256:
         raise Unsupported(f"V = {v.shape[3]} > 256")
-    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm)
+    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored)
     features = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = features**-0.5 if scale is None else float(scale)
-    if initial_state is not None and initial_state.shape[2] != features:
-        has = initial_state.shape[2]
+    if starts[0] is not None and starts[0].shape[2] != features:
+        has = starts[0].shape[2]
         raise ValueError(f"initial_state has K = {has}, but q and k have {features} features after their map")
-    tensors = (x if x is None else x.contiguous() for x in (q, k, v.to(dtype), beta, g, initial_state))
+    tensors = (q, k, v.to(dtype), beta, g, *starts, positions)
+    tensors = (x if x is None else x.contiguous() for x in tensors)
     if torch.compiler.is_compiling():
-        o, state, *_ = _forward_op(*tensors, cu_seqlens, map.text(), scale, output_final_state)
-    else:
-        o, state, *_ = _Chunkwise.apply(*tensors, cu_seqlens, map, scale, output_final_state)
-    return o.to(v.dtype), state if output_final_state else None
+        return _forward_op(*tensors, cu_seqlens, map.text(), read.text(), scale, final)[:4]
+    return _Chunkwise.apply(*tensors, cu_seqlens, map, read, scale, final)[:4]
 
 
-def _prepared(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor, Map]:
-    """q and k as the kernels read them: raw, if these can form the features, and else those, "stored"."""
+def _prepared(
+    q: Tensor, k: Tensor, feature_map, qk_norm: str | None, mirrored: bool = False
+) -> tuple[Tensor, Tensor, Map]:
+    """q and k as the kernels read them: raw, if these can form the features, and else those, "stored".
+
+    mirrored: the features must be two halves.
+    """
     try:
         map, parameters = describe(feature_map, qk_norm, q.shape[3])
         if parameters:
@@ -725,7 +1076,7 @@ def _prepared(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[T
         q, k = checkpoint(_mapped, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
     K = q.shape[3]
     if parameters or map == Map():
-        halves = 1 if K <= 256 else 2
+        halves = 1 if K <= 256 and not mirrored else 2
         if K % halves or K > 512:
             raise Unsupported(f"{K} features a head")
         return q, k, Map("stored", halves=halves)
