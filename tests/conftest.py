@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

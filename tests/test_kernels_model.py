@@ -15,8 +15,8 @@ KERNELS = {  # what serves a mixer's tokens; others than these must not be asked
     "gated_deltanet": {"delta_rule", "short_conv"},
     "linear_attention": {"normalized_attention", "short_conv"},
     "nala": {"normalized_attention", "short_conv"},
-    "mala": {"normalized_attention", "short_conv"},
-    "pola": {"normalized_attention", "short_conv"},
+    "mala": {"normalized_attention", "short_conv", "map_features"},  # the last in their steps
+    "pola": {"normalized_attention", "short_conv", "map_features"},
     "soft": {"linear_attention", "short_conv"},
     "retention": {"linear_attention"},
     "gla": set(),

@@ -7,7 +7,7 @@ import warnings
 import nalanda_kernels
 import pytest
 import torch
-from nalanda_kernels.triton import chunk as chunk_module
+from nalanda_kernels.triton import recurrence
 
 from nalanda import NalandaConfig
 from nalanda.model.feature_maps import EPS, build_feature_map, opposite
@@ -49,14 +49,14 @@ def _poison():
 @pytest.fixture
 def calls(monkeypatch):
     """How often the readouts' op was served."""
-    found, real = [], chunk_module.normalized_attention
+    found, real = [], recurrence.normalized_attention
 
     def call(*inputs, **options):
         out = real(*inputs, **options)
         found.append(options)
         return out
 
-    monkeypatch.setattr(chunk_module, "normalized_attention", call)
+    monkeypatch.setattr(recurrence, "normalized_attention", call)
     return found
 
 
@@ -189,7 +189,7 @@ def check_op(H, HV, T, K=12, name="elu1", cu=None, mirrored=False, decay=True, z
         del leaves["g"]
 
     def kernel(x):
-        o, state, _ = (function or chunk_module.normalized_attention)(
+        o, state, _ = (function or recurrence.normalized_attention)(
             x["q"], x["k"], x["v"], x.get("g"), feature_map=feature_map, positions=positions,
             mirrored=mirrored, initial_state=x["state"], output_final_state=True, cu_seqlens=cu,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def test_no_weight_at_all():
 
 def test_one_operator_for_the_compiler():
     torch._dynamo.reset()
-    compiled = torch.compile(chunk_module.normalized_attention, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(recurrence.normalized_attention, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         mine = check_op(1, 1, 40, function=compiled)
@@ -232,16 +232,16 @@ def test_one_operator_for_the_compiler():
 
 @pytest.mark.parametrize("magnitude", ["", "code"])
 def test_what_the_compiler_is_told(magnitude):
-    read = chunk_module.Readout("mala" if magnitude else "mean", magnitude, 0.5)
-    assert chunk_module.Readout.parse(read.text()) == read
-    stored = chunk_module.Map("stored").text()
+    read = recurrence.Readout("mala" if magnitude else "mean", magnitude, 0.5)
+    assert recurrence.Readout.parse(read.text()) == read
+    stored = recurrence.Map("stored").text()
     inputs = [draw(1, 40, 1, n).abs().requires_grad_() for n in (12, 12, 20)]
     starts = [draw(1, 1, *n).requires_grad_() for n in ((12, 20), (12,), (20,))]
     starts[2] = starts[2] if magnitude else None
     positions = torch.arange(40, device=DEVICE)[None]
     arguments = (*inputs, None, None, *starts, positions, None, stored, read.text(), 1.0, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(chunk_module._forward_op, arguments, test_utils=tests)
+    torch.library.opcheck(recurrence._forward_op, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -257,14 +257,14 @@ def test_what_the_compiler_is_told(magnitude):
 def test_what_it_cannot(change, options, reason):
     inputs = {"q": torch.zeros(1, 4, 1, 12), "k": torch.zeros(1, 4, 1, 12), "v": torch.zeros(1, 4, 1, 20)}
     with pytest.raises(nalanda_kernels.Unsupported, match=reason):
-        chunk_module.normalized_attention(**inputs | change, positions=torch.arange(4)[None], **options)
+        recurrence.normalized_attention(**inputs | change, positions=torch.arange(4)[None], **options)
 
 
 def test_half_precision_is_computed_in_fp32():
     q, k, v = (draw(1, 20, 1, n).to(torch.float16) for n in (12, 12, 20))
     positions = torch.arange(20, device=DEVICE)[None]
     options = {"feature_map": build_feature_map("elu1", num_heads=1, head_dim=12), "positions": positions}
-    o, state, total = chunk_module.normalized_attention(q, k, v, **options)
+    o, state, total = recurrence.normalized_attention(q, k, v, **options)
     assert o.dtype == torch.float32
     assert state is total is None
-    assert torch.equal(o, chunk_module.normalized_attention(q.float(), k.float(), v.float(), **options)[0])
+    assert torch.equal(o, recurrence.normalized_attention(q.float(), k.float(), v.float(), **options)[0])

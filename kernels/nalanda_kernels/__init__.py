@@ -47,14 +47,14 @@ def _triton(target: str) -> Kernel:
 
 KERNELS: dict[str, dict[str, Kernel]] = {
     "delta_rule": {
-        "triton": _triton("chunk:delta_rule"),
+        "triton": _triton("recurrence:delta_rule"),
         "fla": Kernel("nalanda_kernels.fla:delta_rule", ("cuda",), "fla"),
     },
     "linear_attention": {
-        "triton": _triton("chunk:linear_attention"),
+        "triton": _triton("recurrence:linear_attention"),
         "fla": Kernel("nalanda_kernels.fla:linear_attention", ("cuda",), "fla"),
     },
-    "normalized_attention": {"triton": _triton("chunk:normalized_attention")},
+    "normalized_attention": {"triton": _triton("recurrence:normalized_attention")},
     "map_features": {"triton": _triton("feature_maps:map_features")},
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},

@@ -56,6 +56,7 @@ class Case:
     gated: bool = False
     norm: str | None = None
     dtype: torch.dtype = torch.bfloat16
+    options: tuple[tuple[str, object], ...] = ()  # of a readout
 
     @property
     def F(self) -> int:
@@ -73,8 +74,10 @@ CASES = {
     "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
     "nala_deltanet": Case(**DELTA, K=128, V=128, H=8, map="nala"),
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
-    "linear_attention fp32": Case(**LINEAR, V=129, map="elu1", dtype=torch.float32),
-    "nala fp32": Case(**LINEAR, V=129, map="nala", dtype=torch.float32),
+    "linear_attention sums": Case("normalized_attention", 128, 128, 8, map="elu1"),
+    "mala sums": Case("normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)),
+    "nala sums": Case("normalized_attention", 128, 128, 8, map="nala"),
+    "pola sums": Case("normalized_attention", 128, 64, 8, map="pola", options=(("mirrored", True),)),
     "nala map": Case("map_features", 128, 128, 8, map="nala", norm="l2"),
     "pola map": Case("map_features", 128, 128, 8, map="pola"),
     "silu map": Case("map_features", 128, 128, 8, map="silu", norm="l2"),
@@ -83,7 +86,7 @@ CASES = {
     "short_conv": Case("short_conv", 128, 128, 8),
     "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
     "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
-}  # what the 340 M recipes call; a denominator is a column of ones beside v, which is fp32 then
+}  # what the 340 M recipes call
 PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # jobs that the peer's kernels are held against
 
 
@@ -126,6 +129,11 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm)[:1]
     if case.op == "linear_attention":
         return lambda: op(q, k, v, gate, feature_map=map, qk_norm=case.norm)[:1]
+    if case.op == "normalized_attention":
+        positions, options = torch.arange(T)[None], dict(case.options)
+        if options.get("mirrored"):
+            v = torch.cat([v.detach()] * 2, 2).requires_grad_()
+        return lambda: op(q, k, v, gate, feature_map=map, positions=positions, **options)[:1]
     if case.op == "map_features":
         return lambda: tuple(op(q, k, map, case.norm))
     if case.op == "short_conv":

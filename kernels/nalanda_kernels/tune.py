@@ -116,7 +116,7 @@ def key(row: dict[str, int]) -> tuple[int, int]:
 
 def jobs(itemsize: int, features: int) -> list[Job]:
     """The gated delta rule on features as they come and, at 256, on NaLa's, which it forms of 128."""
-    from nalanda_kernels.triton.chunk import delta_rule
+    from nalanda_kernels.triton.recurrence import delta_rule
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     V = min(features, 256)

@@ -1,0 +1,389 @@
+"""The ops on the chunkwise kernels: what is launched, what the backward keeps, and what they cannot serve."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.chunk import (
+    Readout,
+    input_gradients,
+    outputs,
+    pair_gradients,
+    prepare,
+    readout_gradients,
+    state_gradients,
+    states,
+)
+from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, power_of_two
+from nalanda_kernels.triton.feature_maps import Map, describe, form, map_features, unform
+
+# Whose programs take one block of V each; others loop over them.
+_BY_VALUES = (states, outputs, state_gradients)
+
+
+def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> None:
+    sizes = blocks(kernel.__name__, itemsize, features)
+    if "BV" in sizes:
+        sizes["BV"] = min(sizes["BV"], power_of_two(options["V"]))
+    tiles = -(-options["V"] // sizes["BV"]) if kernel in _BY_VALUES else 1
+    if grid[0]:
+        kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
+    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    map: Map, read: Readout, scale: float, final: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o, the final S, z and Σv, and what the backward reads: P, S before every chunk, (I + A)⁻¹ and E, or
+
+    z and Σv before every chunk and the denominators. What is not there has no elements.
+    """
+    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
+    F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
+    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
+    BT = blocks("chunk", **common)["BT"]
+    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
+    scores = v.new_empty(chunks.total, HV, BT, BT)
+    inverse = torch.empty_like(scores) if delta else v.new_empty(0)
+    s = v.new_empty(chunks.total, HV, F, V)
+    e = torch.empty_like(v) if delta else v.new_empty(0)
+    o = torch.empty_like(v)
+    last = chunks.sequences if final else 0
+    s_final = v.new_empty(last, HV, F, V, dtype=torch.float32)
+    z_final, u_final = (
+        v.new_empty(last if there else 0, HV, n, dtype=torch.float32) for there, n in ((mean, F), (mala, V))
+    )
+    zs, us = (
+        v.new_empty(chunks.total if there else 0, HV, n, dtype=torch.float32)
+        for there, n in ((mean, F), (mala, V))
+    )
+    z_sums = torch.empty_like(zs)
+    den = v.new_empty(v.shape[:3] if mean else (0,), dtype=torch.float32)
+    options = {"K": K, "DELTA": delta, "GATED": g is not None, "READ": read, "BT": BT, "PREC": PRECISION}
+    options |= {"BK": power_of_two(K), **common}
+    k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
+    _launch(
+        prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, z_sums, chunks.start,
+        chunks.count, scale, H, HV, MAP=map, **options,
+    )  # fmt: skip
+    _launch(
+        states, (chunks.sequences * HV,), k_features, v, beta, g, inverse, s, e, z_sums, zs, us, initial,
+        z_initial, u_initial, s_final, z_final, u_final, chunks.bounds, chunks.first, H, HV, V=V,
+        INITIAL=initial is not None, FINAL=final, MAP=Map("stored", halves=map.halves), **options,
+    )  # fmt: skip
+    options["MAP"] = map
+    _launch(
+        outputs, (chunks.total, HV), q, e if delta else v, beta, g, scores, s, zs, us, o, den, positions,
+        _count(positions), chunks.start, chunks.count, scale, H, HV, V=V, **options,
+    )  # fmt: skip
+    return o, s_final, z_final, u_final, scores, s, inverse, e, zs, us, den
+
+
+def _backward(
+    d_o: Tensor, d_final: Tensor | None, dz_final: Tensor | None, du_final: Tensor | None, q: Tensor,
+    k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
+    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    o: Tensor, scores: Tensor, s: Tensor, inverse: Tensor, e: Tensor, zs: Tensor, us: Tensor, den: Tensor,
+    map: Map, read: Readout, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, β, g, the initial S, z and Σv; without elements, of what is absent."""
+    H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
+    F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
+    common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
+    BT, e = scores.shape[-1], e if delta else v
+    chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
+    stored = Map("stored", halves=map.halves)
+    options = {"K": K, "V": V, "MAP": stored, "GATED": g is not None, "READ": read, "BT": BT}
+    options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
+    q_features, k_features = (q, k) if map.name == "stored" else form(q, k, map)
+    d_den = shares = dz_sums = du_sums = None
+    if read.name:
+        d_r, d_den, shares, dz_sums, du_sums = (torch.empty_like(x) for x in (d_o, den, den, zs, us))
+        _launch(
+            readout_gradients, (chunks.total, HV), q_features, d_o, o, v, g, us, den, positions,
+            _count(positions), d_r, d_den, shares, dz_sums, du_sums, chunks.start, chunks.count, H, HV,
+            **options,
+        )  # fmt: skip
+        d_o = d_r
+    options["DELTA"] = delta
+    d_s, d_zs, d_v = torch.empty_like(s), torch.empty_like(zs), torch.empty_like(v)
+    starts = initial, z_initial, u_initial
+    d_starts = [None if x is None else torch.empty_like(x, dtype=torch.float32) for x in starts]
+    _launch(
+        state_gradients, (chunks.sequences * HV,), q_features, k_features, d_o, shares, dz_sums, du_sums,
+        beta, g, inverse, scores, d_s, d_zs, d_v, *d_starts, d_final, dz_final, du_final, chunks.bounds,
+        chunks.first, scale, H, HV, INITIAL=initial is not None, FINAL=d_final is not None, **options,
+    )  # fmt: skip
+    # One share by each half of the features, and the last by pairs within the chunk.
+    gates = (map.halves + 1, *v.shape[:3])
+    d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)
+    d_g = v.new_empty(gates if g is not None else (1, 0), dtype=torch.float32)
+    d_scores = torch.empty_like(scores)
+    d_keys = torch.empty_like(scores) if delta else d_scores
+    _launch(
+        pair_gradients, (chunks.total, HV), k_features, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys,
+        d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, **options,
+    )  # fmt: skip
+    inside = map.halves == 1 and map.name != "stored"  # the kernel undoes the map itself
+    options["MAP"] = map if inside else stored
+    inputs = (q, k) if inside else (q_features, k_features)
+    d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
+    _launch(
+        input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_den, d_v, beta, g, s, zs, d_s,
+        d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens, H, HV,
+        **options,
+    )  # fmt: skip
+    if HV > H:
+        d_q, d_k = (x.unflatten(2, (H, HV // H)).sum(3) for x in (d_q, d_k))
+    if not inside and map.name != "stored":
+        d_q, d_k, _, _ = unform(q, k, d_q, d_k, map)
+    gates = ((beta, d_beta.sum(0)), (g, d_g.sum(0)), *zip(starts, d_starts, strict=True))
+    return d_q, d_k, d_v, *(v.new_empty(0) if x is None else dx.to(x.dtype) for x, dx in gates)
+
+
+def _stored_halves(map: Map) -> int:
+    return map.halves if map.name == "stored" else 1
+
+
+def _count(positions: Tensor | None) -> int:
+    return 1 if positions is None else positions.numel()
+
+
+class _Chunkwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _gradients(_backward, ctx, *grads)
+
+
+_TENSORS, _FINALS = 10, slice(1, 4)  # of the inputs, and the states among the results
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.map, ctx.read, ctx.scale, _ = inputs
+    ctx.finals = [x.shape for x in output[_FINALS]]
+    ctx.mark_non_differentiable(*output[_FINALS.stop :])
+    ctx.set_materialize_grads(False)
+    o = output[0] if len(output[-1]) else output[-1]  # only a readout's backward looks at it
+    ctx.save_for_backward(*tensors, o, *output[_FINALS.stop :])
+
+
+def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors[:_TENSORS]
+    v, others = tensors[2], others[: len(ctx.finals)]
+    d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
+    if any(x is not None and x.numel() for x in others):  # all of them, or none
+        zeros = (v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals)
+        others = [zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)]
+    else:
+        others = [None] * len(ctx.finals)
+    grads = function(d_o, *others, *ctx.saved_tensors, ctx.map, ctx.read, ctx.scale)
+    grads = (None if x is None else dx for x, dx in zip(tensors, grads, strict=False))
+    return *grads, *[None] * 6
+
+
+# To torch.compile, forward and backward are one operator each. A map and a readout travel as text.
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? z_initial, "
+    "Tensor? u_initial, Tensor? positions, Tensor? cu_seqlens"
+)
+
+
+def _forward_text(*args):
+    *tensors, map, read, scale, final = args
+    return _forward(*tensors, Map.parse(map), Readout.parse(read), scale, final)
+
+
+def _backward_text(*args):
+    *tensors, map, read, scale = args
+    return _backward(*tensors, Map.parse(map), Readout.parse(read), scale)
+
+
+def _tensors(count: int) -> str:
+    return "(" + ", ".join(["Tensor"] * count) + ")"
+
+
+_forward_op = torch.library.custom_op(
+    "nalanda_kernels::chunkwise", _forward_text, mutates_args=(),
+    schema=f"({_INPUTS}, str map, str read, float scale, bool final) -> {_tensors(11)}",
+)  # fmt: skip
+_backward_op = torch.library.custom_op(
+    "nalanda_kernels::chunkwise_backward", _backward_text, mutates_args=(),
+    schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
+    "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
+    f"str map, str read, float scale) -> {_tensors(8)}",
+)  # fmt: skip
+
+
+@_forward_op.register_fake
+def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final):
+    map, read = Map.parse(map), Readout.parse(read)
+    (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
+    delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
+    BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
+    if cu_seqlens is None:
+        total, sequences = B * -(-T // BT), B
+    else:  # known only when the bounds are
+        total, sequences = torch.library.get_ctx().new_dynamic_size(), len(cu_seqlens) - 1
+
+    def made(*shape, there=True, dtype=torch.float32):
+        return v.new_empty(shape if there else (0, *shape[1:]), dtype=dtype)
+
+    last = sequences if final else 0
+    scores = made(total, HV, BT, BT, dtype=v.dtype)
+    return (
+        torch.empty_like(v),
+        made(last, HV, F, V), made(last, HV, F, there=mean), made(last, HV, V, there=mala),
+        scores, made(total, HV, F, V, dtype=v.dtype),
+        torch.empty_like(scores) if delta else v.new_empty(0),
+        torch.empty_like(v) if delta else v.new_empty(0),
+        made(total, HV, F, there=mean), made(total, HV, V, there=mala),
+        made(B, T, HV) if mean else made(0),
+    )  # fmt: skip
+
+
+@_backward_op.register_fake
+def _(d_o, d_final, dz_final, du_final, *args):
+    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[:8])
+
+
+_forward_op.register_autograd(
+    lambda ctx, *grads: _gradients(_backward_op, ctx, *grads), setup_context=_setup_context
+)
+
+
+def delta_rule(q, k, v, beta, g=None, **options) -> tuple[Tensor, Tensor | None]:
+    """The op of that name; see `nalanda.model.ops`."""
+    return _recurrence(q, k, v, beta, g, **options)
+
+
+def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]:
+    """The op of that name; see `nalanda.model.ops`."""
+    return _recurrence(q, k, v, None, g, **options)
+
+
+def normalized_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, feature_map=None, positions: Tensor,
+    magnitude: str | None = None, mirrored: bool = False, initial_state: Tensor | None = None,
+    initial_sum: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Linear attention whose weights are divided by their sum. With S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ,
+
+    z_t likewise of φ(k_t), r = φ(q)ᵀS, d = φ(q)ᵀz and D = d + 1e-6 t:  o = r/D (arXiv 2006.16236), or, with a
+    magnitude c_t, o = r/D + c (r − d · v̄_t), v̄ the mean value so far (MALA, arXiv 2507.00698).
+
+    Args:
+        q, k, v, g, feature_map, cu_seqlens: as in `nalanda.model.ops.linear_attention`; φ(q)·φ(k) ≥ 0.
+        positions: int64 `[1 or B, T]`, each token's place in its sequence, from 0: t is one more.
+        magnitude: None, or c_t: "code", K^-½/t with the K of q as it comes; "inverse_t", 1/t; "literal", 1.
+        mirrored: v's heads are twice those of q, and odd ones are read by q's features with their halves
+            swapped (PolaFormer, arXiv 2501.15061).
+        initial_state: `[N, HV, F, V + 1]`, S and beside it z; zero by default.
+        initial_sum: `[N, HV, 1, V]`, Σv; with a magnitude, it comes with initial_state.
+        output_final_state: whether to return both after each sequence's last token.
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of q and v (fp32 for fp16: sums leave its range), and the final state
+        and Σv in fp32, or None.
+
+    Raises:
+        Unsupported: float64, V > 256, more than 512 features, a decay by key channel or under a magnitude.
+    """
+    if g is not None and magnitude is not None:
+        raise Unsupported("a decay under a magnitude")
+    starts: list[Tensor | None] = [None] * 3
+    if initial_state is not None:
+        starts[:2] = initial_state[..., :-1].float(), initial_state[..., -1].float()
+        if magnitude is not None:
+            assert initial_sum is not None, "a state without the sum of v"
+            starts[2] = initial_sum.squeeze(2).float()
+    half = torch.float16 in (q.dtype, v.dtype)
+    root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
+    read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
+    o, *found = _chunkwise(
+        q, k, v.float() if half else v, None, g, starts, positions, cu_seqlens, feature_map, None, read, 1.0,
+        output_final_state,
+    )  # fmt: skip
+    if not output_final_state:
+        return o, None, None
+    state, z, total = found
+    return o, torch.cat([state, z[..., None]], -1), None if magnitude is None else total[:, :, None]
+
+
+def _recurrence(
+    q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
+    output_final_state=False, cu_seqlens=None, chunk_size=64,
+):  # fmt: skip
+    """Either op; beta None is linear attention. The chunk's length is the table's, whatever was asked for."""
+    o, state, *_ = _chunkwise(
+        q, k, v, beta, g, (initial_state, None, None), None, cu_seqlens, feature_map, qk_norm, Readout(),
+        scale, output_final_state,
+    )  # fmt: skip
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _chunkwise(
+    q, k, v, beta, g, starts, positions, cu_seqlens, feature_map, qk_norm, read, scale, final
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o and the final S, z and Σv. starts: these before the first token."""
+    dtype = torch.promote_types(q.dtype, v.dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise Unsupported(f"{dtype} inputs")
+    if g is not None and g.ndim == 4:
+        raise Unsupported("a decay for each key channel")
+    if v.shape[3] > 256:
+        raise Unsupported(f"V = {v.shape[3]} > 256")
+    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored)
+    features = q.shape[3] * (1 if map.name == "stored" else map.halves)
+    scale = features**-0.5 if scale is None else float(scale)
+    if starts[0] is not None and starts[0].shape[2] != features:
+        has = starts[0].shape[2]
+        raise ValueError(f"initial_state has K = {has}, but q and k have {features} features after their map")
+    tensors = (q, k, v.to(dtype), beta, g, *starts, positions)
+    tensors = (x if x is None else x.contiguous() for x in tensors)
+    if torch.compiler.is_compiling():
+        return _forward_op(*tensors, cu_seqlens, map.text(), read.text(), scale, final)[:4]
+    return _Chunkwise.apply(*tensors, cu_seqlens, map, read, scale, final)[:4]
+
+
+def _prepared(
+    q: Tensor, k: Tensor, feature_map, qk_norm: str | None, mirrored: bool = False
+) -> tuple[Tensor, Tensor, Map]:
+    """q and k as the kernels read them: raw, if these can form the features, and else those, "stored".
+
+    mirrored: the features must be two halves.
+    """
+    try:
+        map, parameters = describe(feature_map, qk_norm, q.shape[3])
+        if parameters:
+            q, k = map_features(q, k, feature_map, qk_norm)
+    except Unsupported:
+        map, parameters = Map(), ()
+        q, k = checkpoint(_mapped, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+    K = q.shape[3]
+    if parameters or map == Map():
+        halves = 1 if K <= 256 and not mirrored else 2
+        if K % halves or K > 512:
+            raise Unsupported(f"{K} features a head")
+        return q, k, Map("stored", halves=halves)
+    if K > 256:
+        raise Unsupported(f"K = {K} > 256")
+    return q, k, map
+
+
+def _mapped(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> list[Tensor]:
+    """Features by the map's own code, in fp32 with one cast."""
+    found = feature_map(q.float(), k.float()) if feature_map is not None else (q.float(), k.float())
+    if qk_norm == "l2":
+        found = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in found]
+    return [x.to(q.dtype) for x in found]
