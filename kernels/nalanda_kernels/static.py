@@ -74,6 +74,8 @@ CASES = {
     "deltanet fp32": Case(**DELTA, K=128, V=128, H=8, map="silu", dtype=torch.float32),
     "nala_deltanet": Case(**DELTA, K=128, V=128, H=8, map="nala"),
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
+    "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
+    "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
     "linear_attention sums": Case("normalized_attention", 128, 128, 8, map="elu1"),
     "mala sums": Case("normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)),
     "nala sums": Case("normalized_attention", 128, 128, 8, map="nala"),

@@ -297,7 +297,7 @@ def normalized_attention(
         and Σv in fp32, or None.
 
     Raises:
-        Unsupported: float64, V > 256, more than 512 features, a decay by key channel or under a magnitude.
+        Unsupported: float64, more than 512 features, a decay by key channel or under a magnitude.
     """
     if g is not None and magnitude is not None:
         raise Unsupported("a decay under a magnitude")
@@ -341,8 +341,6 @@ def _chunkwise(
         raise Unsupported(f"{dtype} inputs")
     if g is not None and g.ndim == 4:
         raise Unsupported("a decay for each key channel")
-    if v.shape[3] > 256:
-        raise Unsupported(f"V = {v.shape[3]} > 256")
     q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored)
     features = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = features**-0.5 if scale is None else float(scale)
@@ -361,19 +359,21 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Map]:
     """q and k as the kernels read them: raw, if these can form the features, and else those, "stored".
 
-    mirrored: the features must be two halves.
+    More than 128 are two halves: one tile of them would fill a program's registers. mirrored: they must be.
     """
     try:
         map, parameters = describe(feature_map, qk_norm, q.shape[3])
-        if parameters:
+        wide = map.halves == 1 and q.shape[3] > 128
+        if parameters or (wide and map != Map()):
             q, k = map_features(q, k, feature_map, qk_norm)
+            map = Map()
     except Unsupported:
-        map, parameters = Map(), ()
+        map = Map()
         q, k = checkpoint(_mapped, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
     K = q.shape[3]
-    if parameters or map == Map():
-        halves = 1 if K <= 256 and not mirrored else 2
-        if K % halves or K > 512:
+    if map == Map():
+        halves = 2 if mirrored or (K > 128 and K % 2 == 0) else 1
+        if K % halves or K > 512 or K // halves > 256:
             raise Unsupported(f"{K} features a head")
         return q, k, Map("stored", halves=halves)
     if K > 256:

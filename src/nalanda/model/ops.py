@@ -14,6 +14,7 @@ Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their featur
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -236,7 +237,9 @@ def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | No
 def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     """What a kernel for tensors as x makes of the call; None where the torch path is to do it."""
     if _kernels is not None:
-        return _kernels.serve(op, backend, x.device.type, *inputs, **options)
+        # A kernel runs on the current device, which is not that of x where a model is spread over several.
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            return _kernels.serve(op, backend, x.device.type, *inputs, **options)
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend={backend!r} needs nalanda_kernels: choose one of auto, torch")
     return None
