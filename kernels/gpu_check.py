@@ -845,6 +845,7 @@ def one_line(row: Values) -> str:
 
 def write(file: Path, text: str) -> None:
     """A machine may be taken back at any moment: the file is whole, old or new."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)
