@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -216,7 +217,7 @@ def show(rows: dict[str, dict]) -> None:
 
     table = Table(box=box.SIMPLE, title="bytes by token and head, bf16")
     for name in ("case", "K → features", "V", "pass"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("floor", "ours", "peer", "ours / peer"):
         table.add_column(name, justify="right")
     for name, row in rows.items():
@@ -227,9 +228,11 @@ def show(rows: dict[str, dict]) -> None:
             shown = ["–" if x is None else f"{x:,.0f}" for x in (row["floor"][part], mine, theirs)]
             ratio = f"{mine / theirs:.0%}" if mine and theirs else "–"
             table.add_row(*first, part, *shown, ratio, end_section=i == 1)
-    Console().print(table)
-    print("peer: flash-linear-attention's kernels with the blocks of sm_90, NaLa's map counted as the least")
-    print("that a pass of its own moves (forward K + 2K, backward 2K + 2K, for q and k each)")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    print(
+        "both with their blocks for sm_90; peer: flash-linear-attention's kernels, NaLa's map counted as the"
+    )
+    print("least that a pass of its own moves (forward K + 2K, backward 2K + 2K, for q and k each)")
 
 
 def measure(names: list[str], with_peer: bool = False) -> dict[str, dict]:
