@@ -5,15 +5,13 @@ to every input. Anything that they cannot do, or would do wrong, is `Unsupported
 """
 
 import functools
-import itertools
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from nalanda_kernels import Unsupported, serve
+from nalanda_kernels.triton.common import bounds_of, map_in_torch
 
-EPS = 1e-6  # inside the root of the L2 norm, where theirs is too
 WIDEST = 256  # features of a key that their delta rule's kernels hold
 
 
@@ -135,26 +133,11 @@ def _no_autocast(x: Tensor):
 
 
 def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k), normed, in fp32 with one cast: a pass of its own, in our kernel where that can.
-
-    In torch it is computed again in the backward, because what it would keep is much.
-    """
+    """φ(q) and φ(k), normed, in fp32 with one cast: a pass of its own, in our kernel where that can."""
     if feature_map is None and qk_norm is None:
         return q, k
-    options = {"feature_map": feature_map, "qk_norm": qk_norm}
-    if (served := serve("map_features", "auto", q.device.type, q, k, **options)) is not None:
-        return served
-    if torch.is_grad_enabled() and q.device.type != "cpu":
-        return checkpoint(_features, q, k, **options, use_reentrant=False, preserve_rng_state=False)
-    return _features(q, k, **options)
-
-
-def _features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
-    wide = q.float(), k.float()
-    phi = wide if feature_map is None else feature_map(*wide)
-    if qk_norm == "l2":
-        phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in phi)
-    return phi[0].to(q.dtype), phi[1].to(q.dtype)
+    served = serve("map_features", "auto", q.device.type, q, k, feature_map, qk_norm)
+    return map_in_torch(q, k, feature_map, qk_norm) if served is None else served
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,9 +157,7 @@ def _options(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict
     }
     if cu_seqlens is None:
         return options
-    bounds = tuple(cu_seqlens.tolist())
-    if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {q.shape[1]} tokens of the row")
+    bounds = bounds_of(cu_seqlens, q.shape[1])
     here, there = _bounds(bounds, q.device)
     return options | {"cu_seqlens": there, "cu_seqlens_cpu": here}
 

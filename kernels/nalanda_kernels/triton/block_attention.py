@@ -153,11 +153,10 @@ def _launch(
     chunks = chunks_of((B, T), cu_seqlens, options["SPAN"], like.device)
     if chunks.total * H == 0:
         return
-    with torch.cuda.device_of(like):
-        kernel[(chunks.total * H,)](
-            *tensors, chunks.start, chunks.count, scale, H,
-            SOFTMAX=softmax, BLOCK=block_size, K=K, V=V, PREC=PRECISION, num_stages=1, **options,
-        )  # fmt: skip
+    kernel[(chunks.total * H,)](
+        *tensors, chunks.start, chunks.count, scale, H,
+        SOFTMAX=softmax, BLOCK=block_size, K=K, V=V, PREC=PRECISION, num_stages=1, **options,
+    )  # fmt: skip
 
 
 def _forward(

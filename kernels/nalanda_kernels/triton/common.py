@@ -9,13 +9,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-BLOCKS = (
-    "NALANDA_BLOCKS"  # a file like blocks.json beside this one, as `nalanda bench kernels --tune` writes it
-)
+BLOCKS = "NALANDA_BLOCKS"  # names a file like blocks.json, as `nalanda bench kernels --tune` writes it
 
 
 # ------------------------------------------------------------------------------------- where the chunks lie
+
+
+def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """The bounds as integers. Raises ValueError where they do not rise from 0 to `length`."""
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row")
+    return bounds
 
 
 class Chunks(NamedTuple):
@@ -47,16 +54,15 @@ def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, devi
     Raises ValueError where these do not rise from 0 to T.
     """
     batch, length = shape
-    if cu_seqlens is None:
-        return _chunks(batch, length, None, size, device)
-    bounds = tuple(cu_seqlens.tolist())
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row")
-    return _chunks(batch, length, bounds, size, device)
+    bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
+    return chunks_between(batch, length, bounds, size, device)
 
 
 @functools.lru_cache(maxsize=32)  # every layer asks for the same, forward and backward
-def _chunks(batch: int, length: int, bounds: tuple[int, ...] | None, size: int, device) -> Chunks:
+def chunks_between(
+    batch: int, length: int, bounds: tuple[int, ...] | None, size: int, device: torch.device
+) -> Chunks:
+    """`chunks_of`, for bounds that are known to rise from 0 to `length`."""
     cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
     lengths = cu.diff()
     first = torch.cat([torch.zeros(1, dtype=torch.int64), ((lengths + size - 1) // size).cumsum(0)])
@@ -106,6 +112,27 @@ def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -
 
 def _number(arch: str) -> int:
     return int(arch.lstrip("smgfx_"), 16 if arch.startswith("gfx") else 10)
+
+
+# --------------------------------------------------------------------------------- maps that no kernel forms
+
+
+def map_in_torch(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k), normed, by the map's own code, in fp32 with one cast to the dtype of q.
+
+    Computed again in the backward, because what it would keep is much.
+    """
+    if torch.is_grad_enabled() and q.device.type != "cpu":
+        return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+    return _map(q, k, feature_map, qk_norm)
+
+
+def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+    wide = q.float(), k.float()
+    phi = wide if feature_map is None else feature_map(*wide)
+    if qk_norm == "l2":
+        phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in phi)
+    return phi[0].to(q.dtype), phi[1].to(q.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ precision

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.chunk import (
@@ -16,7 +15,7 @@ from nalanda_kernels.triton.chunk import (
     state_gradients,
     states,
 )
-from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, power_of_two
+from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, map_in_torch, power_of_two
 from nalanda_kernels.triton.feature_maps import Map, describe, form, map_features, unform
 
 # Whose programs take one block of V each; others loop over them.
@@ -369,7 +368,7 @@ def _prepared(
             map = Map()
     except Unsupported:
         map = Map()
-        q, k = checkpoint(_mapped, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+        q, k = map_in_torch(q, k, feature_map, qk_norm)
     K = q.shape[3]
     if map == Map():
         halves = 2 if mirrored or (K > 128 and K % 2 == 0) else 1
@@ -379,11 +378,3 @@ def _prepared(
     if K > 256:
         raise Unsupported(f"K = {K} > 256")
     return q, k, map
-
-
-def _mapped(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> list[Tensor]:
-    """Features by the map's own code, in fp32 with one cast."""
-    found = feature_map(q.float(), k.float()) if feature_map is not None else (q.float(), k.float())
-    if qk_norm == "l2":
-        found = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in found]
-    return [x.to(q.dtype) for x in found]

@@ -7,7 +7,6 @@ formed again from x. The gradient of the state is the same sum at the W − 1 pl
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
-from nalanda_kernels.triton.common import power_of_two
+from nalanda_kernels.triton.common import bounds_of, chunks_between, power_of_two
 
 SIZE = 64  # tokens a program reads: dweight's partial sums are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -176,26 +175,17 @@ class Places(NamedTuple):
 def places_of(x: Tensor, cu_seqlens: Tensor | None) -> Places:
     """For x `[B, T, D]`. Raises ValueError where cu_seqlens do not rise from 0 to T."""
     batch, length, _ = x.shape
-    if cu_seqlens is None:
-        return _places(batch, length, None, x.device)
-    bounds = tuple(cu_seqlens.tolist())
-    if (
-        batch != 1
-        or bounds[0] != 0
-        or bounds[-1] != length
-        or any(a > b for a, b in itertools.pairwise(bounds))
-    ):
+    if cu_seqlens is not None and batch != 1:
         raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of one row")
+    bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
     return _places(batch, length, bounds, x.device)
 
 
 @functools.lru_cache(maxsize=32)  # every layer asks for the same, forward and backward
 def _places(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Places:
-    cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
-    blocks = (cu.diff() + SIZE - 1) // SIZE
-    n = torch.arange(len(blocks)).repeat_interleave(blocks)
-    start = cu[n] + SIZE * (torch.arange(len(n)) - (blocks.cumsum(0) - blocks)[n])
-    table = torch.stack([n, cu[n], cu[n + 1], start], 1)
+    start, count, cu, first = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
+    n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
+    table = torch.stack([n, cu[n], start + count, start], 1)
     return Places(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
 
 
@@ -215,8 +205,7 @@ def _launch(kernel, name: str, rows: int, weight: Tensor, silu: bool, *tensors, 
     D, W = weight.shape
     tiles = _tiles(name, D, W, silu)
     grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), triton.cdiv(D, tiles["BD"]))
-    with torch.cuda.device_of(weight):
-        kernel[grid](*tensors, D=D, W=W, SILU=silu, **options, **tiles)
+    kernel[grid](*tensors, D=D, W=W, SILU=silu, **options, **tiles)
 
 
 def _forward(
