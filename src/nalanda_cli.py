@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed beside a peer's.", no_args_is_help=True)
 app.add_typer(bench, name="bench", rich_help_panel=None)
+data = typer.Typer(help="Tokenise a corpus once, and check what came of it.", no_args_is_help=True)
+app.add_typer(data, name="data", rich_help_panel=None)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe's file, or the name of one that ships with Nalanda")]
 Overrides = Annotated[
@@ -47,8 +49,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def eval(
     models: Annotated[
-        list[str], typer.Argument(help="checkpoint directories or hub ids; they make one table")
-    ],
+        list[str] | None, typer.Argument(help="checkpoint directories or hub ids; they make one table")
+    ] = None,
     tasks: Annotated[
         str,
         typer.Option(
@@ -58,6 +60,9 @@ def eval(
     ] = "table4",
     data: Annotated[
         str | None, typer.Option(help="directory with the tasks' data, for use without the hub")
+    ] = None,
+    fetch: Annotated[
+        str | None, typer.Option(help="download the tasks' data into this directory, for --data; no scores")
     ] = None,
     limit: Annotated[float | None, typer.Option(help="documents a task, or a share of them below 1")] = None,
     batch_size: Annotated[int, typer.Option(help="requests scored together; changes no result")] = 8,
@@ -77,9 +82,14 @@ def eval(
     from nalanda_eval.report import show
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if fetch is not None:
+        from nalanda_eval.sources import fetch as fetch_tasks
+
+        fetch_tasks(names, fetch)
+        return
     show(
         evaluate(
-            models,
+            models or [],
             names,
             data=data,
             limit=limit,
@@ -132,12 +142,15 @@ def info(
     ] = None,
     overrides: Overrides = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
+    device: Annotated[
+        str, typer.Option(help="a process's, for the time: here, cpu, or a GPU such as H100")
+    ] = "here",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a recipe comes to.
 
-    Parameters, FLOPs, state, memory, steps and tokens; nothing is allocated. Without a recipe: tables of the
-    recipes that ship, the token mixers and the feature maps.
+    Parameters, FLOPs, state, memory, steps, tokens and time; nothing is allocated. Without a recipe: tables
+    of the recipes that ship, the token mixers and the feature maps.
     """
     import json
 
@@ -148,8 +161,66 @@ def info(
         found = {"recipes": tables.recipes(), "mixers": tables.mixers(), "feature_maps": tables.maps()}
         print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.show()
         return
-    figures = info(recipe, overrides or [], processes)
+    figures = info(recipe, overrides or [], processes, device=device)
     print(json.dumps(figures, indent=1)) if as_json else show(figures)
+
+
+@app.command()
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's folder, or a step-N in it")
+    ],
+    out: Annotated[str, typer.Argument(help="the folder to make")],
+    step: Annotated[int | None, typer.Option(help="of the run; by default its newest checkpoint")] = None,
+) -> None:
+    """Write a checkpoint as a model folder.
+
+    Plain safetensors with config, code, tokenizer, recipe and model card, as transformers and the hub have
+    them; of a sharded checkpoint as well.
+    """
+    from pathlib import Path
+
+    from nalanda.export import export
+
+    print(export(Path(run), Path(out), step=step))
+
+
+@app.command()
+def runs(
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="where the runs are")] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
+) -> None:
+    """List the runs of a directory.
+
+    With model, step, loss, speed and state, what changed last first.
+    """
+    from nalanda.runs import overview, show, to_json
+
+    found = overview(directory)
+    print(to_json(found)) if as_json else show(found)
+
+
+@app.command()
+def plot(
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs")],
+    output: Annotated[
+        str | None, typer.Option(help="the picture; default: loss.png in the run, or here for several")
+    ] = None,
+    x: Annotated[str, typer.Option(help="tokens, steps or hours of training")] = "tokens",
+    smooth: Annotated[bool, typer.Option(help="draw running means over the raw losses")] = True,
+) -> None:
+    """Draw runs' loss curves into one picture.
+
+    Training and validation; the legend tells in what the runs differ.
+    """
+    from pathlib import Path
+
+    from nalanda.runs import plot
+
+    if x not in ("tokens", "steps", "hours"):
+        raise typer.BadParameter("choose tokens, steps or hours", param_hint="--x")
+    png = output or (Path(folders[0]) / "loss.png" if len(folders) == 1 else "loss.png")
+    print(plot(folders, png, x=x, smooth=smooth))
 
 
 @app.command()
@@ -192,6 +263,111 @@ def analyze(
             trust_remote_code=trust_remote_code,
         )
     show(*found)
+
+
+@data.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE_OR_RECIPE",
+            help="a directory, file, glob, hub dataset or python; or a recipe, for its data and tokenizer",
+        ),
+    ],
+    output: Annotated[str, typer.Argument(help="directory of the prepared set; name it as data.source")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="a directory, hub id or file; by default one is trained")
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option("--train", help="the tokenizer to train on the documents: bpe or words")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="of the trained tokenizer")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; by default one a core")] = None,
+    shard_mb: Annotated[
+        int | None, typer.Option(min=1, help="input of a shard in MiB; by default a 64th of it, 1 to 256")
+    ] = None,
+    validation_share: Annotated[
+        float | None, typer.Option(help="documents held out where the source has no validation part")
+    ] = None,
+    text_field: Annotated[str | None, typer.Option(help="where a record has its text")] = None,
+    source_field: Annotated[
+        str | None, typer.Option(help="where a record names its source; a dot leads into a field")
+    ] = None,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="in front of every document")] = None,
+    eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="behind every document")] = None,
+    executor: Annotated[
+        str | None, typer.Option(help="datatrove's: local, slurm or ray, in place of --workers")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="of the executor, each with its part of the shards")] = 1,
+    logs: Annotated[str | None, typer.Option(help="the executor's; by default OUTPUT-logs")] = None,
+    slurm_partition: Annotated[str | None, typer.Option(help="where the tasks run")] = None,
+    slurm_time: Annotated[str, typer.Option(help="limit of a task")] = "24:00:00",
+    slurm_arg: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for sbatch; may be given many times")
+    ] = None,
+) -> None:
+    """Tokenise a corpus into token shards.
+
+    Once, in parallel, before training. Run it again after an interruption: what is finished stays. The bytes
+    are the same whatever the number of workers, tasks or machines.
+    """
+    from nalanda.prepare import command
+
+    chosen = {
+        "validation_share": validation_share,
+        "text_field": text_field,
+        "source_field": source_field,
+        "bos": bos,
+        "eos": eos,
+    }
+    command(
+        source,
+        output,
+        tokenizer={"path": tokenizer, "train": train, "vocab_size": vocab_size},
+        data={key: value for key, value in chosen.items() if value is not None},
+        workers=workers,
+        shard_mb=shard_mb,
+        executor=executor,
+        tasks=tasks,
+        logs=logs,
+        slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
+    )
+
+
+@data.command()
+def inspect(
+    directory: Annotated[str, typer.Argument(help="a prepared set")],
+    verify: Annotated[bool, typer.Option("--verify", help="all SHA-256 sums, not the sizes alone")] = False,
+    show: Annotated[int, typer.Option(min=0, help="print the beginning of so many documents")] = 0,
+) -> None:
+    """Print what a prepared set holds, and check it."""
+    from nalanda.prepared import inspect
+
+    inspect(directory, verify=verify, samples=show)
+
+
+@data.command()
+def fetch(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    to: Annotated[
+        str, typer.Option("--to", help="the directory to fill; then set offline: DIR in the recipe")
+    ] = "",
+    max_shards: Annotated[
+        int | None, typer.Option(min=1, help="files of each split, at most; for a part of a large dataset")
+    ] = None,
+) -> None:
+    """Download what a recipe needs, for machines without a network.
+
+    The tokenizer, the dataset's files, shards that have a URL, the model to start from. Run it again after an
+    interruption: what is there stays.
+    """
+    from nalanda.config import load_config
+    from nalanda.fetch import fetch
+
+    if not to:
+        raise typer.BadParameter("name the directory to fill: --to DIR")
+    fetch(load_config(recipe, overrides or []), to, max_shards=max_shards)
 
 
 @bench.callback()
@@ -253,10 +429,10 @@ def main() -> None:
         app()
     except ValueError as error:
         # The module that knows InputError costs an import of the package; by now whoever raised it has paid.
-        if type(error).__name__ != "InputError":
+        if not hasattr(error, "exit_code"):
             raise
         typer.echo(f"nalanda: {error}", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -22,9 +22,20 @@ import zstandard
 from pyarrow import parquet
 
 from nalanda import corpus, data
-from nalanda.corpus import DocumentStream, open_corpus, python_documents, split_families, without_copies
-from nalanda.data import DataConfig, PackedBatches, TokenizerConfig, build_tokenizer, check_vocabulary
+from nalanda.corpus import (
+    Document,
+    DocumentStream,
+    Fields,
+    open_corpus,
+    python_documents,
+    split_families,
+    without_copies,
+)
+from nalanda.data import DataConfig, PackedBatches
 from nalanda.errors import InputError
+from nalanda.tokenizer import TokenizerConfig, build_tokenizer, check_vocabulary
+
+FIELDS = Fields("text", "meta.redpajama_set_name")
 
 
 def ragged_texts(count: int, seed: int = 0) -> list[str]:
@@ -56,7 +67,7 @@ def write_parquet(path: Path, texts: list[str]) -> Path:
 
 def read_all(source, split: str = "train", **settings) -> list[str]:
     config = DataConfig(source=str(source), validation_share=1e-9, **settings)
-    return sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+    return sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +171,15 @@ def test_single_leftover_token_is_a_segment_without_label(tmp_path, byte_tokeniz
 
 def test_every_document_once_an_epoch_in_a_new_order(byte_tokenizer, shards):
     stream = DocumentStream(open_corpus(shards, "train"), seed=3, buffer_size=7, epochs=2)
-    texts = list(stream)
+    texts = list(stream.texts())
     first, second = texts[:60], texts[60:]
     assert sorted(first) == sorted(second) == sorted(ragged_texts(60))
     assert first != second
     assert first != sorted(first)
     again = DocumentStream(open_corpus(shards, "train"), seed=3, buffer_size=7, epochs=2)
     other = DocumentStream(open_corpus(shards, "train"), seed=4, buffer_size=7, epochs=2)
-    assert list(again) == texts
-    assert list(other) != texts
+    assert list(again.texts()) == texts
+    assert list(other.texts()) != texts
 
 
 def test_every_token_once_an_epoch(byte_tokenizer, shards):
@@ -455,11 +466,56 @@ def test_shards_are_read_whole_and_from_any_row(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     _ = write_parquet(path, texts) if suffix == ".parquet" else write_jsonl(path, texts)
     assert read_all(path) == sorted(texts)
-    shard = corpus.FileShard(path, path.name, "text")
+    shard = corpus.FileShard(path, path.name, FIELDS)
     for cursor in (0, 1, 13, 14, 39, 40):
         rest = list(shard.read(cursor))
-        assert [text for text, _ in rest] == texts[cursor:]
+        assert [document.text for document, _ in rest] == texts[cursor:]
         assert [row for _, row in rest] == list(range(cursor + 1, 41))
+
+
+SOURCES = ["Wikipedia", "Github", "", "Book", "Wikipedia", "", "ArXiv"]
+
+
+def write_with_sources(path: Path, how: str, texts: list[str]) -> Path:
+    """`meta.redpajama_set_name` says where a text is from; where SOURCES is blank, there is no such field."""
+    sources = itertools.cycle(SOURCES)
+    records = [
+        {"text": text, **({"meta": {"redpajama_set_name": name}} if (name := next(sources)) else {})}
+        for text in texts
+    ]
+    if how == "parquet":
+        kind = pyarrow.struct([("redpajama_set_name", pyarrow.string()), ("n", pyarrow.int64())])
+        table = pyarrow.table(
+            {"text": texts, "meta": pyarrow.array([record.get("meta") for record in records], kind)}
+        )
+        parquet.write_table(table, path, row_group_size=3)
+        return path
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(zstandard.compress(content) if how == "jsonl.zst" else content)
+    return path
+
+
+@pytest.mark.parametrize("how", ["jsonl", "jsonl.zst", "parquet"])
+def test_a_document_knows_its_source(tmp_path, how):
+    texts = ragged_texts(20)
+    path = write_with_sources(tmp_path / f"a.{how}", how, texts)
+    expected = list(map(Document, texts, itertools.cycle(SOURCES)))
+    assert [document for document, _ in corpus.FileShard(path, path.name, FIELDS).read(None)] == expected
+    other = corpus.FileShard(path, path.name, Fields("text", "set"))
+    assert [document for document, _ in other.read(15)] == [Document(text) for text in texts[15:]]
+
+    config = DataConfig(source=str(path), validation_share=1e-9)
+    stream = DocumentStream(open_corpus(config, "train"), seed=2, buffer_size=6, epochs=1)
+    whole = list(stream)
+    assert sorted(whole) == sorted(expected)
+    stream.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
+    begun = list(itertools.islice(stream, 5))
+    state = through_json(stream.state_dict())
+    assert len(state["buffer"]) == 6
+    resumed = DocumentStream(open_corpus(config, "train"), seed=2, buffer_size=6, epochs=1)
+    resumed.load_state_dict(state)
+    assert begun + list(resumed) == whole != expected
+    assert all(isinstance(document, Document) for document in whole)
 
 
 def test_lines_longer_than_a_chunk(tmp_path):
@@ -604,7 +660,7 @@ def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):
 
     def part(split: str) -> list[str]:
         config = DataConfig(source=str(tmp_path), validation_share=0.2)
-        return list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+        return list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
 
     train, validation = part("train"), part("validation")
     assert len(train) + len(validation) == 500
@@ -619,7 +675,7 @@ def test_validation_source(tmp_path):
     own = write_jsonl(tmp_path / "b.jsonl", ["three"])
     config = DataConfig(source=str(train), validation_source=str(own), validation_share=0.99)
     parts = [
-        sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1))
+        sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
         for split in ("train", "validation")
     ]
     assert parts == [["one", "two"], ["three"]]
@@ -652,7 +708,7 @@ def test_hub_datasets_resume_exactly(tmp_path, byte_tokenizer, monkeypatch, stre
         validation_share=0.2,
     )
     parts = [
-        list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=3, epochs=1))
+        list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=3, epochs=1).texts())
         for split in ("train", "validation")
     ]
     assert sorted(parts[0] + parts[1]) == texts
@@ -819,7 +875,7 @@ def test_trained_tokenizer_is_deterministic_and_reloaded(tmp_path, prose, monkey
     assert tokenizer.decode(ids[1:]) == text
     assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
 
-    monkeypatch.setattr(data, "_train_bpe", None)  # not called again
+    monkeypatch.setattr("nalanda.tokenizer._train_bpe", None)  # not called again
     reloaded = build_tokenizer(config, prose, tmp_path / "run" / "tokenizer")
     assert reloaded(text) == tokenizer(text)
     for path in (tmp_path / "again", tmp_path / "again" / "tokenizer.json"):
@@ -877,7 +933,7 @@ def test_only_words_have_no_size_of_their_own():
 def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(data, "BPE_SAMPLE", 1)  # all words count
+    monkeypatch.setattr("nalanda.tokenizer.BPE_SAMPLE", 1)  # all words count
     config = TokenizerConfig(train="words")
     tokenizer = build_tokenizer(config, lines, tmp_path / "run" / "tokenizer")
     build_tokenizer(config, lines, tmp_path / "again")
@@ -887,7 +943,7 @@ def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.bos_token is tokenizer.pad_token is None
 
-    monkeypatch.setattr(data, "_train_words", None)  # not called again
+    monkeypatch.setattr("nalanda.tokenizer._train_words", None)  # not called again
     for loaded in (
         build_tokenizer(config, lines, tmp_path / "run" / "tokenizer"),
         AutoTokenizer.from_pretrained(tmp_path / "again"),
@@ -915,7 +971,7 @@ def test_word_tokenizer_puts_bos_in_front_where_the_data_does(tmp_path, lines):
 def test_sentencepiece_models(tmp_path, prose):
     import sentencepiece
 
-    texts = list(DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1))
+    texts = list(DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1).texts())
 
     def train(name: str, **options) -> str:
         sentencepiece.SentencePieceTrainer.train(
@@ -1024,6 +1080,7 @@ def test_a_process_that_stops_in_the_middle_ends_at_once(shards, byte_tokenizer,
         package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parent)!r}]
         sys.modules["nalanda"] = package
         from nalanda.data import *
+        from nalanda.tokenizer import *
         data = DataConfig(source={shards.source!r}, seq_len=16)
         tokenizer = build_tokenizer(TokenizerConfig(path={str(tmp_path / "tokenizer")!r}), data, "unused")
         batches = PackedBatches(data, tokenizer, split="train", batch_size=2)

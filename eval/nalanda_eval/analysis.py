@@ -22,11 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from nalanda.baselines import token_mixers
 from nalanda.config import load_config
 from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
-from nalanda.data import DataConfig, build_tokenizer
+from nalanda.data import DataConfig
 from nalanda.errors import InputError
 from nalanda.generate import bos_token, load
 from nalanda.metrics import versions
 from nalanda.model import build_feature_map
+from nalanda.tokenizer import build_tokenizer
 from nalanda.train import build_model
 from nalanda_eval.figures import draw
 
@@ -324,7 +325,9 @@ def text_rows(
     if text is None or text.endswith(SUFFIXES):
         # A file is its own validation source: nothing of it is left out.
         data = DataConfig(source=text or "python", validation_source=text)
-        documents = DocumentStream(open_corpus(data, "validation"), seed=seed, buffer_size=0, epochs=1)
+        documents = DocumentStream(
+            open_corpus(data, "validation"), seed=seed, buffer_size=0, epochs=1
+        ).texts()
     else:
         try:
             documents = [Path(text).expanduser().read_text(encoding="utf-8")]

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.machinery import BuiltinImporter, ExtensionFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nalanda.errors import InputError
 
@@ -31,7 +32,22 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 FOLDERS = ("train", "validation", "test")  # what the parts of a directory are called
-DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
+
+
+class Document(NamedTuple):
+    text: str
+    source: str = ""  # which part of a mixture it is from, where the corpus says so
+
+
+class Fields(NamedTuple):
+    """Where a record has what a document needs; a dot leads into a field."""
+
+    text: str
+    source: str
+
+    @staticmethod
+    def of(data: DataConfig) -> Fields:
+        return Fields(data.text_field, data.source_field)
 
 
 class Shard(Protocol):
@@ -47,7 +63,7 @@ class Shard(Protocol):
         """Whether the shard is one document, so that to shuffle shards is to shuffle documents."""
         ...
 
-    def read(self, cursor: Any) -> Iterator[tuple[str, Any]]:
+    def read(self, cursor: Any) -> Iterator[tuple[Document, Any]]:
         """Documents behind `cursor` (None: from the beginning), each with the cursor that lies behind it."""
         ...
 
@@ -75,6 +91,8 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
     Raises:
         InputError: nothing is there, or it is not in a form that can be read.
     """
+    if data.mixture and not (split == "validation" and data.validation_source):
+        return Corpus([MixtureShard(data, split)])
     source = data.validation_source if data.validation_source and split == "validation" else data.source
     shards, separate = _open(data, source, split)
     separate = separate or bool(data.validation_source)
@@ -111,7 +129,7 @@ class DocumentStream:
         InputError: an epoch has no document, or a shard cannot be read.
     """
 
-    def __init__(self, corpus: Corpus, *, seed: int, buffer_size: int, epochs: int | None):
+    def __init__(self, corpus: Corpus, *, seed: int | str, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
         self.permuted = all(shard.single for shard in corpus.shards)  # to order shards is to order documents
         self.ordered = corpus.ordered
@@ -125,45 +143,48 @@ class DocumentStream:
             "shard": self.shard,  # in this epoch's order
             "cursor": self.cursor,  # in the shard
             "documents": self.documents,  # given in this epoch
-            "buffer": list(self.buffer),
+            "buffer": [list(document) for document in self.buffer],
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
-        self.documents, self.buffer = state["documents"], list(state["buffer"])
+        self.documents, self.buffer = state["documents"], [Document(*pair) for pair in state["buffer"]]
 
     @property
     def ended(self) -> bool:
         return self.epochs is not None and self.epoch >= self.epochs
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         while not self.ended:
             yield from self.rest_of_epoch()
 
-    def rest_of_epoch(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
+        return (document.text for document in self)
+
+    def rest_of_epoch(self) -> Iterator[Document]:
         """The documents that this epoch has not given yet; behind the last one the next epoch begins."""
         shards = self.corpus.shards
         order = range(len(shards))
         if not self.ordered:
             order = sorted(order, key=lambda index: self.draw("shard", index))
         while self.shard < len(order):
-            for text, cursor in shards[order[self.shard]].read(self.cursor):
+            for document, cursor in shards[order[self.shard]].read(self.cursor):
                 self.cursor = cursor
-                if not self.corpus.keep(text):
+                if not self.corpus.keep(document.text):
                     continue
                 if len(self.buffer) < self.buffer_size:
-                    self.buffer.append(text)
+                    self.buffer.append(document)
                     continue
                 if self.buffer:
                     place = self.draw("document", self.documents) % len(self.buffer)
-                    text, self.buffer[place] = self.buffer[place], text
+                    document, self.buffer[place] = self.buffer[place], document
                 self.documents += 1
-                yield text
+                yield document
             self.shard, self.cursor = self.shard + 1, None
         while self.buffer:
-            text = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
+            document = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
             self.documents += 1
-            yield text
+            yield document
         if not self.documents:
             raise InputError(
                 "the corpus is empty: no document with text is left for this split; look at data.source "
@@ -171,25 +192,69 @@ class DocumentStream:
             )
         self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
 
-    def draw(self, what: str, number: int) -> int:
-        return _hash(f"{self.seed}/{self.epoch}/{what}/{number}")
+    def draw(self, what: str, number: int, epoch: int | None = None) -> int:
+        return _hash(f"{self.seed}/{self.epoch if epoch is None else epoch}/{what}/{number}")
 
 
-def _open(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
+def _open(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
     """The shards of `split`, and whether the source itself keeps the two splits apart."""
+    if isinstance(source, list) or source.startswith(("http://", "https://")):
+        from nalanda.remote import open_urls
+
+        return open_urls(data, source, split)
     if source == "python":
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], True
     root = Path(source).expanduser()
+    if is_prepared(root):
+        raise InputError(f"{source} is a prepared set: it has tokens, and here texts are needed")
     if root.exists() or glob.has_magic(source):
         files, separate = _find_files(root, split)
-        return [FileShard(path, name, data.text_field) for name, path in files.items()], separate
+        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], separate
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not source.endswith(SUFFIXES):
-        return _open_hub(data, source, split)
+        from nalanda.remote import open_hub
+
+        return open_hub(data, source, split)
     raise InputError(
         f"data.source {source!r} does not exist; give python, a local file, directory or glob, "
         "or a Hub dataset id such as cerebras/SlimPajama-627B"
     )
+
+
+def is_prepared(source: str | os.PathLike) -> bool:
+    from nalanda import prepared
+
+    return prepared.is_prepared(source)
+
+
+class MixtureShard:
+    """The documents of a mixture's components, each once; while all last, by their weights in characters."""
+
+    single = False
+
+    def __init__(self, data: DataConfig, split: str):
+        self.parts = {name: open_corpus(part, split) for name, part in data.parts().items()}
+        self.weights = {part.name: part.weight for part in data.mixture}
+
+    @property
+    def identity(self) -> str:
+        return " ".join(f"{name}:{corpus.fingerprint}" for name, corpus in self.parts.items())
+
+    def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
+        left = {
+            name: iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
+            for name, corpus in self.parts.items()
+        }
+        given, number = dict.fromkeys(left, 0), 0
+        while left:
+            name = min(left, key=lambda name: given[name] / self.weights[name])
+            if (document := next(left[name], None)) is None:
+                del left[name]
+                continue
+            given[name] += len(document.text)
+            number += 1
+            if number > (cursor or 0):
+                yield document, number
 
 
 # ------------------------------ local files
@@ -228,23 +293,39 @@ class FileShard:
 
     path: Path
     name: str
-    text_field: str
+    fields: Fields
 
     @property
     def identity(self) -> str:
-        return f"{self.name}:{self.path.stat().st_size}"
+        return f"{self.name}:{self.size}"
+
+    @functools.cached_property
+    def size(self) -> int:
+        """When it was first asked for; it stays so, or the shard is another."""
+        return self._size()
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read any more ({error.strerror})") from None
 
     @property
     def single(self) -> bool:
         return self.path.suffix == ".txt"
 
-    def read(self, cursor: int | None) -> Iterator[tuple[str, int]]:
+    def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
+        if self.size != (now := self._size()):
+            raise InputError(
+                f"{self.path} changed while it is in use: {self.size} bytes are {now} now; restore it, "
+                "or start a new run from the checkpoint's weights with model.init_from"
+            )
         if self.single:
-            return iter([] if cursor else [(_read_txt(self.path), 1)])
-        if not self.path.stat().st_size:
+            return iter([] if cursor else [(Document(_read_txt(self.path)), 1)])
+        if not self.size:
             raise InputError(f"{self.path}, line 1: the file is empty; fetch it again or remove it")
         read = _read_parquet if self.path.suffix == ".parquet" else _read_jsonl
-        return read(self.path, self.text_field, cursor or 0)
+        return read(self.path, self.fields, cursor or 0)
 
 
 def _read_txt(path: Path) -> str:
@@ -256,14 +337,14 @@ def _read_txt(path: Path) -> str:
         raise InputError(f"{path}, line {line}: not UTF-8 ({error.reason})") from None
 
 
-def _read_jsonl(path: Path, text_field: str, start: int) -> Iterator[tuple[str, int]]:
+def _read_jsonl(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document, int]]:
     lines = _lines(path)
     row = 0
     while True:
         try:
             line = next(lines, None)
         except (EOFError, OSError, zlib.error) as error:
-            raise InputError(f"{path}, line {row + 1}: corrupt or truncated ({_first_line(error)})") from None
+            raise InputError(f"{path}, line {row + 1}: corrupt or truncated ({first_line(error)})") from None
         if line is None:
             return
         row += 1
@@ -272,8 +353,8 @@ def _read_jsonl(path: Path, text_field: str, start: int) -> Iterator[tuple[str, 
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{path}, line {row}: not JSON, or cut short ({_first_line(error)})") from None
-        yield _text_of(record, text_field, f"{path}, line {row}"), row
+            raise InputError(f"{path}, line {row}: not JSON, or cut short ({first_line(error)})") from None
+        yield document_of(record, fields, f"{path}, line {row}"), row
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -308,97 +389,52 @@ def _decompress_zst(path: Path) -> Iterator[bytes]:
         raise EOFError("the last frame has no end")
 
 
-def _read_parquet(path: Path, text_field: str, start: int) -> Iterator[tuple[str, int]]:
+def _read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document, int]]:
     import pyarrow
     from pyarrow import parquet
 
     row = 0
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            if text_field not in file.schema_arrow.names:
-                _text_of(dict.fromkeys(file.schema_arrow.names), text_field, f"{path}, row 1")
+            names = file.schema_arrow.names
+            if fields.text not in names:
+                document_of(dict.fromkeys(names), fields, f"{path}, row 1")
+            columns = [name for name in names if name in (fields.text, fields.source.split(".")[0])]
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start:
                     row += rows
                     continue
-                for batch in file.iter_batches(256, row_groups=[group], columns=[text_field]):
+                for batch in file.iter_batches(256, row_groups=[group], columns=columns):
                     for record in batch.to_pylist():
                         row += 1
                         if row > start:
-                            yield _text_of(record, text_field, f"{path}, row {row}"), row
+                            yield document_of(record, fields, f"{path}, row {row}"), row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({_first_line(error)})") from None
+        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
 
 
-def _text_of(record: Any, text_field: str, where: str) -> str:
+def document_of(record: Any, fields: Fields, where: str) -> Document:
     if not isinstance(record, dict):
-        raise InputError(f"{where}: not an object with a field {text_field!r}")
-    if text_field not in record:
-        fields = ", ".join(map(str, record)) or "none"
-        raise InputError(f"{where}: no field {text_field!r} (there are: {fields}); set data.text_field")
-    text = record[text_field]
+        raise InputError(f"{where}: not an object with a field {fields.text!r}")
+    if fields.text not in record:
+        names = ", ".join(map(str, record)) or "none"
+        raise InputError(f"{where}: no field {fields.text!r} (there are: {names}); set data.text_field")
+    text = record[fields.text]
     if not isinstance(text, str):
-        raise InputError(f"{where}: field {text_field!r} is not text but {type(text).__name__}")
+        raise InputError(f"{where}: field {fields.text!r} is not text but {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
         text = text.encode(errors="replace").decode()
-    return text
+    source: Any = record
+    for name in fields.source.split("."):
+        source = source.get(name) if isinstance(source, dict) else None
+    return Document(text, source if isinstance(source, str) else "")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-# ------------------------------ the Hub
-
-
-def _open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
-    import datasets
-
-    try:
-        names = datasets.get_dataset_split_names(source, data.name)
-        separate = data.validation_split in names
-        chosen = data.validation_split if split == "validation" and separate else data.train_split
-        dataset: Any = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming)
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
-        raise InputError(
-            f"data.source {source!r} is neither a local path nor a Hub dataset that can be loaded "
-            f"({_first_line(error)})"
-        ) from None
-    if not data.streaming:
-        dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
-    count = dataset.num_shards
-    return [
-        HubShard(dataset, f"{source}/{data.name}/{chosen}", data.text_field, i, count) for i in range(count)
-    ], separate
-
-
-@dataclass(frozen=True)
-class HubShard:
-    """One of the files behind a Hub dataset; the cursor is the dataset's own state."""
-
-    dataset: Any = field(repr=False)
-    name: str
-    text_field: str
-    index: int
-    count: int
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name}:{self.index}/{self.count}"
-
-    @property
-    def single(self) -> bool:
-        return False
-
-    def read(self, cursor: dict | None) -> Iterator[tuple[str, dict]]:
-        dataset = self.dataset.shard(num_shards=self.count, index=self.index)
-        if cursor:
-            dataset.load_state_dict(cursor)
-        for record in dataset:
-            yield _text_of(record, self.text_field, self.identity), dataset.state_dict()
 
 
 # ------------------------------ Python
@@ -419,8 +455,8 @@ class TextShard:
     def single(self) -> bool:
         return True
 
-    def read(self, cursor: int | None) -> Iterator[tuple[str, int]]:
-        return iter([] if cursor else [(self.text, 1)])
+    def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
+        return iter([] if cursor else [(Document(self.text), 1)])
 
 
 # Tests, tables, what is generated at build time, and the topics, which are read as text.

@@ -8,12 +8,26 @@ from collections.abc import Iterator
 class InputError(ValueError):
     """Something the user gave cannot work; the message is one line that says what to change."""
 
+    exit_code = 2
+
+
+class DiskFull(InputError):
+    """A checkpoint did not fit; those before it are unharmed."""
+
+    exit_code = 74
+
+
+class SourceUnavailable(InputError):
+    """Retries are used up: a server did not give what training needs next."""
+
+    exit_code = 75
+
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """At a command line: an `InputError` becomes one line on stderr and exit code 2, never a traceback."""
+    """At a command line: an `InputError` becomes one line on stderr and its exit code, never a traceback."""
     try:
         yield
     except InputError as error:
         print(f"nalanda: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,66 @@
+"""Which row comes when: orders that are computed from a number, not drawn, so that a place is a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from hashlib import blake2b
+
+import numpy as np
+
+ROUNDS = 6  # of the Feistel network; four make it a pseudo-random permutation (Luby and Rackoff 1988)
+
+
+class Permutation:
+    """A pseudo-random permutation of `range(size)`: called with places, int64 [N], it gives what lies there.
+
+    Nothing is stored. A Feistel network permutes the pairs of k-bit halves, k the least with 4^k ≥ size; what
+    falls outside of the range is permuted again until it falls inside, which keeps it one to one (cycle
+    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The round function is
+    splitmix64's finaliser (Steele, Lea and Flood 2014): good shuffling, no secrecy.
+    """
+
+    def __init__(self, size: int, key: str):
+        self.size = size
+        self.half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+        keys = blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
+        self.keys = np.frombuffer(keys, "<u8").astype(np.uint64)
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        values = self._network(places.astype(np.uint64))
+        while len(outside := np.flatnonzero(values >= self.size)):
+            values[outside] = self._network(values[outside])
+        return values.astype(np.int64)
+
+    def _network(self, values: np.ndarray) -> np.ndarray:
+        mask = (np.uint64(1) << self.half) - np.uint64(1)
+        left, right = values >> self.half, values & mask
+        for key in self.keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return left << self.half | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The weights as they are written, 0.7 being seven tenths, in the smallest whole numbers."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * scale) for weight in exact]
+    return [number // math.gcd(*numbers) for number in numbers]
+
+
+def turn(weights: Sequence[int], counts: Sequence[int]) -> int:
+    """Whose turn it is after `counts`: every count stays within 1 of its weight's share of them all.
+
+    Of those that are not ahead of their share, the one whose next item is due first (the quota method of
+    Balinski and Young 1975; as a schedule, earliest deadline first).
+    """
+    total, number = sum(weights), sum(counts) + 1
+    ready = [i for i, count in enumerate(counts) if count * total < weights[i] * number]
+    return min(ready, key=lambda i: Fraction(counts[i] + 1, weights[i]))

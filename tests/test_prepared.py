@@ -1,0 +1,602 @@
+"""Prepared sets: what is in them, that nothing but the settings decides it, and that damage is found."""
+
+import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from nalanda import prepare as preparing
+from nalanda.corpus import held_out
+from nalanda.data import DataConfig, encoder
+from nalanda.errors import DiskFull, InputError
+from nalanda.prepare import Preparation, begin, prepare
+from nalanda.prepared import check_set, inspect, is_prepared, open_set
+from nalanda.tokenizer import TokenizerConfig, fingerprint
+from nalanda_cli import app
+
+NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tokenizer, tmp_path_factory) -> TokenizerConfig:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return TokenizerConfig(path=str(path))
+
+
+def records(count: int, first: int = 0) -> list[dict]:
+    return [
+        {
+            "text": f"document {i}, größer: " + "wörd " * (i * 7 % 40),
+            "meta": {"redpajama_set_name": NAMES[i % len(NAMES)]},
+        }
+        for i in range(first, first + count)
+    ]
+
+
+def lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def corpus(folder: Path, files: int = 6, rows: int = 50) -> Path:
+    """.jsonl and .jsonl.gz, with a blank document and a blank line."""
+    folder.mkdir(parents=True)
+    for i in range(files):
+        content = lines([*records(rows, i * rows), {"text": " \n"}]) + b"\n"
+        name, content = (f"{i}.jsonl.gz", gzip.compress(content)) if i % 2 else (f"{i}.jsonl", content)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {
+        p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
+    """Document by document `encoder`'s tokens, in the order of the files, held out by `held_out`."""
+    data = DataConfig(source=str(corpus(tmp_path / "in")), validation_share=0.2)
+    index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=4000)
+    assert is_prepared(tmp_path / "out")
+    assert not is_prepared(tmp_path / "in")
+    assert len(index["train"]["shards"]) > 6
+    texts = records(300)
+    encode = encoder(tokenizer, data)
+    for split in ("train", "validation"):
+        found = open_set(tmp_path / "out", split)
+        meant = [r for r in texts if held_out(r["text"], 0.2) == (split == "validation")]
+        assert found.documents == len(meant) > 20
+        expected = encode([r["text"] for r in meant])
+        for i, (record, tokens) in enumerate(zip(meant, expected, strict=True)):
+            given, source = found.document(i)
+            assert given.dtype == np.int32
+            np.testing.assert_array_equal(given, tokens)
+            assert source == record["meta"]["redpajama_set_name"]
+        whole = np.concatenate(expected)
+        np.testing.assert_array_equal(found.read(0, found.tokens), whole)
+        starts = np.cumsum([0, *map(len, expected)])[:-1]
+        np.testing.assert_array_equal(found.starts(0, found.tokens), starts)
+        random = np.random.default_rng(0)
+        for a, b in np.sort(random.integers(0, found.tokens + 1, (300, 2))):
+            np.testing.assert_array_equal(found.read(a, b), whole[a:b])
+            np.testing.assert_array_equal(found.starts(a, b), starts[(starts >= a) & (starts < b)])
+        for a in starts[:50]:  # at the very edges
+            assert found.starts(a, a + 1) == [a]
+            assert not len(found.starts(a + 1, a + 2))
+            assert not len(found.starts(a, a))
+        assert found.sources == sorted(NAMES)
+        assert sum(tokens for _, tokens in found.by_source.values()) == found.tokens
+        for name in NAMES:
+            chosen = [len(t) for r, t in zip(meant, expected, strict=True) if name in str(r)]
+            assert found.by_source[name] == (len(chosen), sum(chosen))
+        assert index[split]["text_bytes"] == sum(len(r["text"].encode()) for r in meant)
+        with pytest.raises(IndexError):
+            found.read(0, found.tokens + 1)
+        with pytest.raises(IndexError):
+            found.document(found.documents)
+    settings = open_set(tmp_path / "out", "train").settings
+    assert settings["bos"] is settings["eos"] is True
+    assert settings["tokenizer"] == fingerprint(tokenizer)
+    assert (settings["vocab_size"], settings["dtype"]) == (257, "uint16")
+
+
+def test_bytes_are_the_same_whoever_wrote_them(tmp_path, byte_tokenizer):
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
+    prepare(data, byte_tokenizer, tmp_path / "three", shard_bytes=3000, workers=3)
+    assert sums(tmp_path / "one") == sums(tmp_path / "three")
+    assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".") or p.name == "preparing"]
+
+    index = prepare(data, byte_tokenizer, tmp_path / "larger", shard_bytes=12000)
+    one, larger = (open_set(tmp_path / name, "train") for name in ("one", "larger"))
+    assert len(index["train"]["shards"]) < 10
+    np.testing.assert_array_equal(one.read(0, one.tokens), larger.read(0, larger.tokens))
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert open_set(tmp_path / "moved", "train").identity == one.identity == open_three(tmp_path)
+    assert open_set(tmp_path / "moved", "validation").identity != one.identity
+
+
+def open_three(path: Path) -> str:
+    return open_set(path / "three", "train").identity
+
+
+def killed(place: int, work: Callable) -> None:
+    """Runs `work` in a process that SIGKILL strikes in front of its `place`-th rename."""
+    pid = os.fork()
+    if pid:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        return
+    left, replace = itertools.count(place, -1), Path.replace
+
+    def rename(self: Path, target: Path) -> Path:
+        if next(left) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(self, target)
+
+    try:
+        preparing.Path.replace = rename
+        work()
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 7, 24, 38, 39, 40])
+def test_goes_on_behind_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
+    """What has its record is kept as it is, the rest is made, and the bytes are as if nothing was."""
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
+    out = tmp_path / "out"
+    killed(place, lambda: prepare(data, byte_tokenizer, out, shard_bytes=3000))
+    assert not is_prepared(out)
+    with pytest.raises(InputError, match="does not exist"):
+        open_set(out, "train")
+    before = {p: p.stat().st_mtime_ns for p in out.glob("train/[0-9]*")}
+    kept = len(list(out.glob("preparing/0*.json")))
+    made = []
+    close = preparing._Writer.close
+    monkeypatch.setattr(preparing._Writer, "close", lambda self: made.append(self.path.name) or close(self))
+    index = prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    assert sums(out) == sums(tmp_path / "whole")
+    assert len(set(made)) + kept == len(index["train"]["shards"])
+    assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.stem not in made)
+
+
+def test_a_record_without_its_file_counts_for_nothing(tmp_path, byte_tokenizer):
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
+    work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    for number in range(len(work.jobs) - 1):
+        work.make(number)
+    with pytest.raises(InputError, match=r"1 of .* shards are missing"):
+        work.seal()
+    tokens = tmp_path / "out/train/00001.tokens"
+    os.truncate(tokens, tokens.stat().st_size - 2)
+    assert work.record(1) is None
+    prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    assert sums(tmp_path / "out") == sums(tmp_path / "whole")
+
+
+def test_a_killed_worker_is_said_and_the_rest_stays(tmp_path, byte_tokenizer, capsys):
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=300)
+    made = tmp_path / "out/preparing"
+
+    def kill() -> None:
+        while not list(made.glob("0*.json")):
+            pass
+        multiprocessing.active_children()[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(InputError, match="was killed"):
+        prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=300, workers=2)
+    killer.join()
+    assert 0 < len(list(made.glob("0*.json"))) < len(work.jobs)
+    assert prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=300, say=print)
+    assert "shards are there from before" in capsys.readouterr().out
+    prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=300)
+    assert sums(tmp_path / "out") == sums(tmp_path / "whole")
+
+
+def test_refuses_changed_settings(tmp_path, byte_tokenizer):
+    source = corpus(tmp_path / "in")
+    data = DataConfig(source=str(source))
+    out = tmp_path / "out"
+    begin(data, byte_tokenizer, out, shard_bytes=3000)
+
+    def refuse(key: str) -> None:
+        words = TokenizerConfig(train="words")
+        for changed, tokenizer, size, name in [
+            (DataConfig(source=str(source), bos=False), byte_tokenizer, 3000, "bos"),
+            (DataConfig(source=str(source), validation_share=0.3), byte_tokenizer, 3000, "validation_share"),
+            (data, byte_tokenizer, 4000, "shard_bytes"),
+            (data, words, 3000, "tokenizer"),
+        ]:
+            with pytest.raises(InputError, match=f"{out} was prepared with {name}"):
+                prepare(changed, tokenizer, out, shard_bytes=size)
+
+    refuse("begun")
+    prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    refuse("finished")
+    before = sums(out)
+    said = []
+    prepare(data, byte_tokenizer, out, shard_bytes=3000, say=said.append)
+    assert "prepared already" in said[0]
+    assert sums(out) == before
+    with (source / "0.jsonl").open("ab") as file:
+        file.write(lines(records(1, 1000)))
+    with pytest.raises(InputError, match="was prepared with corpus"):
+        prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    with pytest.raises(InputError, match="not empty and no prepared set"):
+        prepare(data, byte_tokenizer, source)
+    with pytest.raises(InputError, match="prepared set already"):
+        prepare(DataConfig(source=str(out)), byte_tokenizer, tmp_path / "again")
+
+
+def test_refuses_another_tokenizer_under_the_same_name(tmp_path, tokenizer):
+    data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
+    config = TokenizerConfig(path=str(tmp_path / "tokenizer"))
+    tokenizer.save_pretrained(config.path)
+    begin(data, config, tmp_path / "out")
+    file = tmp_path / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_bytes())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="the tokenizer is not the one in"):
+        begin(data, config, tmp_path / "out")
+
+
+def test_a_source_that_changes_on_the_way_is_refused(tmp_path, byte_tokenizer):
+    source = corpus(tmp_path / "in")
+    work = begin(DataConfig(source=str(source)), byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    with (source / "0.jsonl").open("ab") as file:
+        file.write(lines(records(1, 1000)))
+    with pytest.raises(InputError, match=r"0\.jsonl:\d+ is 0\.jsonl:\d+ by now"):
+        work.make(0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, workers, capsys):
+    source = corpus(tmp_path / "in")
+    content = (source / "2.jsonl").read_bytes().splitlines(keepends=True)
+    (source / "2.jsonl").write_bytes(b"".join([*content[:30], b'{"text": "cut\n', *content[31:]]))
+    data, out = DataConfig(source=str(source)), tmp_path / "out"
+    with pytest.raises(
+        InputError, match=r"2\.jsonl, line 31: not JSON.* shards are finished and stay"
+    ) as error:
+        prepare(data, byte_tokenizer, out, shard_bytes=1500, workers=workers)
+    assert "\n" not in str(error.value)
+    assert "2.jsonl, line 31" in capsys.readouterr().out
+    jobs = len(Preparation(out).jobs)
+    assert len(list(out.glob("preparing/0*.json"))) == jobs - 1
+    assert not is_prepared(out)
+
+
+def test_disk_full(tmp_path, byte_tokenizer, monkeypatch):
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    sync, left = preparing._sync, [12]
+
+    def full(file):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(preparing, "_sync", full)
+    with pytest.raises(DiskFull, match="no space left"):
+        prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    assert prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)["train"]["documents"] > 200
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_damage_is_found(tmp_path, byte_tokenizer, capsys):
+    data, out = DataConfig(source=str(corpus(tmp_path / "in", files=2))), tmp_path / "out"
+    index = prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    inspect(out, verify=True, samples=2)
+    shown = capsys.readouterr().out
+    assert "RedPajamaWikipedia" in shown
+    assert "document 0, größer" in shown
+    names = [
+        f"{split}/{shard['name']}.{kind}"
+        for split in ("train", "validation")
+        for shard in index[split]["shards"]
+        for kind in ("tokens", "docs")
+    ]
+    for name in [names[0], names[3], names[-1]]:
+        content = (out / name).read_bytes()
+        flip(out / name)
+        check_set(out)
+        with pytest.raises(InputError, match=f"{name} is damaged"):
+            check_set(out, sums=True)
+        for cut in (content[:-1], content + b"\0", b""):
+            (out / name).write_bytes(cut)
+            with pytest.raises(InputError, match=f"{name} has"):
+                open_set(out, name.split("/")[0])
+            with pytest.raises(InputError, match=f"{name} has"):
+                check_set(out)
+        (out / name).unlink()
+        with pytest.raises(InputError, match=name):
+            open_set(out, name.split("/")[0])
+        (out / name).write_bytes(content)
+    check_set(out, sums=True)
+    flip(out / names[0])
+    flip(out / names[1])
+    with pytest.raises(InputError, match="and 1 more"):
+        inspect(out, verify=True)
+    assert f"{names[1]} is damaged" in capsys.readouterr().out
+    (out / "index.json").write_text('{"format": "nalanda token shards", "ver')
+    with pytest.raises(InputError, match="damaged"):
+        open_set(out, "train")
+
+
+def test_a_tokenizer_that_was_exchanged_is_found(tmp_path, byte_tokenizer):
+    data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
+    prepare(data, byte_tokenizer, out)
+    file = out / "tokenizer/tokenizer.json"
+    file.write_text(file.read_text().replace('"Ġ"', '"ĠĠ"'))
+    with pytest.raises(InputError, match="not the tokenizer that the index names"):
+        check_set(out, sums=True)
+
+
+def test_slimpajamas_layout(tmp_path, byte_tokenizer):
+    for part, rows in {"train": 40, "validation": 7, "test": 5}.items():
+        corpus(tmp_path / "in" / part / "chunk1", files=2, rows=rows)
+    index = prepare(DataConfig(source=str(tmp_path / "in")), byte_tokenizer, tmp_path / "out")
+    assert [index[split]["documents"] for split in ("train", "validation")] == [80, 14]
+    assert "test" not in index
+    assert index["train"]["shards"][0]["name"] == "00000"
+    assert "validation_share" not in index["settings"]
+
+
+def test_a_huge_file_is_cut(tmp_path, byte_tokenizer):
+    """Every line once, wherever the cuts fall: inside a line, inside a character, at its end."""
+    rows = records(60)
+    (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # no line end behind the last line
+    data = DataConfig(source=str(tmp_path / "in.jsonl"), validation_share=0.01)
+    rows = [r for r in rows if not held_out(r["text"], 0.01)]
+    sizes = np.cumsum([len(lines([r])) for r in records(60)])
+    for limit in (97, 101, 1000, int(sizes[9]), int(sizes[9]) - 1, int(sizes[9]) + 1):
+        out = tmp_path / f"out{limit}"
+        index = prepare(data, byte_tokenizer, out, shard_bytes=limit)
+        found = open_set(out, "train")
+        assert found.documents == len(rows)
+        given = [bytes_of(found.document(i)[0]) for i in range(found.documents)]
+        assert given == [r["text"] for r in rows]
+    assert len(index["train"]["shards"]) > 5
+
+
+def bytes_of(tokens: np.ndarray) -> str:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    of = {chr(b): b for b in plain}
+    of |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in plain)}
+    return bytes(of[alphabet[t - 1]] for t in tokens[1:-1]).decode()
+
+
+def test_a_huge_file_names_its_line(tmp_path, byte_tokenizer):
+    rows = lines(records(60)).splitlines(keepends=True)
+    rows[47] = b'{"txt": "no text"}\n'
+    (tmp_path / "in.jsonl").write_bytes(b"".join([*rows[:20], b"\n", *rows[20:]]))
+    with pytest.raises(InputError, match=r"in\.jsonl, line 49: no field 'text'"):
+        prepare(
+            DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out", shard_bytes=500
+        )
+
+
+def test_parquet_by_row_groups(tmp_path, byte_tokenizer):
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "in").mkdir()
+    table = pyarrow.Table.from_pylist(records(90))
+    parquet.write_table(table, tmp_path / "in/a.parquet", row_group_size=20)
+    parquet.write_table(table, tmp_path / "in/b.parquet")
+    data = DataConfig(source=str(tmp_path / "in"))
+    index = prepare(data, byte_tokenizer, tmp_path / "cut", shard_bytes=600)
+    assert len(index["train"]["shards"]) == 6
+    cut = open_set(tmp_path / "cut", "train")
+    prepare(data, byte_tokenizer, tmp_path / "whole")
+    whole = open_set(tmp_path / "whole", "train")
+    np.testing.assert_array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
+    assert whole.documents == cut.documents == 2 * sum(not held_out(r["text"], 0.02) for r in records(90))
+
+
+def test_large_vocabularies_have_four_bytes(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, "small": 2, "large": 70_000}
+    words |= {f"w{i}": i for i in range(3, 70_000)}
+    backend = Tokenizer(models.WordLevel(words, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    wrapped.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "in.jsonl").write_bytes(lines([{"text": f"small large w65536 {i}"} for i in range(60)]))
+    data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False)
+    config = TokenizerConfig(path=str(tmp_path / "tokenizer"))
+    index = prepare(data, config, tmp_path / "out")
+    found = open_set(tmp_path / "out", "train")
+    assert (index["dtype"], found.settings["vocab_size"]) == ("uint32", 70_001)
+    assert found.document(7)[0].tolist() == [2, 70_000, 65_536, 0, 1]
+    assert found.sources == [""]
+
+
+def test_documents_without_tokens_are_none(tmp_path):
+    """Blank ones are not read; one whose words all vanish has no tokens, and begins nowhere."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, "<unk>"))
+    backend.normalizer = normalizers.Replace("gone", "")
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(
+        tmp_path / "tokenizer"
+    )
+    texts = ["gone", "a a", "gone gone", " ", "a", "gone"]
+    (tmp_path / "in.jsonl").write_bytes(lines([{"text": text} for text in texts]))
+    data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False, eos=False, validation_share=1e-9)
+    prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), tmp_path / "out")
+    found = open_set(tmp_path / "out", "train")
+    assert (found.documents, found.tokens) == (2, 3)
+    assert found.starts(0, 3).tolist() == [0, 2]
+    with pytest.raises(InputError, match="no documents for validation"):
+        open_set(tmp_path / "out", "validation")
+
+
+def test_an_empty_corpus_is_no_set(tmp_path, byte_tokenizer):
+    (tmp_path / "in.jsonl").write_bytes(lines([{"text": " "}]))
+    with pytest.raises(InputError, match="no document with text"):
+        prepare(DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out")
+    assert not is_prepared(tmp_path / "out")
+
+
+def test_joined_keeps_blank_lines(tmp_path, byte_tokenizer):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([{"text": t} for t in ("one", "", "two")]))
+    data = DataConfig(
+        source=str(tmp_path / "train.jsonl"),
+        validation_source=str(tmp_path / "validation.jsonl"),
+        documents="joined",
+        bos=False,
+    )
+    prepare(data, byte_tokenizer, tmp_path / "out")
+    assert np.count_nonzero(open_set(tmp_path / "out", "validation").read(0, 9) == 0) == 3
+
+
+def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=200)
+    found = open_set(tmp_path / "out", "train")
+    assert len(found._shards) > 100
+    whole, starts = found.read(0, found.tokens), found.starts(0, found.tokens)
+    for _ in range(2):
+        for i in range(0, found.tokens, 97):
+            assert (found.read(i, i + 1) == whole[i]).all()
+    handles = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert 0 < sum(str(tmp_path) in name for name in handles) <= 100
+    wrong = []
+
+    def read(seed: int) -> None:
+        for a, b in np.sort(np.random.default_rng(seed).integers(0, found.tokens, (100, 2))):
+            if (found.read(a, b) != whole[a:b]).any() or len(found.starts(a, b)) != (
+                np.searchsorted(starts, b) - np.searchsorted(starts, a)
+            ):
+                wrong.append((a, b))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run = CliRunner()
+    source = corpus(tmp_path / "in")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path}/run\nmodel: {{}}\n"
+        "train: {steps: 1, tokens_per_step: 64, micro_batch_size: 1}\n"
+        f"tokenizer: {{train: bpe, vocab_size: 300}}\ndata: {{source: {source}, seq_len: 64}}\n"
+    )
+    done = run.invoke(app, ["data", "prepare", str(recipe), str(tmp_path / "a"), "--workers", "1"])
+    assert done.exit_code == 0
+    assert "RedPajamaWikipedia" in done.output
+    assert "300 tokens" in done.output
+    arguments = ["data", "prepare", str(source), str(tmp_path / "b"), "--vocab-size", "300", "--workers", "2"]
+    assert run.invoke(app, arguments).exit_code == 0
+    assert sums(tmp_path / "a") == sums(tmp_path / "b")
+    arguments = ["data", "prepare", str(recipe), str(tmp_path / "a"), "--no-eos"]
+    assert "was prepared with eos true, and this is false" in str(run.invoke(app, arguments).exception)
+    flip(tmp_path / "a/train/00000.tokens")
+    assert run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--show", "1"]).exit_code == 0
+    damaged = run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--verify"]).exception
+    assert isinstance(damaged, InputError)
+    assert "train/00000.tokens is damaged" in str(damaged)
+
+
+def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
+    pytest.importorskip("datatrove")
+    from nalanda.cluster import prepare_with
+
+    data = DataConfig(source=str(corpus(tmp_path / "in")))
+    prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
+    prepare_with("local", data, byte_tokenizer, str(tmp_path / "two"), tasks=2, shard_bytes=3000)
+    assert sums(tmp_path / "one") == sums(tmp_path / "two")
+    done = json.loads((tmp_path / "two-logs/shards/stats.json").read_text())
+    assert done
+    with pytest.raises(InputError, match="there are local, slurm and ray"):
+        prepare_with("cloud", data, byte_tokenizer, str(tmp_path / "three"), tasks=2)
+
+
+def test_slurm_gets_an_array_and_an_index_behind_it(tmp_path, byte_tokenizer, monkeypatch):
+    """With a stand-in for Slurm: what it is handed, run task by task, makes the same set."""
+    pytest.importorskip("datatrove")
+    import dill
+
+    from nalanda.cluster import prepare_with
+
+    data, out = DataConfig(source=str(corpus(tmp_path / "in"))), tmp_path / "out"
+    commands = {
+        "sbatch": f'echo "$@" >> {tmp_path}/calls; cat "${{@: -1}}" >> {tmp_path}/calls; echo job 7',
+        "scontrol": "echo localhost",
+    }
+    for name, script in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = {"partition": "cpu", "time": "01:00:00", "args": ["account=me"]}
+    with pytest.raises(InputError, match="--slurm-partition"):
+        prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2)
+    prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2, shard_bytes=3000, slurm=slurm)
+    assert not is_prepared(out)
+    calls = (tmp_path / "calls").read_text()
+    for part in (
+        "--partition=cpu",
+        "--time=01:00:00",
+        "--account=me",
+        "--array=0-1",
+        "--dependency=afterok:7",
+    ):
+        assert part in calls
+    monkeypatch.setenv("SLURM_NODELIST", "localhost")
+    for job, task in (("shards", 1), ("shards", 0), ("index", 0)):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+        with (tmp_path / f"out-logs/{job}/executor.pik").open("rb") as file:
+            dill.load(file).run()
+    prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
+    assert sums(tmp_path / "one") == sums(out)
+
+
+def test_ray_says_what_is_missing(tmp_path, byte_tokenizer):
+    pytest.importorskip("datatrove")
+    if importlib.util.find_spec("ray"):
+        pytest.skip("Ray is installed")
+    from nalanda.cluster import prepare_with
+
+    data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
+    with pytest.raises(InputError, match=r"the ray executor does not start here.*ray"):
+        prepare_with("ray", data, byte_tokenizer, str(tmp_path / "out"), tasks=2)
