@@ -84,11 +84,10 @@ def run(program: str, *arguments: str) -> None:
 def held_out_documents(run_dir: Path) -> list[str]:
     """The validation documents of a run."""
     from nalanda.config import load_config
-    from nalanda.corpus import open_corpus
-    from nalanda.data import DocumentStream
+    from nalanda.corpus import DocumentStream, open_corpus
 
     corpus = open_corpus(load_config(run_dir / "config.yaml").data, "validation")
-    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
+    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts())
 
 
 def write_tasks(documents: list[str], directory: Path) -> None:
@@ -134,16 +133,14 @@ def compare(run_dir: Path) -> Panel:
     from nalanda.baselines import Bigram, perplexity, zeroed_mixers
     from nalanda.config import load_config
     from nalanda.generate import load
-    from nalanda.metrics import plot_losses
+    from nalanda.runs import plot
     from nalanda.train import open_batches
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load(str(run_dir / "final"))
-    seen = itertools.islice(
-        open_batches(config, tokenizer, "train", rank=0, processes=1),
-        config.train.steps * config.accumulation(processes=1),
-    )
-    rows = list(open_batches(config, tokenizer, "validation", rank=0, processes=1))
+    batches, validation = open_batches(config, tokenizer)
+    seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
+    rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
     figures = {
         f"the model, {model.num_parameters() / 1e6:.1f} M parameters": perplexity(model, rows),
@@ -158,7 +155,7 @@ def compare(run_dir: Path) -> Panel:
         measured.add_row(f"  {name}", f"{value:,.1f}")
     places = Table("[bold]where it is", "", box=None, header_style="", padding=(0, 2, 0, 0))
     places.add_row("  model", str(run_dir / "final"))
-    places.add_row("  loss curve", str(plot_losses(run_dir, run_dir / "loss.png")))
+    places.add_row("  loss curve", str(plot([run_dir], run_dir / "loss.png")))
     places.add_row("  metrics", str(run_dir / "metrics.jsonl"))
     places.add_row("  scores", str(run_dir / "eval" / "results.md"))
     content = Group(measured, "", places)

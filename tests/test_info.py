@@ -7,8 +7,12 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from nalanda import NalandaConfig, tables
-from nalanda.info import activation_bytes, info, saved_bytes, show, size
+from nalanda import NalandaConfig, NalandaForCausalLM, tables
+from nalanda.config import load_config
+from nalanda.errors import InputError
+from nalanda.info import activation_bytes, estimate, info, saved_bytes, show, size
+from nalanda.metrics import UTILISATION, duration
+from nalanda.train import build_model_config
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 MILLIONS = {
@@ -107,6 +111,48 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
     assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
     assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+
+
+def test_time_is_flops_over_a_share_of_the_peak():
+    figures = info("gla_340m", [], 8, memory=False, device="H100")
+    low, high = UTILISATION
+    for seconds, share in zip(figures["seconds"], (high, low), strict=True):
+        assert seconds == pytest.approx(figures["training_flops"] / (8 * share * 989e12))
+    slow = info("gla_340m", ["train.precision=fp32"], 8, memory=False, device="h100")
+    assert slow["seconds"][0] == pytest.approx(figures["seconds"][0] * 989 / 67)
+    assert info("gla_340m", [], memory=False)["seconds"] is None
+    assert info("gla_340m", [], memory=False, device="cpu")["peak_flops_per_device"] > 1e8
+    with pytest.raises(InputError, match=r"--device: no data sheet of B100; did you mean \w100\?"):
+        info("gla_340m", [], memory=False, device="B100")
+
+
+def test_weights_and_moments_by_how_they_are_shared():
+    def held(*overrides: str, processes: int = 1) -> int:
+        return info("gla_340m", list(overrides), processes, memory=False)["weights_and_optimizer_bytes"]
+
+    n = info("gla_340m", [], memory=False)["parameters"]
+    assert held() == 16 * n
+    assert held(processes=4) == 20 * n  # DDP's buckets
+    muon = held("optim.name=muon")
+    assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, but for embedding and head
+    split = held("train.parallel=fsdp", processes=4)
+    assert 4 * n < split < 8 * n
+    hybrid = held("train.parallel=hybrid", "train.shard_size=2", processes=4)
+    assert split < hybrid < 16 * n
+
+
+def test_the_estimate_before_a_run(tmp_path):
+    config = load_config("demo", ["model.vocab_size=4096"])
+    model = NalandaForCausalLM(build_model_config(config))
+    facts = {"step": 256, "training_flops_per_token": 1e9, "peak_flops": 1e12, "processes": 1}
+    before = torch.get_rng_state()
+    text = estimate(config, facts, model)
+    assert torch.equal(before, torch.get_rng_state())  # the run is about to draw from it
+    tokens = (512 - 256) * 2048
+    longest = duration(tokens * 1e9 / (UTILISATION[0] * 1e12))
+    assert f"to {longest}, assuming 10 to 40 % of the peak; " in text
+    assert f"{size(16 * model.num_parameters())} a device for weights, gradients and moments" in text
+    assert "for activations" in text
 
 
 def test_printed(capsys):

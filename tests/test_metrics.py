@@ -1,8 +1,10 @@
-"""metrics.jsonl after a resume, FLOPs, the picture."""
+"""metrics.jsonl after a resume, events, trackers, FLOPs and the estimate of a run."""
 
 import io
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -68,6 +70,116 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_events_are_lines_and_no_scalars(tmp_path, capsys):
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(), step=0, steps=5)
+    added = []
+    log.board.add_scalar = lambda *values: added.append(values)
+    log.train(**line(1))
+    log.event(2, "skipped", reason="the gradient norm is nan", loss=math.nan, count=3)
+    log.event(2, "interrupted")
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "NaN" not in lines[1]
+    assert [json.loads(text) for text in lines[1:]] == [
+        {"step": 2, "event": "skipped", "reason": "the gradient norm is nan", "loss": "nan", "count": 3},
+        {"step": 2, "event": "interrupted"},
+    ]
+    assert {key for key, _, _ in added} == set(line(1)) - {"step"}
+    out = capsys.readouterr().out
+    assert "step 2: skipped: the gradient norm is nan\nstep 2: interrupted\n" in out
+    metrics.cut(tmp_path / "metrics.jsonl", 1)
+    assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 1
+
+
+def tracked(monkeypatch, name: str) -> list[tuple]:
+    """A wandb or trackio that notes what it is called with."""
+    calls, module = [], types.ModuleType(name)
+    module.init = lambda **options: calls.append(("init", options))
+    module.log = lambda numbers, step: calls.append(("log", numbers, step))
+    module.finish = lambda: calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
+    calls = tracked(monkeypatch, name)
+    monkeypatch.setenv("WANDB_API_KEY", secret := "0123456789abcdef")
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    config = metrics.LogConfig(tensorboard=False, tracker=name, project="mine")
+
+    def go(start: int, *steps: int) -> None:
+        log = metrics.RunLog(tmp_path, config, step=start, steps=9)
+        for step in steps:
+            log.train(**line(step))
+        log.event(steps[-1], "interrupted", count=1)
+        log.close()
+
+    go(0, 1, 2, 3, 4)
+    go(2, 3)  # killed early, so that the file no longer tells of step 4
+    go(2, 3, 4, 5)
+    logged = [call for call in calls if call[0] == "log"]
+    assert [step for _, _, step in logged] == [1, 2, 3, 4, 5]
+    assert logged[0][1] == {key: value for key, value in line(1).items() if key != "step"}
+    starts = [call[1] for call in calls if call[0] == "init"]
+    assert len(starts) == 3
+    assert starts[0] == starts[1] == starts[2]
+    assert starts[0]["project"] == "mine"
+    assert starts[0]["config"] == {"seed": 7}
+    assert starts[0]["resume"] == "allow"
+    assert "mode" not in starts[0]  # the tracker's own environment says whether it is offline
+    assert starts[0]["name"].startswith(f"{tmp_path.name}-")
+    assert ("id" in starts[0]) == (name == "wandb")
+    assert calls[-1] == ("finish",)
+    # metrics.jsonl is what it is without a tracker.
+    steps = [m["step"] for m in metrics.read(tmp_path / "metrics.jsonl") if "loss" in m]
+    assert steps == [1, 2, 3, 4, 5]
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or secret not in file.read_text()
+    other = tracked(monkeypatch, other_name := {"wandb": "trackio", "trackio": "wandb"}[name])
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(tracker=other_name, tensorboard=False), step=5, steps=9)
+    log.train(**line(6))
+    log.close()
+    assert [call[2] for call in other if call[0] == "log"] == [6]
+    assert other[0][1]["name"] != starts[0]["name"]
+
+
+def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
+    config = metrics.LogConfig(tensorboard=False, tracker="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"log\.tracker: no wandb here: pip install wandb"):
+        metrics.RunLog(tmp_path, config, step=0, steps=5)
+    assert not list(tmp_path.iterdir())
+    metrics.RunLog(tmp_path, config, step=0, steps=5, quiet=True).close()
+
+    def fail(*arguments, **options):
+        raise RuntimeError("no network\nand much more")
+
+    calls = tracked(monkeypatch, "wandb")
+    monkeypatch.setattr(sys.modules["wandb"], "log", fail)
+    log = metrics.RunLog(tmp_path, config, step=0, steps=5)
+    for step in (1, 2):
+        log.train(**line(step))
+    log.close()
+    assert [m["step"] for m in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert capsys.readouterr().out.count("wandb gets no more metrics, metrics.jsonl does: no network\n") == 1
+    assert [call[0] for call in calls] == ["init"]
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    with pytest.raises(InputError, match=r"^log\.tracker: wandb: no network$"):
+        metrics.RunLog(tmp_path, config, step=2, steps=5)
+
+
+def test_durations():
+    seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 103 * 3600)
+    assert [metrics.duration(s) for s in seconds] == [
+        "45 s",
+        "12 min",
+        "3 h 05 min",
+        "71 h 00 min",
+        "4 d 07 h",
+    ]
+
+
 def test_flops():
     ours = NalandaForCausalLM(NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2))
     assert metrics.flops_per_token(ours, 16)[0] == 3 * ours.config.flops_per_token(16)
@@ -89,25 +201,12 @@ def test_peak_of_known_and_unknown_devices(monkeypatch):
     assert metrics.peak_flops(torch.device("cuda"), "bf16")[0] == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert metrics.peak_flops(torch.device("cuda"), "fp32")[0] == 19.5e12
-    before = torch.get_rng_state()
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
     rate, source = metrics.peak_flops(torch.device("cpu"), "fp32")
+    assert torch.get_num_threads() == threads
     assert 1e8 < rate < 1e15
     assert "measured" in source
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_curve_is_drawn(tmp_path):
-    with pytest.raises(InputError, match="no training loss"):
-        metrics.plot_losses(tmp_path, tmp_path / "loss.png")
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in range(1, 60):
-            file.write(
-                json.dumps({"step": step, "tokens": step * 512, "loss": 3 + 5 * math.exp(-step / 9)}) + "\n"
-            )
-        file.write(json.dumps({"step": 59, "tokens": 59 * 512, "val_loss": 3.1}) + "\n")
-    png = metrics.plot_losses(tmp_path, tmp_path / "pictures" / "loss.png")
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert png.stat().st_size > 10_000
 
 
 def test_share_of_negative_weights():

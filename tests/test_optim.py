@@ -1,13 +1,26 @@
-"""The learning rate as a function of the step, and what decays."""
+"""The learning rate as a function of the step, what decays, Muon beside AdamW, and groups."""
 
 import math
+import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
-from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate, parameter_groups
+from nalanda import NalandaConfig, NalandaForCausalLM, checkpoint
+from nalanda.errors import InputError
+from nalanda.optim import (
+    GroupConfig,
+    OptimConfig,
+    ScheduleConfig,
+    build_optimizer,
+    describe_groups,
+    learning_rate,
+    parameter_groups,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +58,7 @@ def test_only_matrices_decay():
     model = NalandaForCausalLM(NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2))
     model.model.layers[0].mlp_norm.weight._no_weight_decay = False
     model.lm_head.weight._no_weight_decay = True
-    groups = {group["name"]: group for group in parameter_groups(model, 0.1)}
+    groups = {group["name"]: group for group in parameter_groups(model, OptimConfig())}
     names = {id(p): name for name, p in model.named_parameters()}
     spared = {names[id(p)] for p in groups["vectors"]["params"]}
     assert groups["vectors"]["weight_decay"] == 0
@@ -63,7 +76,7 @@ def test_exponents_and_landmarks_do_not_decay(tmp_path):
     for mixer, own in (("pola", ["w", "s"]), ("soft", ["landmarks"]), ("gated_deltanet", ["A_log"])):
         NalandaForCausalLM(NalandaConfig(mixer=mixer, **sizes)).save_pretrained(tmp_path / mixer)
         model = NalandaForCausalLM.from_pretrained(tmp_path / mixer)
-        matrices = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+        matrices = {id(p) for p in parameter_groups(model, OptimConfig())[0]["params"]}
         parameters = dict(model.named_parameters())
         for name in own:
             assert not any(id(p) in matrices for n, p in parameters.items() if n.endswith(f".{name}")), name
@@ -71,7 +84,7 @@ def test_exponents_and_landmarks_do_not_decay(tmp_path):
     mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
     logs = [p for n, p in mamba.named_parameters() if n.endswith("A_log")]
     assert logs[0].ndim == 2
-    assert id(logs[0]) not in {id(p) for p in parameter_groups(mamba, 0.1)[0]["params"]}
+    assert id(logs[0]) not in {id(p) for p in parameter_groups(mamba, OptimConfig())[0]["params"]}
 
 
 def test_the_decay_is_what_adamw_applies():
@@ -83,3 +96,212 @@ def test_the_decay_is_what_adamw_applies():
     optimizer.step()
     torch.testing.assert_close(model.weight, before[0] * 0.95)
     torch.testing.assert_close(model.bias, before[1])
+
+
+def small(**more) -> NalandaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
+    return NalandaForCausalLM(NalandaConfig(**sizes, **more))
+
+
+def labels(model: torch.nn.Module, groups: list[dict]) -> dict[str, str]:
+    """Each parameter's group, by its name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: group["name"] for group in groups for p in group["params"]}
+
+
+def fill_gradients(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_muon_takes_the_matrices_between_embedding_and_head():
+    for model in (small(), small(tie_word_embeddings=True), small(mixer="soft")):
+        for name, kind in labels(model, parameter_groups(model, OptimConfig(name="muon"))).items():
+            p = model.get_parameter(name)
+            if "embed_tokens" in name or "lm_head" in name or "conv" in name:
+                assert kind == "matrices", name
+            elif p.ndim < 2 or "landmarks" in name:
+                assert kind == "vectors", name
+            else:
+                assert kind == "muon", name
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=8))
+    found = labels(gpt2, parameter_groups(gpt2, OptimConfig(name="muon")))
+    assert found["transformer.wpe.weight"] == "matrices"
+    assert found["transformer.h.0.attn.c_attn.weight"] == "muon"
+
+
+def test_muon_and_adamw_as_one_are_torchs_two():
+    config = OptimConfig(name="muon", lr=0.01, muon_lr=0.02, weight_decay=0.1, momentum=0.9)
+    ours, theirs = small(), small()
+    optimizer = build_optimizer(ours, config)
+    kinds = labels(theirs, parameter_groups(theirs, config))
+    parts = {kind: [p for n, p in theirs.named_parameters() if kinds[n] == kind] for kind in kinds.values()}
+    muon = torch.optim.Muon(
+        parts["muon"], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [
+            {"params": parts["matrices"], "weight_decay": 0.1},
+            {"params": parts["vectors"], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=config.betas,
+        fused=True,
+    )
+    for step in range(3):
+        for model in (ours, theirs):
+            fill_gradients(model, step)
+        for group in optimizer.param_groups:  # as the loop does
+            group["lr"] = 0.01 * group["lr_scale"]
+        for one in (optimizer, muon, adamw):
+            one.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in ours.parameters())
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert ("momentum_buffer" in optimizer.state[a]) == (kinds[name] == "muon")
+
+
+def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
+    """By its own state dict, as accelerate does when it wraps one, and by name, as checkpoints do."""
+    config = OptimConfig(name="muon", lr=0.01)
+
+    def stepped(model, optimizer, steps):
+        for step in steps:
+            fill_gradients(model, step)
+            optimizer.step()
+
+    whole = small()
+    stepped(whole, build_optimizer(whole, config), range(4))
+    for way in ("state_dict", "checkpoint"):
+        first = small()
+        optimizer = build_optimizer(first, config)
+        optimizer.load_state_dict(optimizer.state_dict())
+        stepped(first, optimizer, range(2))
+        second = small()
+        resumed = build_optimizer(second, config)
+        if way == "checkpoint":
+            path = checkpoint.save(
+                tmp_path, 2, model=first, optimizer=optimizer, data_state={}, trainer_state={}
+            )
+            resumed.load_state_dict(resumed.state_dict())
+            checkpoint.load(path, model=second, optimizer=resumed)
+        else:
+            second.load_state_dict(first.state_dict())
+            resumed.load_state_dict(optimizer.state_dict())
+        stepped(second, resumed, range(2, 4))
+        for (name, a), b in zip(whole.named_parameters(), second.named_parameters(), strict=True):
+            assert torch.equal(a, b[1]), (way, name)
+
+
+def test_muon_on_shards_is_muon_in_one_process(tmp_path):
+    """Two processes, FSDP2, a matrix whose rows do not divide by two, gradients that Muon amplifies."""
+    script = tmp_path / "sharded.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+        from nalanda.optim import OptimConfig, build_optimizer
+
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 32), nn.Linear(32, 32, bias=False))
+
+        store = dist.FileStore(sys.argv[1], 2)
+        dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+        whole, sharded = build(), build()
+        for layer in sharded:
+            fully_shard(layer)
+        fully_shard(sharded)
+        config = OptimConfig(name="muon", lr=0.01)
+        optimizers = [build_optimizer(model, config) for model in (whole, sharded)]
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(8, 13)
+            for model, optimizer in zip((whole, sharded), optimizers):
+                optimizer.zero_grad()
+                if model is whole:  # the same gradients to the last bit, whatever the order of the mean
+                    model(x).square().mean().backward()
+                    grads = [p.grad.clone() for p in model.parameters()]
+                else:
+                    model(x).square().mean().backward()
+                    for p, grad in zip(model.parameters(), grads):
+                        torch.testing.assert_close(p.grad.full_tensor(), grad)
+                        p.grad.copy_(torch.distributed.tensor.distribute_tensor(
+                            grad, p.device_mesh, p.placements, src_data_rank=None))
+                optimizer.step()
+        for a, b in zip(whole.parameters(), sharded.parameters()):
+            state = optimizers[1].state[b]
+            assert all(isinstance(v, DTensor) for v in state.values() if v.ndim), state
+            torch.testing.assert_close(a, b.full_tensor(), rtol=0, atol=1e-7)
+        dist.destroy_process_group()
+        """)
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, rank], **options) for rank in "01"]
+    for process in processes:
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors[-3000:]
+
+
+def test_groups_scale_the_rate_and_set_the_decay():
+    model = small()
+    config = OptimConfig(
+        name="muon",
+        groups=[
+            GroupConfig("embed_tokens", lr_scale=0.5, weight_decay=0.0),
+            GroupConfig(r"mlp|embed", lr_scale=2.0),
+            GroupConfig("A_log|dt_bias", lr_scale=0.1, weight_decay=0.3),
+        ],
+    )
+    groups = parameter_groups(model, config)
+    values = {g["name"]: (g["lr_scale"], g["weight_decay"]) for g in groups}
+    found = {name: values[label] for name, label in labels(model, groups).items()}
+    assert found["model.embed_tokens.weight"] == (0.5, 0.0)  # the first that fits
+    assert found["model.layers.0.mlp.up_proj.weight"] == (2.0, 0.1)
+    assert found["model.layers.0.mlp_norm.weight"] == (2.0, 0.0)
+    assert next(value for name, value in found.items() if name.endswith("A_log")) == (0.1, 0.3)
+    assert found["lm_head.weight"] == (1.0, 0.1)
+    assert len(found) == sum(len(g["params"]) for g in groups)
+    text = describe_groups(build_optimizer(model, config).param_groups)
+    assert "embed_tokens matrices 2,048 decay 0 lr × 0.5" in text
+    assert "lr × 1" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": [GroupConfig("embed_token5")]}, r"matches no parameter; did you mean embed_tokens\?"),
+        (
+            {"groups": [GroupConfig("mlp"), GroupConfig("up_proj")]},
+            "'up_proj' matches no parameter; patterns",
+        ),
+    ],
+)
+def test_patterns_without_parameters_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        parameter_groups(small(), OptimConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": [GroupConfig("mlp"), GroupConfig("(")]}, r"optim.groups\[1\].match: '\(' is no regular"),
+        ({"groups": [GroupConfig("mlp", lr_scale=-1)]}, r"optim.groups\[0\].lr_scale: expected 0 or more"),
+        ({"groups": [GroupConfig("mlp", weight_decay=-1)]}, r"optim.groups\[0\].weight_decay: expected 0"),
+        ({"momentum": 1.0}, r"optim.momentum: expected a number in \[0, 1\)"),
+        ({"muon_lr": 0.1}, "optim.muon_lr: only under optim.name=muon"),
+        ({"name": "muon", "muon_lr": 0.0}, "optim.muon_lr: expected a positive number"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(InputError, match=message) as caught:
+        OptimConfig(**settings).check()
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,22 +12,43 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from nalanda import NalandaConfig
-from nalanda.config import RunConfig, load_config
-from nalanda.data import build_tokenizer
-from nalanda.metrics import flops_per_token
+from nalanda import NalandaConfig, parallel
+from nalanda.config import RunConfig, load_config, nearest
+from nalanda.errors import InputError
+from nalanda.metrics import (
+    PEAK_FLOPS,
+    UTILISATION,
+    duration,
+    flops_per_token,
+    known_peak,
+    peak_flops,
+    run_time,
+)
 from nalanda.model.layers import Sequences
 from nalanda.model.modeling import Block
+from nalanda.optim import parameter_groups
+from nalanda.tokenizer import build_tokenizer
 from nalanda.train import build_model_config, config_source
 
 
-def info(recipe: str, overrides: list[str], processes: int = 1, *, memory: bool = True) -> dict[str, Any]:
-    """The figures of a recipe as `nalanda info` prints them; bytes, FLOPs and tokens are plain numbers.
+def info(
+    recipe: str,
+    overrides: list[str],
+    processes: int = 1,
+    *,
+    memory: bool = True,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """The figures of a recipe as `nalanda info` prints them; bytes, FLOPs, tokens and seconds are plain
+    numbers.
 
     memory: whether activations are counted, which takes a second.
-    Raises InputError for a recipe that cannot be trained.
+    device: "here", "cpu" (both are measured if no data sheet is known) or a GPU's name, each process's; for
+        an estimate of the time.
+    Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
     config = load_config(recipe, overrides)
     accumulation = config.accumulation(processes)
@@ -51,7 +73,9 @@ def info(recipe: str, overrides: list[str], processes: int = 1, *, memory: bool 
         activations = activation_bytes(
             model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing
         )
-    weights = 16 * parameters  # fp32: the weight, its gradient and AdamW's two moments
+    weights = held_bytes(model, config, processes, shards(config, processes))
+    training_flops = flops * train.steps * train.tokens_per_step
+    peak, peak_source = peak_of(device, train.precision) if device else (None, None)
     return {
         "recipe": recipe,
         "model": model_config.model_type,
@@ -72,8 +96,67 @@ def info(recipe: str, overrides: list[str], processes: int = 1, *, memory: bool 
         "processes": processes,
         "steps": train.steps,
         "tokens": train.steps * train.tokens_per_step,
-        "training_flops": flops * train.steps * train.tokens_per_step,
+        "training_flops": training_flops,
+        "peak_flops_per_device": peak,
+        "peak_source": peak_source,
+        "seconds": list(run_time(training_flops, peak * processes)) if peak else None,
     }
+
+
+def peak_of(device: str, precision: str) -> tuple[float, str]:
+    """The peak in FLOPs a second of "here", "cpu" or a GPU by name, and where it comes from."""
+    if device in ("here", "cpu"):
+        gpu = device == "here" and torch.cuda.is_available()
+        return peak_flops(torch.device("cuda" if gpu else "cpu"), precision)
+    if known := known_peak(device, precision):
+        return known
+    raise InputError(f"--device: no data sheet of {device}{nearest(device, [*PEAK_FLOPS, 'cpu'])}")
+
+
+def shards(config: RunConfig, processes: int) -> int:
+    """Among how many processes one copy of the weights is shared, as far as the recipe says."""
+    kind = config.train.parallel
+    return {"fsdp": processes, "hybrid": config.train.shard_size or processes}.get(kind, 1)
+
+
+def held_bytes(model: nn.Module, config: RunConfig, processes: int, shards: int) -> int:
+    """Bytes of fp32 weights, gradients and moments that one device holds; under DDP its buckets of gradients
+    as well, under FSDP2 what is gathered at a time: the root, two blocks, and a block's gradient."""
+    groups = parameter_groups(model, config.optim)
+    total = sum(p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"])
+    parameters = sum(p.numel() for p in model.parameters())
+    if shards == 1:
+        return total + (4 * parameters if processes > 1 else 0)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
+    return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
+
+
+def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
+    """Time and memory of a run whose model is there, in a line. facts: as run.json has them."""
+    left = (config.train.steps - facts["step"]) * config.train.tokens_per_step
+    times = run_time(left * facts["training_flops_per_token"], facts["peak_flops"])
+    split = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    count = 1
+    if split is not None:
+        sizes = zip(split.placements, split.device_mesh.shape, strict=True)
+        count = math.prod(n for placement, n in sizes if placement.is_shard())
+    held = held_bytes(model, config, facts["processes"], count)
+    memory = f"{size(held)} a device for weights, gradients and moments"
+    if isinstance(model.config, NalandaConfig):
+        train = config.train
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        kept = activation_bytes(
+            model.config, train.micro_batch_size, config.data.seq_len, dtype, train.gradient_checkpointing
+        )
+        memory += f", at most {size(kept)} for activations"
+    return f"{time_range(times)}; {memory}"
+
+
+def time_range(seconds: Sequence[float]) -> str:
+    """`3 h 05 min to 6 h 10 min, assuming 20 to 40 % of the peak`."""
+    low, high = (round(100 * share) for share in UTILISATION)
+    shortest, longest = map(duration, seconds)
+    return f"{shortest} to {longest}, assuming {low} to {high} % of the peak"
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -97,7 +180,8 @@ def activation_bytes(
     """
     blocks = {}
     for name in dict.fromkeys(config.layer_mixers):
-        with torch.device("meta"):
+        # A run asks before its first step: its random state must not notice.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
         blocks[name] = saved_bytes(block, x)
@@ -166,7 +250,7 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row(
         "weights and optimizer",
         size(f["weights_and_optimizer_bytes"]),
-        "fp32 weights, gradients, two moments",
+        "fp32 weights, gradients, moments; what the processes share",
     )
     if f["activation_bytes"] is not None:
         table.add_row(
@@ -182,6 +266,9 @@ def show(figures: dict[str, Any], console: Console | None = None) -> None:
     )
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")
     table.add_row("training FLOPs", f"{f['training_flops']:.3g}", "")
+    if f["seconds"]:
+        each = f"{f['peak_flops_per_device'] / 1e12:.3g} TFLOP/s ({f['peak_source']})"
+        table.add_row("time", "", f"{time_range(f['seconds'])} of {f['processes']} × {each}")
     (console or Console()).print(table)
 
 

@@ -1,19 +1,22 @@
-"""What a run says of itself: metrics.jsonl, TensorBoard, the console, FLOPs utilisation, the loss curve."""
+"""What a run says of itself: metrics.jsonl, TensorBoard, wandb or trackio, the console, FLOPs utilisation."""
 
+import importlib
 import json
 import math
 import os
 import platform
+import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import accelerate
 import torch
 import transformers
+import yaml
 
 from nalanda.checkpoint import write_atomically
 from nalanda.errors import InputError
@@ -37,6 +40,9 @@ PEAK_FLOPS = {
     "RTX 3090": (71e12, 35.6e12),
     "MI300X": (1307e12, 163e12),
 }
+UTILISATION = (0.1, 0.4)
+"""The shares of the peak between which a run is expected. By public figures for one H100 linear attention
+reaches 20 % at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less."""
 
 
 @dataclass
@@ -44,6 +50,11 @@ class LogConfig:
     every: int = 10
     """Steps between two lines of metrics; a line's loss is that of its own step."""
     tensorboard: bool = True
+    tracker: Literal["none", "wandb", "trackio"] = "none"
+    """Sends the metrics there as well. Where to and whether at all is set as theirs always is: `wandb login`,
+    WANDB_MODE=offline, TRACKIO_SPACE_ID, …"""
+    project: str = "nalanda"
+    """The tracker's."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -52,17 +63,20 @@ class LogConfig:
 
 
 class RunLog:
-    """One process's view of the run: metrics.jsonl, TensorBoard and the console, kept together.
+    """One process's view of the run: metrics.jsonl, TensorBoard, tracker and console, kept together.
 
     A log opened at a step forgets everything beyond it: after a resume no step is reported twice. Processes
     other than the main one pass `quiet=True` and write nothing.
     """
 
     def __init__(self, run_dir: Path, config: LogConfig, *, step: int, steps: int, quiet: bool = False):
-        self.quiet, self.steps, self.board, self.progress = quiet, steps, None, None
+        self.quiet, self.steps = quiet, steps
+        self.board = self.progress = self.tracker = None
         if quiet:
             return
         self.file = run_dir / "metrics.jsonl"
+        if config.tracker != "none":
+            self.tracker = Tracker(config, run_dir, self.say)
         cut(self.file, step)
         self.stream = self.file.open("a", encoding="utf-8")
         if config.tensorboard:
@@ -74,16 +88,22 @@ class RunLog:
             self.progress.start()
 
     def write(self, **values: Any) -> None:
-        """One line of metrics.jsonl, on the disk when this returns; its numbers go to TensorBoard."""
+        """One line of metrics.jsonl, on the disk when this returns; its numbers go to TensorBoard and to the
+        tracker, unless it tells of an event."""
         if self.quiet:
             return
-        self.stream.write(json.dumps(values) + "\n")
+        infinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        self.stream.write(json.dumps({**values, **infinite}) + "\n")  # JSON has no NaN
         self.stream.flush()
         os.fsync(self.stream.fileno())
+        if "event" in values:
+            return
+        numbers = {k: v for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
         if self.board:
-            for key, value in values.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self.board.add_scalar(key, value, values["step"])
+            for key, value in numbers.items():
+                self.board.add_scalar(key, value, values["step"])
+        if self.tracker:
+            self.tracker.log(numbers, values["step"])
 
     def step(self, step: int, loss: float, rate: float) -> None:
         """Moves the progress bar."""
@@ -101,6 +121,11 @@ class RunLog:
             f"  MFU {values['mfu']:.1%}  ETA {duration(left)}"
         )
 
+    def event(self, step: int, kind: str, *, reason: str = "", **values: Any) -> None:
+        """What happened to the run at `step`, in metrics.jsonl and for people: skipped, rollback, …"""
+        self.write(step=step, event=kind, **({"reason": reason} if reason else {}), **values)
+        self.say(": ".join([f"step {step}", kind, *filter(None, [reason])]))
+
     def say(self, line: str) -> None:
         """A line for people, above the progress bar if there is one."""
         if self.quiet:
@@ -117,7 +142,68 @@ class RunLog:
             self.progress.stop()
         if self.board:
             self.board.close()
+        if self.tracker:
+            self.tracker.finish()
         self.stream.close()
+
+
+class Tracker:
+    """The run at wandb or trackio, through what the two have in common: init, log, finish.
+
+    tracker.json keeps the run's id there and the last step that was sent: a resumed run goes on in the same
+    one, and sends no step twice. One that fails later is given up with a word; the run goes on.
+
+    Raises:
+        InputError: it is not installed, or does not start.
+    """
+
+    def __init__(self, config: LogConfig, run_dir: Path, say: Callable[[str], None]):
+        self.kind, self.say, self.failed = config.tracker, say, False
+        try:
+            self.module = importlib.import_module(self.kind)
+        except ImportError:
+            raise InputError(f"log.tracker: no {self.kind} here: pip install {self.kind}") from None
+        file, lines = run_dir / "tracker.json", run_dir / "metrics.jsonl"
+        known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        if known.get("tracker") == self.kind:
+            # What metrics.jsonl has went out as well, and a resume is about to cut it.
+            steps = [line.get("step", 0) for line in (read(lines) if lines.is_file() else ())]
+            known["step"] = max([known["step"], *steps])
+        else:
+            known = {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
+        write_atomically(file, json.dumps(known) + "\n")
+        self.sent, recipe = known["step"], run_dir / "config.yaml"
+        options = {"id": known["id"], "dir": str(run_dir)} if self.kind == "wandb" else {}
+        try:
+            self.module.init(
+                project=config.project,
+                name=f"{run_dir.resolve().name}-{known['id']}",  # trackio finds a run by its name
+                config=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
+                resume="allow",
+                **options,
+            )
+        except Exception as error:
+            raise InputError(f"log.tracker: {self.kind}: {_first_line(error)}") from None
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        if step > self.sent:
+            self._try(self.module.log, numbers, step=step)
+
+    def finish(self) -> None:
+        self._try(self.module.finish)
+
+    def _try(self, call: Callable, *arguments: Any, **options: Any) -> None:
+        if self.failed:
+            return
+        try:
+            call(*arguments, **options)
+        except Exception as error:
+            self.failed = True
+            self.say(f"{self.kind} gets no more metrics, metrics.jsonl does: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def announce(
@@ -154,6 +240,10 @@ def announce(
         f" ({facts['peak']})"
     )
     log.say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
+    if not log.quiet:
+        from nalanda.info import estimate  # it imports the trainer, which imports this module
+
+        log.say(f"estimate   {estimate(config, facts, model)}")
     if not facts["documents_kept_apart"]:
         log.say("WARNING    this model lets packed documents see one another; run.json is marked accordingly")
 
@@ -221,28 +311,50 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     Known GPUs: the data sheet, dense. All else, CPUs among it: the rate of a large matrix product, measured
     here.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key in sorted(PEAK_FLOPS, key=len, reverse=True):
-            if key.lower() in name.lower():
-                return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
+    if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device), precision)):
+        return known
     # The faster of the two: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
     dtypes = {torch.float32, torch.bfloat16 if precision == "bf16" else torch.float32}
     rate = max(matmul_flops(device, dtype) for dtype in dtypes)
     return rate, f"matrix product on {device.type}, measured"
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
-    """FLOPs a second of the fastest of the square matrix products that `seconds` allow; nothing random."""
+def known_peak(name: str, precision: str) -> tuple[float, str] | None:
+    """As `peak_flops`, for a GPU by its name; None for one that is not in `PEAK_FLOPS`."""
+    for key in sorted(PEAK_FLOPS, key=len, reverse=True):
+        if key.lower() in name.lower():
+            return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
+    return None
+
+
+def run_time(flops: float, peak: float) -> tuple[float, float]:
+    """(shortest, longest) seconds that `flops` are expected to take at a share of `peak` in UTILISATION."""
+    low, high = UTILISATION
+    return flops / (high * peak), flops / (low * peak)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """FLOPs a second of the fastest of the square matrix products that `seconds` allow; nothing random.
+
+    On a CPU one thread's, times the number of threads: where others compute as well, threads that wait for
+    one another would measure the others.
+    """
+    size, threads = (256, torch.get_num_threads()) if device.type == "cpu" else (4096, 1)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end or best == math.inf:
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    try:
+        if threads > 1:
+            torch.set_num_threads(1)
+        while time.perf_counter() < end or best == math.inf:
+            start = time.perf_counter()
+            a @ b
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+    return threads * 2 * size**3 / best
 
 
 def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
@@ -267,64 +379,6 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     return 6 * weights + attention, "estimated as 6 a weight and 6·L·D·T for attention"
 
 
-def plot_losses(run_dir: str | Path, png: str | Path) -> Path:
-    """Draws a run's metrics.jsonl: the training loss, raw and smoothed, and the validation loss, over tokens.
-
-    Raises:
-        InputError: there is nothing to draw.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    run_dir, png = Path(run_dir), Path(png)
-    file = run_dir / "metrics.jsonl"
-    lines = list(read(file)) if file.is_file() else []
-    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    validation = [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
-    if not train:
-        raise InputError(f"{file}: no training loss to draw yet")
-
-    blue, orange, grey = "#2b6cb0", "#dd6b20", "#718096"
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
-    tokens, losses = zip(*train, strict=True)
-    axes.plot(tokens, losses, color=blue, alpha=0.35, linewidth=0.8)
-    axes.plot(tokens, _smooth(losses), color=blue, linewidth=1.8, label="training")
-    if validation:
-        x, y = zip(*validation, strict=True)
-        label = f"validation, in the end {y[-1]:.3f} (perplexity {math.exp(min(y[-1], 700)):.4g})"
-        axes.plot(x, y, color=orange, linewidth=1.2, marker="o", markersize=4.5, label=label)
-    # The first steps fall from ln(vocabulary) and would flatten all that follows on a linear axis.
-    if max(losses) > 2 * min(losses):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=" "))
-    axes.set_xlim(left=0)
-    axes.set_xlabel("tokens", color=grey)
-    axes.set_ylabel("loss, nats a token", color=grey)
-    axes.set_title(run_dir.resolve().name, loc="left", fontsize=12, fontweight="bold")
-    axes.grid(True, which="major", color="#e2e8f0", linewidth=0.8)
-    axes.tick_params(colors=grey, which="both", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#cbd5e0")
-    axes.legend(frameon=False, loc="upper right")
-    figure.tight_layout()
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png)
-    plt.close(figure)
-    return png
-
-
-def _smooth(values: tuple[float, ...]) -> list[float]:
-    """Means over a fortieth of the curve to either side: centred, so that a fall is not drawn late."""
-    half = max(1, len(values) // 40)
-    windows = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
-    return [math.fsum(values[i - w : i + w + 1]) / (2 * w + 1) for i, w in enumerate(windows)]
-
-
 def _progress_bar(step: int, steps: int) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -342,11 +396,16 @@ def _progress_bar(step: int, steps: int) -> tuple[Any, Any]:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 90:
+        return f"{minutes} min"
+    hours = round(seconds / 3600)
+    return (
+        f"{minutes // 60} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24:02d} h"
+    )
 
 
 def _si(number: float) -> str:

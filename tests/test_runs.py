@@ -1,0 +1,256 @@
+"""Runs by their folders: a list that no damaged one spoils, and their losses in one picture."""
+
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from nalanda import runs
+from nalanda.errors import InputError
+from nalanda.runs import Run
+
+
+def make(folder: Path, *, lines: list[dict] | None = None, facts: dict | None = None, **settings) -> Path:
+    """A run's folder; settings: `model__mixer="gla"`."""
+    config = {"output_dir": str(folder), "model": {"mixer": "gla"}, "optim": {"lr": 0.001}}
+    config |= {"train": {"steps": 100}, "seed": 0}
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        config[section] = {**config[section], name: value} if name else value
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if facts is not None:
+        (folder / "run.json").write_text(json.dumps(facts))
+    if lines is not None:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def losses(count: int, *, rate: float = 3600.0, events: dict[int, str] | None = None) -> list[dict]:
+    lines = []
+    for step in range(1, count + 1):
+        if step in (events or {}):
+            lines.append({"step": step, "event": events[step], "reason": "inf", "loss": "inf"})
+            continue
+        loss = 3 + 5 * math.exp(-step / 9)
+        lines.append(
+            {"step": step, "tokens": step * 512, "loss": loss, "tokens_per_second": rate, "mfu": 0.25}
+        )
+        if step % 20 == 0:
+            lines.append({"step": step, "tokens": step * 512, "val_loss": loss, "val_ppl": math.exp(loss)})
+    return lines
+
+
+def dead() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_the_list(tmp_path, monkeypatch):
+    here, facts = platform.node(), {"parameters": 2_400_000, "step": 40}
+    make(tmp_path / "done", lines=losses(40), facts={**facts, "state": "finished"}, model__feature_map="nala")
+    make(
+        tmp_path / "deep" / "live",
+        lines=losses(3),
+        facts={"state": "running", "host": here, "pid": os.getpid()},
+    )
+    make(tmp_path / "gone", lines=losses(3), facts={"state": "running", "host": here, "pid": dead()})
+    make(tmp_path / "failed", lines=losses(3), facts={"state": "failed", "reason": "the loss is nan"})
+    make(tmp_path / "new", model={"auto": "state-spaces/mamba-130m"})
+    make(tmp_path / "hybrid", model__mixer=["gla", "gla", "softmax"], facts=facts)
+    (tmp_path / "done" / "final").mkdir()
+    (tmp_path / "done" / "final" / "run.json").write_text("{}")  # a model, no run
+    (tmp_path / "elsewhere").mkdir()
+    make(tmp_path / "torn", facts={"state": "finished"})
+    (tmp_path / "torn" / "run.json").write_text('{"state": "fin')
+    make(tmp_path / "no-yaml").joinpath("config.yaml").write_text("a: [")
+    make(tmp_path / "no-recipe").joinpath("config.yaml").write_text("- 1")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "run.json").write_text("[]")
+    (tmp_path / "gone" / "metrics.jsonl").open("a").write('{"step": 4, "lo')  # killed here
+    for i, name in enumerate(["new", "done"]):
+        for file in (tmp_path / name).iterdir():
+            os.utime(file, (2e9 + i, 2e9 + i))
+
+    found = {run.name: run for run in runs.overview(tmp_path)}
+    assert list(found)[:2] == ["done", "new"]  # what changed last
+    assert {name: run.state for name, run in found.items()} == {
+        "done": "finished",
+        "deep/live": "running",
+        "gone": "stale",
+        "failed": "failed",
+        "new": "empty",
+        "hybrid": "empty",
+        "torn": "unreadable",
+        "no-yaml": "unreadable",
+        "no-recipe": "unreadable",
+        "bare": "unreadable",
+    }
+    done = found["done"]
+    assert (done.model, done.step, done.steps, done.parameters) == ("gla + nala", 40, 100, 2_400_000)
+    assert done.loss == pytest.approx(3 + 5 * math.exp(-40 / 9))
+    assert done.val_ppl == pytest.approx(math.exp(done.loss))
+    assert (done.tokens_per_second, done.mfu) == (3600.0, 0.25)
+    assert found["gone"].step == 3
+    assert found["new"].model == "mamba-130m"
+    assert found["hybrid"].model == "2 × gla, 1 × softmax"
+    assert found["failed"].problem == "the loss is nan"
+    assert found["no-yaml"].problem == "config.yaml is not YAML"
+    assert found["bare"].problem == "config.yaml is missing"
+    assert [run["name"] for run in json.loads(runs.to_json(list(found.values())))] == list(found)
+
+    console = Console(width=120, record=True, file=io.StringIO())
+    runs.show(list(found.values()), console)
+    text = console.export_text()
+    for part in (
+        "40/100",
+        "2.4 M",
+        "25%",
+        "3.6 K",
+        "torn",
+        "failed: the loss is nan",
+        "2 × gla, 1 × softmax",
+    ):
+        assert part in text, part
+    # Elsewhere a run is judged by its last sign of life.
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    assert runs.read(tmp_path / "gone").state == "running"
+    old = time.time() - runs.SILENT - 60
+    for file in (tmp_path / "deep" / "live").iterdir():
+        os.utime(file, (old, old))
+    assert runs.read(tmp_path / "deep" / "live").state == "stale"
+
+
+def test_events_and_their_losses_are_no_losses(tmp_path):
+    folder = make(
+        tmp_path / "run", lines=losses(30, events={30: "skipped", 7: "rollback"}), facts={"step": 20}
+    )
+    run = runs.read(folder)
+    assert run.loss == pytest.approx(3 + 5 * math.exp(-29 / 9))
+    assert run.step == 30
+    c = runs.curve(folder)
+    assert c.events == [(7, "rollback"), (30, "skipped")]
+    assert len(c.train) == 28
+    step, tokens, hours, loss = c.train[-1]
+    assert (step, tokens) == (29, 29 * 512)
+    assert hours == pytest.approx(29 * 512 / 3600 / 3600)  # with the tokens of the steps that were skipped
+    assert [point[0] for point in c.validation] == [20]
+    assert c.validation[0][3] == loss or c.validation[0][3] > 3
+
+
+def test_the_legend_tells_what_differs(tmp_path):
+    def legend(*settings: dict) -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return runs.labels(
+            [runs.curve(make(folder / f"run{i}", lines=losses(3), **s)) for i, s in enumerate(settings)]
+        )
+
+    assert legend({}, {"optim__lr": 0.01}) == ["lr 0.001", "lr 0.01"]
+    assert legend({}, {"model__mixer": "retnet"}, {"model__mixer": "gla", "seed": 1}) == [
+        "gla, seed 0",
+        "retnet, seed 0",
+        "gla, seed 1",
+    ]
+    assert legend({"model__k": 1, "optim__k": 1}, {"optim__k": 2}) == [
+        "model.k 1, optim.k 1",
+        "model.k –, optim.k 2",
+    ]
+    # A later version's key, and what changes no curve, are left out; the model comes first.
+    later = {"train__z_loss": 0.0, "log": {"every": 1}, "seed": 1, "model__mixer": "nala"}
+    assert legend({}, later) == ["gla, seed 0", "nala, seed 1"]
+    assert legend({}, {}) == ["run0", "run1"]  # nothing differs
+    assert legend({}, {}, {"seed": 1}) == ["run0: seed 0", "run1: seed 0", "run2: seed 1"]
+    many = legend({}, {f"model__k{i}": i for i in range(9)})
+    assert all(text.endswith(", …") and text.count(",") == 4 for text in many)
+
+
+@pytest.mark.parametrize("x", ["tokens", "steps", "hours"])
+def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
+    import matplotlib.figure
+
+    drawn = []
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure, *arguments, **options):
+        drawn.append(figure)
+        return save(figure, *arguments, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    events = {31: "skipped", 40: "rollback", 50: "interrupted"}
+    folders = [
+        make(tmp_path / f"run{i}", lines=losses(60, events=events if i else None), seed=i) for i in (0, 1)
+    ]
+    png = runs.plot(folders, tmp_path / "pictures" / "loss.png", x=x)
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    axes = drawn[0].axes[0]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["seed 0", "seed 1", "validation", "rollback", "skipped step"]
+    ends = {"tokens": 60 * 512, "steps": 60, "hours": 60 * 512 / 3600 / 3600}
+    assert max(max(line.get_xdata(), default=0) for line in axes.lines) == pytest.approx(ends[x])
+    marks = {line.get_marker(): line for line in axes.lines if len(line.get_xdata()) == 1}
+    place, height = (float(v[0]) for v in marks["x"].get_data())
+    assert place == pytest.approx(ends[x] * 31 / 60, rel=0.02)
+    assert height == pytest.approx(3 + 5 * math.exp(-31 / 9), abs=0.05)
+
+
+def test_one_runs_picture(tmp_path):
+    folder = make(tmp_path / "run", lines=losses(60))
+    plain, smooth = (
+        runs.plot([folder], tmp_path / f"{s}.png", smooth=s).stat().st_size for s in (False, True)
+    )
+    assert plain > 10_000
+    assert smooth != plain
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
+    assert runs.plot([tmp_path / "plain"], tmp_path / "a.png").is_file()  # no recipe is needed for one
+    with pytest.raises(InputError, match="no training loss"):
+        runs.plot([tmp_path], tmp_path / "none.png")
+    make(tmp_path / "odd", lines=[{"step": 1, "loss": 3.0}])
+    with pytest.raises(InputError, match="odd: unreadable"):
+        runs.plot([tmp_path / "odd"], tmp_path / "none.png")
+
+
+def test_smoothing_keeps_the_fall_and_calms_the_end():
+    values = [10.0, 8.0, 6.0, *[3.0, 5.0] * 60]
+    smooth = runs._smooth(values)
+    assert smooth[:3] == [10.0, 8.0, pytest.approx(6.4)]
+    assert all(3.5 < value < 4.5 for value in smooth[-20:])
+
+
+def test_commands(tmp_path, monkeypatch):
+    from nalanda_cli import app
+
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        make(tmp_path / "runs" / name, lines=losses(9), optim__lr=lr) for name, lr in (("a", 1.0), ("b", 2.0))
+    ]
+    call = CliRunner().invoke
+    out = call(app, ["runs"]).stdout
+    assert "a" in out
+    assert "9/100" in out
+    assert {r["name"] for r in json.loads(call(app, ["runs", "runs", "--json"]).stdout)} == {"a", "b"}
+    assert isinstance(call(app, ["runs", "nowhere"]).exception, InputError)
+    assert call(app, ["plot", str(folders[0])]).exit_code == 0
+    assert (folders[0] / "loss.png").is_file()
+    assert call(app, ["plot", *map(str, folders), "--x", "hours", "--no-smooth"]).exit_code == 0
+    assert (tmp_path / "loss.png").is_file()
+    assert call(app, ["plot", "runs/a", "--x", "parsecs"]).exit_code == 2
+
+
+def test_a_folder_without_runs(tmp_path):
+    assert runs.overview(tmp_path) == []
+    make(tmp_path / "only", facts={})
+    assert runs.overview(tmp_path / "only")[0].name == "only"
+    assert Run("x", "empty", 0.0).model == "–"
