@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TextIteratorStreamer,
+    Trainer,
+    TrainingArguments,
+)
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
@@ -462,6 +470,55 @@ def test_blockwise_loss_is_cross_entropy(dtype):
             ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=tolerance
         )
     assert linear_cross_entropy(h, w, torch.full((150,), -100)) == 0
+
+
+def test_z_loss_is_in_the_gradient_alone(small):
+    """Against float64 autograd over all logits, in several blocks, rows left out."""
+    from nalanda.model.layers import _LinearCrossEntropy
+    from nalanda.train import summed_loss
+
+    torch.manual_seed(0)
+    labels = torch.randint(0, 31, (150,)).masked_fill(torch.rand(150) < 0.2, -100)
+    h, w = torch.randn(150, 8, dtype=torch.float64), 2 * torch.randn(31, 8, dtype=torch.float64)
+    (a, b), (c, d) = ([x.clone().requires_grad_() for x in (h, w)] for _ in range(2))
+    everything = a @ b.T
+    plain = F.cross_entropy(everything, labels, reduction="sum")
+    term = 0.3 * everything.logsumexp(-1)[labels != -100].square().sum()
+    ((plain + term) / 7).backward()
+    value = _LinearCrossEntropy.apply(c, d, labels, -100, 64, True, 0.3)
+    (value / 7).backward()
+    close(value, plain, 1e-12)
+    close(c.grad, a.grad, 1e-12)
+    close(d.grad, b.grad, 1e-12)
+
+    # The model hands it on, and the trainer does the same for models that are not ours.
+    tokens, weight = ids(2, 11), small.lm_head.weight
+    small.train()
+    grads = []
+    for z_loss in (0.0, 0.5):
+        small.zero_grad()
+        loss = small(tokens, labels=tokens, num_items_in_batch=1, z_loss=z_loss).loss
+        loss.backward()
+        grads.append((loss.detach(), weight.grad.clone()))
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=31, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    batch = {"input_ids": tokens % 31, "labels": (tokens % 31).masked_fill(torch.rand(2, 11) < 0.2, -100)}
+    batch["position_ids"] = torch.arange(11).repeat(2, 1)
+    for z_loss in (0.0, 0.5):
+        llama.zero_grad()
+        loss = summed_loss(llama, batch, torch.device("cpu"), z_loss)
+        loss.backward()
+        grads.append((loss.detach(), llama.lm_head.weight.grad.clone()))
+    for (without, plain), (with_term, both) in (grads[:2], grads[2:]):
+        assert with_term == without
+        assert (both - plain).norm() > 0.1 * plain.norm()
+    llama.zero_grad()
+    logits = llama(batch["input_ids"]).logits[:, :-1][batch["labels"][:, 1:] != -100]
+    (0.5 * logits.logsumexp(-1).square()).sum().backward()
+    close(llama.lm_head.weight.grad, grads[3][1] - grads[2][1], 1e-4)
 
 
 def test_loss_follows_transformers(small):

@@ -59,6 +59,8 @@ class SoftmaxAttention(Mixer):
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
         T = q.shape[1]
+        if seq.rows is not None and new is not None:
+            return self.mix_rows(q, k, v, seq, state, new)
         if new is not None:
             laid = {name: seq.joined(heads[name], state.get(name)) for name in ("k", "v")}
             kept = self.reach or seq.longest(T)
@@ -66,6 +68,36 @@ class SoftmaxAttention(Mixer):
             if state:
                 return seq.parted(self.attend_past(seq.joined(q), laid["k"], laid["v"], seq, T), T)
         return self.attend_all(q, k, v, seq)
+
+    def opened(self, state: State, seq: Sequences) -> State:
+        return state  # of rows: each sequence would bring keys of its own
+
+    def closed(self, new: State, seq: Sequences) -> State:
+        return {name: x.detach() for name, x in new.items()}
+
+    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
+        """Rows that go on: the keys that their first sequence still sees are laid before it, with queries
+
+        whose outputs nobody reads, and all is attended as whole sequences are, in linear time.
+        """
+        assert self.reach is not None, "a state that grows"
+        tokens = None
+        if state:
+            assert seq.past is not None
+            seq, source, tokens = seq.behind(self.reach, self.wanted(seq.past), q.device)
+            kept = {name: x.flatten(0, 1) for name, x in state.items()}
+            k, v = (
+                torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
+                for name, x in (("k", k), ("v", v))
+            )
+            q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
+        new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
+        o = self.attend_all(q, k, v, seq)
+        return o if tokens is None else o.index_select(1, tokens)
+
+    def wanted(self, past: Tensor) -> Tensor:
+        """How many of its `past` tokens a sequence's next one sees."""
+        return past if self.reach is None else past.clamp(max=self.reach - 1)
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """A batch `[B, T, …]` or `[1, ΣT, …]` of whole sequences."""
@@ -193,6 +225,9 @@ class DiagAttention(SoftmaxAttention):
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % b)).unflatten(1, (-1, b)) for x in (q, k, v))
         o = self.weigh(*(x.flatten(0, 1) for x in (q, k, v)), causal=True)
         return o.unflatten(0, q.shape[:2]).flatten(1, 2)[:, :T]
+
+    def wanted(self, past: Tensor) -> Tensor:
+        return past % self.block
 
     def span(self, place: int) -> int:
         return place % self.block + 1

@@ -10,6 +10,18 @@ from .ops import by_kernel
 
 State = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+class RowState:
+    """A layer's states of a batch's rows, `[B, …]` each.
+
+    A plain object, because sharding wrappers cast the tensors of dicts to the precision of their products.
+    """
+
+    def __init__(self, tensors: State):
+        self.tensors = tensors
+
+
 Heads = dict[str, Tensor]
 
 
@@ -88,8 +100,15 @@ class Mixer(nn.Module):
             self.o_norm = LayerNorm(out, config.norm_eps)
         self.o_proj = nn.Linear(out, D, bias=bias)
 
-    def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
+    def forward(
+        self, x: Tensor, seq: Sequences, state: State | RowState | None = None
+    ) -> tuple[Tensor, State | RowState | None]:
         """x `[B, T, D]` to y `[B, T, D]`. state: None carries nothing, {} starts a carried one."""
+        if isinstance(state, RowState):  # of the rows of seq.rows
+            new, held = {}, self.opened(state.tensors, seq)
+            heads = self.heads(x, seq, held, new)
+            y = self.read_out(self.mix(heads, seq, held, new), heads, x)
+            return y, RowState(self.closed(new, seq))
         decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         if decoding and not torch.compiler.is_compiling():
             served = self.step(x, seq, state)
@@ -98,6 +117,14 @@ class Mixer(nn.Module):
         new: State | None = None if state is None else {}
         heads = self.heads(x, seq, state or {}, new)
         return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
+
+    def opened(self, state: State, seq: Sequences) -> State:
+        """What `heads` and `mix` are given of rows' states, as they are given other states."""
+        return {name: seq.opened(x) for name, x in state.items()}
+
+    def closed(self, new: State, seq: Sequences) -> State:
+        """Rows' states of what `heads` and `mix` have left."""
+        return {name: seq.closed(x) for name, x in new.items()}
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         """What `mix` needs of x, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.

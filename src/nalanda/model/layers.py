@@ -1,6 +1,7 @@
 """What the mixers and the decoder are made of: norms, the GLU, the short convolution, the chunked loss."""
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +20,33 @@ def no_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False)
 
 
+class Rows(NamedTuple):
+    """Where a packed batch's rows lie among its N sequences, for states that cross from row to row.
+
+    On the host: `first` and `last`, int64 `[B]`, each row's outermost sequences; `carried`, bool `[B]`,
+    whether its first one goes on with what an earlier call ended in.
+    """
+
+    first: Tensor
+    last: Tensor
+    carried: Tensor
+
+
 class Sequences:
     """What a batch's mixers must know of it, made once by the decoder; no mixer sees a mask.
 
     `cu_seqlens` None: the batch is `[B, T]` dense. Otherwise it is `[1, ΣT]` and `cu_seqlens` (int64 `[N+1]`,
     on the host, so that reading it costs no device synchronisation) bounds its N sequences; a sequence may be
-    empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls have read.
+    empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls have read. `rows` is
+    there where states go from row to row: mixers are then given, and give, those of rows.
     """
 
     # No dataclass: FSDP2 copies those for every layer. No cached_property: Python 3.11's takes a lock, at
     # which torch.compile breaks the graph.
-    def __init__(self, cu_seqlens: Tensor | None = None, past: Tensor | None = None):
-        self.cu_seqlens, self.past, self._made = cu_seqlens, past, {}
+    def __init__(
+        self, cu_seqlens: Tensor | None = None, past: Tensor | None = None, rows: Rows | None = None
+    ):
+        self.cu_seqlens, self.past, self.rows, self._made = cu_seqlens, past, rows, {}
 
     @property
     def lengths(self) -> Tensor:
@@ -140,6 +156,64 @@ class Sequences:
                 seen += rows.numel()
             self._made[key] = (groups, where.to(device, non_blocking=True))
         return self._made[key]
+
+    def opened(self, state: Tensor) -> Tensor:
+        """What the sequences begin with: rows' states `[B, …]` to `[N, …]`, zeros but where a row goes on."""
+        assert self.rows is not None
+        key = ("opened", state.device)
+        if key not in self._made:
+            carried = self.rows.carried
+            pair = (self.rows.first[carried], carried.nonzero().squeeze(1))
+            self._made[key] = tuple(x.to(state.device, non_blocking=True) for x in pair)
+        sequences, rows = self._made[key]
+        # Selected, never multiplied by 0: what an uncarried row holds may be NaN.
+        empty = state.new_zeros(len(self.lengths), *state.shape[1:])
+        return empty.index_copy(0, sequences, state.index_select(0, rows))
+
+    def closed(self, state: Tensor) -> Tensor:
+        """What the rows end in: sequences' states `[N, …]` to `[B, …]`, without history."""
+        assert self.rows is not None
+        key = ("closed", state.device)
+        if key not in self._made:
+            self._made[key] = self.rows.last.to(state.device, non_blocking=True)
+        return state.detach().index_select(0, self._made[key])
+
+    def behind(self, kept: int, wanted: Tensor, device: torch.device) -> tuple["Sequences", Tensor, Tensor]:
+        """These sequences with tokens of earlier calls in front of those that go on.
+
+        Of `kept` tokens a row, its first sequence gets the last `wanted` (int64 `[N]`, on the host).
+        Returns the longer sequences, ΣT' tokens in all; int64 `[ΣT']`, where each of these stands in the ΣT
+        tokens with B·kept behind them; and int64 `[ΣT]`, where this call's tokens are among the ΣT'.
+        """
+        assert self.cu_seqlens is not None
+        assert self.rows is not None
+        key = ("behind", kept, tuple(wanted.tolist()), device)
+        if key not in self._made:
+            lengths = self.lengths + wanted
+            ends = lengths.cumsum(0)
+            column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(lengths)
+            row = torch.zeros_like(lengths)
+            row[self.rows.first] = torch.arange(len(self.rows.first))
+            # What stands at column 0, of this call and behind a row's kept tokens.
+            start = self.cu_seqlens[:-1].repeat_interleave(lengths)
+            end = (int(self.cu_seqlens[-1]) + (row + 1) * kept).repeat_interleave(lengths)
+            indices = (torch.where(column < 0, end, start) + column, (column >= 0).nonzero().squeeze(1))
+            longer = Sequences(torch.cat([ends.new_zeros(1), ends]), rows=self.rows)
+            self._made[key] = (longer, *(x.to(device, non_blocking=True) for x in indices))
+        return self._made[key]
+
+    def tails(self, x: Tensor, width: int) -> Tensor:
+        """The last tokens of each row's last sequence, behind zeros: `[1, ΣT, …]` to `[B, width, …]`."""
+        assert self.cu_seqlens is not None
+        assert self.rows is not None
+        key = ("tails", width, x.device)
+        if key not in self._made:
+            index = self.cu_seqlens[1:][self.rows.last, None] + torch.arange(-width, 0)
+            missing = index < self.cu_seqlens[self.rows.last, None]
+            pair = (index.clamp_min(0), missing)
+            self._made[key] = tuple(part.to(x.device, non_blocking=True) for part in pair)
+        index, missing = self._made[key]
+        return x[0, index].masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
 
 
 class Fp32Module(nn.Module):
@@ -290,7 +364,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block: int, training: bool = True
+        ctx,
+        h: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        block: int,
+        training: bool = True,
+        z_loss: float = 0.0,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         # Under no_grad a weight still says that it needs a gradient: `training` has grad mode's own word.
@@ -313,6 +394,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not (need_h or need_w):
                 continue
             dlogits = logits.sub_(lse).exp_()
+            if z_loss:
+                dlogits.mul_(1 + 2 * z_loss * lse)  # the softmax is lse's gradient
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
             dlogits = dlogits.masked_fill_(ignored, 0).to(rows.dtype)
             if dh is not None:
@@ -329,17 +412,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, dw = ctx.saved_tensors
         dh = None if dh is None else dh * dtotal.to(dh.dtype)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
-        return dh, dw, None, None, None, None
+        return dh, dw, None, None, None, None, None
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, z_loss: float = 0.0
+) -> Tensor:
     """Sum over rows of −log softmax(h Wᵀ)[label], rows labelled `ignore_index` left out.
 
     h `[M, D]`, weight `[V, D]`, labels int64 `[M]`; a scalar in fp32 (fp64 for fp64
     inputs), 0 when no row counts.
+    z_loss: the gradient is that of the sum + z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311); the value
+    stays the cross-entropy, so that what is logged means the same with it and without.
     """
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         h, weight = h.to(dtype), weight.to(dtype)
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
-    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss)

@@ -1,7 +1,8 @@
 """The decoder: pre-norm blocks of a token mixer and a GLU, any mixer of `MIXERS`,
 behind transformers' interface."""
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .base import State
+from .base import RowState, State
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import GLU, RMSNorm, Sequences, ShortConv, linear_cross_entropy, rotary_angles
+from .layers import GLU, RMSNorm, Rows, Sequences, ShortConv, linear_cross_entropy, rotary_angles
 from .mixers import build_mixer
+
+
+@dataclass
+class DecoderOutput(BaseModelOutputWithPast):
+    """`row_states`: what each row's last document ended in, where that was asked for."""
+
+    row_states: NalandaCache | None = None
+
+
+@dataclass
+class CausalLMOutput(CausalLMOutputWithPast):
+    """`row_states`: what each row's last document ended in, where that was asked for."""
+
+    row_states: NalandaCache | None = None
 
 
 class Block(GradientCheckpointingLayer):
@@ -29,7 +44,9 @@ class Block(GradientCheckpointingLayer):
         self.mlp = GLU(config.hidden_size, config.intermediate_size, config.use_bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seq: Sequences, state: State | None = None) -> tuple[Tensor, State | None]:
+    def forward(
+        self, x: Tensor, seq: Sequences, state: State | RowState | None = None
+    ) -> tuple[Tensor, State | RowState | None]:
         y, state = self.mixer(self.mixer_norm(x), seq, state)
         x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
@@ -89,6 +106,42 @@ class Decoder(NalandaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed_tokens = value
 
+    def check_carries(self) -> None:
+        """Raise ValueError where a layer's state grows with the text: it cannot go from row to row."""
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        for name, mixer in zip(self.config.layer_mixers, mixers, strict=True):
+            if mixer.state_spec(1) != mixer.state_spec(2):
+                raise ValueError(
+                    f"mixer {name!r} keeps every token, and a state that grows is not carried from row to "
+                    "row: give it a window, or cut long documents"
+                )
+
+    def _check_rows(
+        self, row_states: NalandaCache | None, carried: Tensor | None, cache: NalandaCache | None, B: int
+    ) -> None:
+        self.check_carries()
+        if cache is not None:
+            raise ValueError("give row_states or past_key_values, not both")
+        if carried is not None and (carried.dtype != torch.bool or carried.shape != (B,)):
+            raise ValueError(
+                f"carried must be bool [{B}], one for each row, got {carried.dtype} {list(carried.shape)}"
+            )
+        if row_states is None:
+            if carried is not None and bool(carried.any()):
+                raise ValueError("carried rows go on with row_states: give those of the call before")
+            return
+        if not isinstance(row_states, NalandaCache):
+            raise ValueError(
+                f"row_states must be those of an earlier output, got {type(row_states).__name__}"
+            )
+        if carried is None:
+            raise ValueError("row_states need carried, bool [B]: which rows go on with theirs")
+        if len(row_states) != len(self.layers) or row_states.batch_size != B:
+            raise ValueError(
+                f"row_states hold {len(row_states)} layers of {row_states.batch_size} rows, "
+                f"the model has {len(self.layers)} and the input {B}"
+            )
+
     @can_return_tuple
     def forward(
         self,
@@ -100,12 +153,19 @@ class Decoder(NalandaPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> BaseModelOutputWithPast:
+        row_states: NalandaCache | None = None,
+        carried: Tensor | None = None,
+        return_row_states: bool = False,
+    ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        carrying = return_row_states or row_states is not None or carried is not None
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
+        if carrying:
+            self._check_rows(row_states, carried, past_key_values, B)
+            use_cache = False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values
@@ -127,10 +187,23 @@ class Decoder(NalandaPreTrainedModel):
             )
         if cache is None and use_cache and not packed:
             cache = NalandaCache(len(self.layers))
+        rows: Rows | None = None
+        states: list[Any] = [] if cache is None else cache.states
+        if carrying:
+            if kept is not None:
+                raise ValueError("row_states are for packed rows: give no attention_mask with padding")
+            cu_seqlens = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens
+            rows = find_rows(carried, cu_seqlens, B, T)
+            states = [RowState({}) for _ in self.layers]
+            if row_states is not None and bool(rows.carried.any()):
+                assert row_states.lengths is not None
+                past = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64)
+                past[rows.first[rows.carried]] = row_states.lengths[rows.carried]
+                states = [RowState(state) for state in row_states.states]
         if cu_seqlens is not None:
             x = x.flatten(0, 1)
             x = (x if kept is None else x.index_select(0, kept))[None]
-        seq = Sequences(cu_seqlens, past)
+        seq = Sequences(cu_seqlens, past, rows)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -147,16 +220,23 @@ class Decoder(NalandaPreTrainedModel):
         for i, layer in enumerate(self.layers):
             if output_hidden_states:
                 hidden.append(padded(x))
-            x, state = layer(x, seq, None if cache is None else cache.states[i])
-            if cache is not None:
-                cache.states[i] = state
+            x, state = layer(x, seq, states[i] if states else None)
+            if states:
+                states[i] = state
+        ended = None
         if cache is not None:
             cache.seen(T, torch.full((B,), T) if cu_seqlens is None else seq.lengths)
+        elif rows is not None:
+            ended = NalandaCache(len(self.layers))
+            ended.states = [state.tensors for state in states]
+            lengths = (seq.lengths if past is None else seq.lengths + past)[rows.last]
+            ended.seen(int(lengths.max()), lengths)
         x = padded(self.norm(x))
-        return BaseModelOutputWithPast(
+        return DecoderOutput(
             last_hidden_state=x,
             past_key_values=cache,
             hidden_states=(*hidden, x) if output_hidden_states else None,
+            row_states=ended,
         )
 
 
@@ -207,6 +287,16 @@ def find_sequences(
         first[:, 1:] = restart.cpu()
         return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
     return None, None
+
+
+def find_rows(carried: Tensor | None, cu_seqlens: Tensor, B: int, T: int) -> Rows:
+    """Each row's first and last sequence, empty ones beside them left out."""
+    borders = torch.arange(B + 1) * T
+    first = torch.searchsorted(cu_seqlens, borders, right=True) - 1
+    if T == 0 or bool((cu_seqlens[first] != borders).any()):
+        raise ValueError("row_states: every row must begin a sequence of cu_seqlens, and hold a token")
+    carried = torch.zeros(B, dtype=torch.bool) if carried is None else carried.cpu()
+    return Rows(first[:-1], torch.searchsorted(cu_seqlens, borders[1:]) - 1, carried)
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -261,7 +351,11 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-    ) -> CausalLMOutputWithPast:
+        z_loss: float = 0.0,
+        row_states: NalandaCache | None = None,
+        carried: Tensor | None = None,
+        return_row_states: bool = False,
+    ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
 
         input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
@@ -270,7 +364,14 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             the host. position_ids that restart say the same.
         labels: `[B, T]`, aligned with input_ids (the shift is made here); −100 does not count.
         num_items_in_batch: what the summed loss is divided by; the number of counting labels when absent.
+        z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; not in its value.
         logits_to_keep: the last n positions, or the positions given, 0 for all.
+        row_states: of an earlier call's output, for documents that go on in the same row of this call;
+            constant states only. What the rows' last documents end in is then, or with return_row_states, the
+            output's `row_states`: a NalandaCache of B sequences, detached (truncated backpropagation through
+            time).
+        carried: bool `[B]`, best on the host: whether the row's first document goes on with its row state and
+            with its count of tokens. The others begin empty, whatever theirs holds.
 
         In training mode with labels `logits` is None: the loss is formed block by block and the whole never
         exists.
@@ -287,6 +388,9 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
+            row_states=row_states,
+            carried=carried,
+            return_row_states=return_row_states,
         )
         h = out.last_hidden_state
         loss = logits = None
@@ -296,12 +400,16 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
                 real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
                 targets = targets.masked_fill(real == 0, -100)
             targets = targets.flatten()
-            total = linear_cross_entropy(h[:, :-1].flatten(0, 1), self.lm_head.weight, targets)
+            total = linear_cross_entropy(h[:, :-1].flatten(0, 1), self.lm_head.weight, targets, z_loss=z_loss)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
         if labels is None or not self.training:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(h[:, keep])
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        return CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            row_states=out.row_states,
         )
