@@ -5,10 +5,18 @@
 Every key of a recipe can be given again as `section.key=value`. Started again with the same output_dir, a
 run goes on where it stopped.
 
-Exit codes: 0 finished; 2 bad input, one line on stderr; 143 or 130 after SIGTERM or SIGINT, with a checkpoint
-saved. `accelerate launch` makes each failure a 1 and adds a traceback of its own, which `--quiet` stops; it
-passes SIGTERM on to nobody, so send that to this process or to the group. With one process,
-`python recipes/pretrain.py RECIPE` trains the same without it.
+Exit codes, with the same command going on from the last checkpoint after each but the first two:
+
+    0    finished
+    2    bad input, or training that diverges: one line on stderr
+    70   a process made no progress for guard.hang_timeout seconds; its stacks are on stderr
+    74   the disk is full: the earlier checkpoints are unharmed
+    75   a server did not give the data, retries included; a checkpoint was saved
+    130, 138, 143   SIGINT, SIGUSR1, SIGTERM: the step was finished and a checkpoint saved
+
+`accelerate launch` and torchrun make each failure a 1; accelerate adds a traceback of its own, which
+`--quiet` stops, and passes SIGTERM on to nobody, so send that to this process or to the group. With one
+process, `python recipes/pretrain.py RECIPE` trains the same without it.
 
 Several processes on CPUs (accelerate's `--cpu --num_processes 2` would start one):
 

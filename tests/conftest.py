@@ -1,7 +1,12 @@
 """What several test files use."""
 
+import json
+import random
+from pathlib import Path
+
 import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -21,3 +26,55 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.add_special_tokens({})
     return tokenizer
+
+
+WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory) -> Path:
+    """A run of a few seconds; documents of 1 to 60 words, so that label counts differ from row to row."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.choice((1, 1, 1, 2, 60)))) for _ in range(1500)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {
+        "output_dir": str(folder / "unset"),
+        "seed": 3,
+        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2},
+        "tokenizer": {"train": "bpe", "vocab_size": 320},
+        "data": {"source": str(folder), "seq_len": 32, "shuffle_buffer": 50, "max_validation_rows": 7},
+        "optim": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "train": {
+            "steps": 24,
+            "tokens_per_step": 256,
+            "micro_batch_size": 4,
+            "precision": "fp32",
+            "cpu_threads": 1,
+        },
+        "validation": {"every": 10},
+        "checkpoint": {"every": 5, "keep_last": 9},
+        "log": {"every": 1, "tensorboard": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture
+def fresh_accelerate():
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def whole(recipe, tmp_path_factory) -> Path:
+    """The run as nothing interrupts it."""
+    from accelerate.state import AcceleratorState
+    from training import configured
+
+    from nalanda.train import train
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
+    return train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))

@@ -1,14 +1,23 @@
 """Checkpoints that are whole, or are passed over by name."""
 
+import errno
+import hashlib
+import json
+import os
+import pickle
 import random
+import shutil
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from nalanda import checkpoint
 from nalanda.checkpoint import CheckpointConfig
-from nalanda.errors import InputError
+from nalanda.errors import DiskFull, InputError
 from nalanda.optim import OptimConfig, build_optimizer
 
 
@@ -64,6 +73,18 @@ def test_everything_comes_back(tmp_path):
             assert torch.equal(value, fresh.state[b][key]), (name, key)
 
 
+def reseal(path: Path, **files: dict | None) -> None:
+    """Gives a checkpoint a manifest that vouches for these entries too (None: for what is there)."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name, entry in files.items():
+        content = path / name
+        manifest["files"][name] = entry or {
+            "bytes": content.stat().st_size,
+            "sha256": hashlib.sha256(content.read_bytes()).hexdigest(),
+        }
+    (path / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+
+
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json", "rank-0.pt", "manifest.json"]
 
 
@@ -97,18 +118,200 @@ def test_a_half_written_checkpoint_is_none(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_a_failed_save_leaves_the_others(tmp_path, monkeypatch):
+def broken(code: int, after: int):
+    """An os.fsync that fails once it was called `after` times."""
+    calls = iter(range(after, -1, -1))
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) == 0:
+            raise OSError(code, os.strerror(code))
+
+    return fsync
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_full_disk_leaves_the_others(tmp_path, monkeypatch, after):
+    """At the first file's fsync, at a later one's, at the manifest's."""
+    model, optimizer = made(updates=1)
+    save(tmp_path, 1, model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken(errno.ENOSPC, after))
+        with pytest.raises(DiskFull, match="step-2: not saved, step-1 stays: the disk is full") as error:
+            save(tmp_path, 2, model, optimizer)
+    assert ("still to be written" if after < 4 else "No space left on device") in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 74
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    assert save(tmp_path, 2, model, optimizer) == checkpoint.latest(tmp_path)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, monkeypatch):
+    model, optimizer = made(updates=1)
+    save(tmp_path, 1, model, optimizer)
+    opened = Path.open
+
+    def open_full(path, *args, **kwargs):
+        stream = opened(path, *args, **kwargs)
+        if path.name == "optimizer.safetensors":
+            write = stream.write
+
+            def half(piece):
+                write(piece[: len(piece) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            stream = type(
+                "Stream",
+                (),
+                {"__enter__": lambda s: s, "__exit__": lambda *_: None, "write": staticmethod(half)},
+            )()
+        return stream
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(DiskFull, match="still to be written"):
+        save(tmp_path, 2, model, optimizer)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_disk_that_is_too_small_is_known_before_a_byte_is_written(tmp_path, monkeypatch):
+    model, optimizer = made(updates=1)
+    wrote = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(checkpoint, "_write", lambda *_: wrote.append(1))
+    with pytest.raises(DiskFull, match=r"there is no earlier one: .* are needed, .* more than are free"):
+        save(tmp_path, 1, model, optimizer)
+    assert not wrote
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_error_is_no_full_disk(tmp_path, monkeypatch):
+    model, optimizer = made()
+    monkeypatch.setattr(os, "fsync", broken(errno.EIO, 0))
+    with pytest.raises(InputError, match=r"not saved.*Input/output error") as error:
+        save(tmp_path, 1, model, optimizer)
+    assert not isinstance(error.value, DiskFull)
+
+
+def held(monkeypatch) -> threading.Event:
+    """Writing waits for it."""
+    go, write = threading.Event(), checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
+    return go
+
+
+def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch):
+    model, optimizer = made(updates=1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moments = {k: v.clone() for k, v in checkpoint._optimizer_tensors(model, optimizer).items()}
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
+    state = {"data_state": {"position": 1}, "trainer_state": {"tokens": 7}}
+    go = held(monkeypatch)
+    drawn = random.getstate()
+    path = saver.save(1, model=model, optimizer=optimizer, **state)
+    assert (
+        checkpoint.latest(tmp_path) is None
+    )  # it counts when it was renamed, and training goes on until then
+    state["data_state"]["position"] = 2
+    random.random()
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    go.set()
+    saver.save(2, model=model, optimizer=optimizer, **state)  # waits for the one before
+    assert checkpoint.verify(path) is None
+    saver.wait()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    other, fresh = made()
+    _, data = checkpoint.load(path, model=other, optimizer=fresh)
+    assert data == {"position": 1}
+    assert random.getstate() == drawn
+    assert all(torch.equal(before[name], p) for name, p in other.named_parameters())
+    loaded = checkpoint._optimizer_tensors(other, fresh)
+    assert all(torch.equal(moments[key], loaded[key]) for key in moments)
+    assert not torch.equal(before["bias"], model.bias)
+
+
+def test_what_an_asynchronous_save_fails_of_is_told(tmp_path, monkeypatch):
+    model, optimizer = made()
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
+    state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
+    for last in ("wait", "save"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken(errno.ENOSPC, 1))
+            saver.save(1, **state)
+            saver._thread.join()
+        assert saver.failed
+        with pytest.raises(DiskFull):
+            saver.wait() if last == "wait" else saver.save(2, **state)
+        assert not saver.failed
+    assert not list(tmp_path.iterdir())
+    saver.save(3, **state)
+    saver.wait()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
+
+
+class Killed(BaseException):
+    """What no handler expects, as a SIGKILL."""
+
+
+@pytest.mark.parametrize("point", range(12))
+def test_killed_anywhere_the_newest_whole_one_is_found(tmp_path, monkeypatch, point):
+    """At the n-th file operation of a save with its retention; what was there stays, or the new one is."""
+    model, optimizer = made(updates=1)
+    config = CheckpointConfig(keep_last=1)
+    state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
+    for step in (1, 2):
+        checkpoint.Saver(tmp_path, CheckpointConfig(keep_last=5)).save(step, **state)
+    count = iter(range(point, -1, -1))
+
+    def struck(act):
+        def wrapped(*args, **kwargs):
+            if next(count, -1) == 0:
+                raise Killed
+            return act(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for place, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
+            patch.setattr(place, name, struck(getattr(place, name)))
+        try:
+            checkpoint.Saver(tmp_path, config).save(3, **state)
+            struck_at_all = False
+        except Killed:
+            struck_at_all = True
+    assert struck_at_all or point >= 11
+    found = checkpoint.latest(tmp_path)
+    assert found in (tmp_path / "step-2", tmp_path / "step-3")
+    checkpoint.Saver(tmp_path, config).save(4, **state)  # and the next save tidies up
+    assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
+
+
+def test_a_step_saved_again_takes_the_place_of_the_other(tmp_path):
+    """After a rollback: what stands there is whole, and of the steps that were left."""
     model, optimizer = made()
     save(tmp_path, 1, model, optimizer)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "_sync", full)
-    with pytest.raises(InputError, match="No space left") as error:
-        save(tmp_path, 2, model, optimizer)
-    assert "\n" not in str(error.value)
+    model, optimizer = made(updates=2)
+    path = save(tmp_path, 1, model, optimizer)
+    assert torch.equal(checkpoint.weights(path)["bias"], model.bias)
+    checkpoint.prune(tmp_path, CheckpointConfig())
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path):
+    drawn = torch.randn(5, 3)
+    parts = {
+        name.lower(): ((drawn * 10).to(dtype) if name != "BOOL" else drawn > 0)
+        for name, dtype in checkpoint.DTYPES.items()
+    }
+    parts |= {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 4), "long": drawn.T, "ü.ß": drawn[1:, 1]}
+    file = tmp_path / "some.safetensors"
+    checkpoint._write(file, checkpoint._safetensors({name: (t, []) for name, t in parts.items()}, copy=True))
+    theirs = safetensors.torch.load_file(file)
+    ours = {name: torch.zeros_like(t) for name, t in parts.items()}
+    checkpoint.read(file, ours)
+    for name, tensor in parts.items():
+        assert theirs[name].dtype == ours[name].dtype == tensor.dtype
+        assert torch.equal(theirs[name], tensor)
+        assert torch.equal(ours[name], tensor)
 
 
 def test_retention(tmp_path):
@@ -123,10 +326,7 @@ def test_a_manifest_cannot_point_outside(tmp_path):
     model, optimizer = made()
     path = save(tmp_path, 1, model, optimizer)
     (tmp_path / "outside").write_bytes(b"")
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    manifest = path / "manifest.json"
-    entry = f'"../outside": {{"bytes": 0, "sha256": "{empty}"}}, "model.safetensors"'
-    manifest.write_text(manifest.read_text().replace('"model.safetensors"', entry))
+    reseal(path, **{"../outside": None})
     assert "leaves" in checkpoint.verify(path)
 
 
@@ -138,3 +338,72 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         checkpoint.load(path, model=other, optimizer=fresh)
     with pytest.raises(InputError, match="another shape"):
         checkpoint.load_weights(path / "model.safetensors", torch.nn.Linear(2, 2))
+
+
+RAN = []
+
+
+def run() -> None:
+    RAN.append(True)
+
+
+class Code:
+    def __reduce__(self):
+        return run, ()
+
+
+def test_a_pickle_is_refused_and_its_code_not_run(tmp_path):
+    """Even where the manifest vouches for it."""
+    model, optimizer = made()
+    path = save(tmp_path, 1, model, optimizer)
+    torch.save(Code(), path / "rank-0.pt")
+    reseal(path, **{"rank-0.pt": None})
+    assert checkpoint.verify(path) is None
+    with pytest.raises(InputError, match=r"rank-0.pt: it holds more than numbers and text"):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    (path / "optimizer.pt").write_bytes(pickle.dumps(Code()))
+    assert checkpoint.verify(path) == "optimizer.pt was not saved with it"
+    assert not RAN
+    pickle.loads(pickle.dumps(Code()))
+    assert RAN  # it would have
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "inner"])
+def test_a_link_is_refused(tmp_path, name):
+    model, optimizer = made()
+    path = save(tmp_path, 1, model, optimizer)
+    outside = tmp_path / "outside"
+    if name == "inner":  # a folder of parts that lies elsewhere
+        (path / "inner").mkdir()
+        (path / "model.safetensors").rename(path / "inner" / "model.safetensors")
+        reseal(path, **{"inner/model.safetensors": None})
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["files"]["model.safetensors"]
+        (path / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+        assert checkpoint.verify(path) is None
+    (path / name).rename(outside)
+    (path / name).symlink_to(outside)
+    assert "leaves the checkpoint's folder" in checkpoint.verify(path)
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "inner/../../outside"])
+def test_a_path_out_of_the_folder_is_refused(tmp_path, name):
+    model, optimizer = made()
+    path = save(tmp_path, 1, model, optimizer)
+    reseal(path, **{name: {"bytes": 0, "sha256": ""}})
+    assert checkpoint.verify(path) == f"{name} leaves the checkpoint's folder"
+
+
+def test_any_bit_of_the_manifest_counts(tmp_path):
+    """The step and the versions too, which no file's sum covers; and older ones are read that had no sum."""
+    model, optimizer = made()
+    manifest = save(tmp_path, 1, model, optimizer) / "manifest.json"
+    content = manifest.read_bytes()
+    for place in range(0, len(content), 7):
+        manifest.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert checkpoint.verify(manifest.parent) is not None, content[place:]
+    manifest.write_bytes(content[:-1])
+    assert checkpoint.verify(manifest.parent) is not None
+    old = {key: value for key, value in json.loads(content).items() if key != "sum"} | {"format": 1}
+    manifest.write_text(json.dumps(old, indent=1))
+    assert checkpoint.verify(manifest.parent) is None

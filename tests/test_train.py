@@ -1,11 +1,8 @@
 """The loop: what its loss is a mean of, that nothing a run was told or did is lost, and what it refuses."""
 
-import hashlib
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,98 +10,16 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import yaml
-from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from training import configured, outcome, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig
 
 from nalanda import checkpoint, metrics
 from nalanda import train as loop
-from nalanda.config import RunConfig, load_config
+from nalanda.config import load_config
 from nalanda.errors import InputError
 
-ROOT = Path(__file__).parents[1]
-PRETRAIN = ROOT / "recipes" / "pretrain.py"
-WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Path:
-    """A run of a few seconds; documents of 1 to 60 words, so that label counts differ from row to row."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS, k=draw.choice((1, 1, 1, 2, 60)))) for _ in range(1500)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {
-        "output_dir": str(folder / "unset"),
-        "seed": 3,
-        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2},
-        "tokenizer": {"train": "bpe", "vocab_size": 320},
-        "data": {"source": str(folder), "seq_len": 32, "shuffle_buffer": 50, "max_validation_rows": 7},
-        "optim": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 2},
-        "train": {
-            "steps": 24,
-            "tokens_per_step": 256,
-            "micro_batch_size": 4,
-            "precision": "fp32",
-            "cpu_threads": 1,
-        },
-        "validation": {"every": 10},
-        "checkpoint": {"every": 5, "keep_last": 9},
-        "log": {"every": 1, "tensorboard": False},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "recipe.yaml"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def configured(recipe: Path, output_dir: Path, *overrides: str) -> RunConfig:
-    return load_config(recipe, [f"output_dir={output_dir}", *overrides])
-
-
-@pytest.fixture(scope="module")
-def whole(recipe, tmp_path_factory) -> Path:
-    """The run as nothing interrupts it."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
-    return loop.train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))
-
-
-def start(
-    recipe: Path, output_dir: Path, *overrides: str, launcher: tuple = (), **env: str
-) -> subprocess.Popen:
-    command = [
-        *(launcher or (sys.executable,)),
-        str(PRETRAIN),
-        str(recipe),
-        f"output_dir={output_dir}",
-        *overrides,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def outcome(run_dir: Path) -> dict:
-    """Everything that a resume could change: weights, moments, random states, data position, metrics."""
-    last = checkpoint.latest(run_dir / "checkpoints")
-    files = json.loads((last / "manifest.json").read_text())["files"]
-    lines = [
-        {k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")}
-        for line in metrics.read(run_dir / "metrics.jsonl")
-    ]
-    own = torch.load(last / "rank-0.pt", weights_only=True)
-    return {
-        "files": {name: files[name]["sha256"] for name in files if not name.endswith(".pt")},
-        "final": hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest(),
-        "random": str([own["random"][key] for key in ("python", "numpy")])
-        + str(own["random"]["torch"].tolist()),
-        "data": own["data"],
-        "metrics": lines,
-    }
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 # ----------------------------------------------------------------------------------------------- the loss
@@ -134,7 +49,7 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
     tokenizer = loop.build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
     set_seed(config.seed)
     model = loop.build_model(config, tokenizer)
-    batch = next(loop.open_batches(config, tokenizer, "train", rank=0, processes=1))
+    batch = next(loop.open_batches(config, tokenizer)[0])
     counts = (batch["labels"][:, 1:] != -100).sum(1)
     assert counts.min() < 0.9 * counts.max()  # else a mean of means would pass
     loss = model(batch["input_ids"], labels=batch["labels"], cu_seqlens=batch["cu_seqlens"]).loss
@@ -242,7 +157,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
     assert model.config.vocab_size == 320
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     total = count = 0
-    for batch in loop.open_batches(config, tokenizer, "validation", rank=0, processes=1):
+    for batch in loop.open_batches(config, tokenizer)[1][""]:
         logits = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False).logits
         targets = batch["labels"][:, 1:]
         kept = targets != -100
@@ -487,15 +402,6 @@ def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
         loop.train(configured(recipe, tmp_path / "run", f"data.source={tmp_path / 'empty.txt'}"))
     loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
     assert (tmp_path / "run" / "final" / "config.json").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_weights(recipe, tmp_path):
-    overrides = ("optim.lr=1e38", "schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.every=1")
-    with pytest.raises(InputError, match=r"step [23]: the loss is .*nan.* is unharmed") as error:
-        loop.train(configured(recipe, tmp_path / "run", *overrides))
-    assert "\n" not in str(error.value)
-    last = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    assert f"step {checkpoint.step_of(last) + 1}:" in str(error.value)
 
 
 def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):

@@ -12,14 +12,20 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from nalanda.checkpoint import CheckpointConfig
-from nalanda.data import DataConfig, TokenizerConfig
+from nalanda.data import DataConfig
 from nalanda.errors import InputError
+from nalanda.guards import GuardConfig
 from nalanda.metrics import LogConfig
 from nalanda.model.configuration import NalandaConfig
 from nalanda.optim import OptimConfig, ScheduleConfig
+from nalanda.remote import is_url, redact
+from nalanda.tokenizer import TokenizerConfig
 
 IDENTITY = ("model", "tokenizer", "data", "seed")
 """What makes a run this run: with another value of these, its checkpoints mean something else."""
+
+MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries"}
+"""What may change even so: a corpus may move, and is known again by what is in it."""
 
 
 @dataclass
@@ -31,6 +37,14 @@ class TrainConfig:
     """Rows that one process takes through the model at a time."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 is autocast over fp32 weights, moments and reductions."""
+    z_loss: float = 0.0
+    """Adds so much times the mean of logsumexp(logits)² to what is minimised (PaLM has 1e-4); the losses that
+    are reported stay the cross entropy."""
+    parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    """How processes share the model: ddp, each all of it; fsdp (FSDP2), each its part; hybrid, a part within
+    groups of `shard_size` that replicate one another. auto is fsdp where accelerate's config says so."""
+    shard_size: int | None = None
+    """hybrid: processes that hold one model among them; null is the processes of a node."""
     gradient_checkpointing: bool = False
     compile: bool = False
     cpu_threads: int | None = None
@@ -41,8 +55,12 @@ class TrainConfig:
         for key in ("steps", "tokens_per_step", "micro_batch_size"):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
+        if self.z_loss < 0:
+            raise InputError(f"train.z_loss: expected 0 or more, got {self.z_loss:g}")
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
+        if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
+            raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
 
 
 @dataclass
@@ -75,6 +93,10 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    offline: str | None = None
+    """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
+    there and from nowhere else. It is no part of what the run is: a run may go on with or without it."""
 
     def check(self) -> None:
         """Every section by itself, then what no section can see alone. Raises `InputError`."""
@@ -189,7 +211,8 @@ def _parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InputError(f"{source}: line {mark.line + 1 if mark else 1}: not YAML: {problem}") from None
+        line = mark.line + 1 if mark else 1
+        raise InputError(f"{redact(source)}: line {line}: not YAML: {problem}") from None
 
 
 def _section(cls: type, values: Any, where: str) -> Any:
@@ -287,4 +310,6 @@ def _name(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(v) for key, v in value.items()}
+    if is_url(value) and isinstance(value, str):
+        return redact(value)  # a password or a signature is never written down
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

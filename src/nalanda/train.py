@@ -3,13 +3,16 @@
 import contextlib
 import importlib.util
 import inspect
+import json
 import math
 import os
+import platform
 import shutil
-import signal
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nalanda import NalandaConfig, checkpoint, metrics
-from nalanda.config import IDENTITY, RunConfig, differences, load_config, nearest
-from nalanda.data import PackedBatches, build_tokenizer, check_vocabulary
+from nalanda import NalandaConfig, carry, checkpoint, guards, metrics, parallel
+from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
+from nalanda.data import PackedBatches, validation_batches
 from nalanda.errors import InputError
+from nalanda.export import export
 from nalanda.optim import build_optimizer, learning_rate
+from nalanda.tokenizer import build_tokenizer, check_vocabulary
 
 
 def train(config: RunConfig) -> Path:
@@ -44,12 +49,14 @@ def train(config: RunConfig) -> Path:
     the end, final/: a model folder as transformers has them.
 
     Raises:
-        InputError: the settings, the data or the folder cannot work, or the loss stopped being finite.
-        SystemExit: 128 + signal after a SIGTERM or SIGINT: the step was finished and a checkpoint saved,
-            and the same command goes on from there. A second signal ends the process at once.
+        InputError: the settings, the data or the folder cannot work, or training diverges. Where it is the
+            data that fails, a checkpoint of the last step was saved.
+        SystemExit: 128 + signal after a SIGTERM, SIGINT or SIGUSR1 on any process: the step was finished, a
+            checkpoint saved, and the same command goes on from there. A second signal ends the process.
     """
     config.check()
     transformers.logging.disable_progress_bar()  # of saving a few files; the run has its own
+    sharing = parallel.choose(config.train.parallel, os.environ)
     accelerator = launch(config)
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     accumulation = config.accumulation(processes)
@@ -67,133 +74,233 @@ def train(config: RunConfig) -> Path:
         tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
         if main and not (run_dir / "tokenizer").exists():
             tokenizer.save_pretrained(run_dir / "tokenizer")
-    batches = open_batches(config, tokenizer, "train", rank, processes)
-    validation = open_batches(config, tokenizer, "validation", rank, processes)
-    validation = [] if config.validation.every == 0 else list(validation)
+    batches, validation = open_batches(config, tokenizer, rank, processes)
 
     set_seed(config.seed)
     model = build_model(config, tokenizer, weights=resume is None)
-    if config.train.gradient_checkpointing:
-        # transformers 5.23 has a new name for it, and warns of the old one.
-        new = getattr(model, "activation_checkpointing_enable", None)
-        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    if config.train.compile:
-        model.compile()
     flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
-    wrapped, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+    build = partial(build_optimizer, model, config.optim)
+    wrapped, optimizer = parallel.prepare(accelerator, model, sharing, config.train, build)
     set_seed(config.seed, device_specific=True)
     check_causal(accelerator, model)
     kept_apart = keeps_documents_apart(accelerator, model)
     peak, peak_source = metrics.peak_flops(accelerator.device, config.train.precision)
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
 
-    tokens, val_loss = 0, None
+    at, spikes, states = Progress(), guards.Spikes(config.guard), None
+    if config.data.long_documents == "carry":
+        carry.check(model)
+        states = carry.RowStates()
     if resume:
         state, data_state = checkpoint.load(resume, model=model, optimizer=optimizer, rank=rank)
         batches.load_state_dict(data_state)
-        tokens, val_loss = state["tokens"], state["val_loss"]
+        at = restored(state, spikes)
+        if states:
+            own = carry.lanes_of(rank, processes, accumulation, config.train.micro_batch_size)
+            states.load(carry.read_lanes(resume.glob("lanes-*"), own), own, accelerator.device)
 
-    def save(step: int) -> Path:
-        path = checkpoint.save(
-            run_dir / "checkpoints",
-            step,
-            model=model,
-            optimizer=optimizer,
-            data_state=batches.state_dict(),
-            trainer_state={"tokens": tokens, "val_loss": val_loss, "processes": processes},
-            rank=rank,
-            barrier=accelerator.wait_for_everyone,
-        )
-        if main:
-            checkpoint.prune(run_dir / "checkpoints", config.checkpoint)
-        return path
+    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
 
-    log = metrics.RunLog(run_dir, config.log, step=done, steps=config.train.steps, quiet=not main)
-    with interruptible() as signals, contextlib.closing(log), contextlib.closing(batches):
-        facts = {
-            "state": "running",
-            "step": done,
-            "parameters": model.num_parameters(),
-            "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
-            "documents_kept_apart": kept_apart,
-            "training_flops_per_token": flops,
-            "flops": flops_source,
-            "peak_flops": peak,
-            "peak": peak_source,
-            "device": str(accelerator.device.type),
-            "processes": processes,
-            "precision": config.train.precision,
-            "versions": metrics.versions(),
-            "changes": [*facts.get("changes", []), *([{"step": done, **changes}] if changes else [])],
-        }
+    def save(data_state: dict) -> Path:
+        trainer_state = {**asdict(at), "spikes": spikes.state_dict(), "processes": processes}
+        parts = {"model": model, "optimizer": optimizer, "data_state": data_state}
+        carried = states.state_tensors() if states else None
+        return saver.save(at.step, **parts, trainer_state=trainer_state, lanes=carried)
+
+    facts = {
+        "state": "running",
+        "step": at.step,
+        "steps": config.train.steps,
+        "parameters": model.num_parameters(),
+        "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
+        "documents_kept_apart": kept_apart,
+        "training_flops_per_token": flops,
+        "flops": flops_source,
+        "peak_flops": peak,
+        "peak": peak_source,
+        "device": str(accelerator.device.type),
+        "processes": processes,
+        "parallel": sharing if processes > 1 else None,
+        "precision": config.train.precision,
+        "versions": metrics.versions(),
+        "changes": [*facts.get("changes", []), *([{"step": at.step, **changes}] if changes else [])],
+        "host": platform.node(),
+        "pid": os.getpid(),
+    }
+    open_log = partial(metrics.RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
+    log, rollbacks = open_log(step=at.step), Counter()
+    seconds, since = 0.0, at.tokens  # of training since the last line: neither validation nor saving counts
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(guards.interruptible())
+        watch = stack.enter_context(contextlib.closing(guards.Watch(config.guard.hang_timeout, rank)))
+        stack.enter_context(contextlib.closing(batches))
+        stack.callback(lambda: log.close())
         if main:
-            metrics.write_facts(run_dir, facts)
+            stack.enter_context(recorded(run_dir, facts))
         metrics.announce(log, config, facts, model, optimizer, accumulation, resume, changes)
 
-        seconds, since = 0.0, tokens  # of training since the last line: neither validation nor saving counts
-        for step in range(done + 1, config.train.steps + 1):
-            began = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(accumulation)]
+        while at.step < config.train.steps:
+            step, began = at.step + 1, time.perf_counter()
+            watch.beat(f"step {step}, reading data")
+            before = batches.state_dict()
+            micro_batches, failure = take(batches, accumulation)
             # The loss is the mean over all label tokens of the step, wherever they lie: count them before the
             # first backward pass. A mean of means would weigh the tokens of short micro-batches more.
             labels = sum(count_labels(batch) for batch in micro_batches)
-            labels = accelerator.reduce(torch.tensor(labels, device=accelerator.device)).clamp(min=1)
+            code = failure.exit_code if failure else 0
+            counts = torch.tensor([labels, code, code > 0], device=accelerator.device)
+            labels, code, failed = accelerator.reduce(counts).tolist()
+            if failed:  # on some process: no other may wait for its gradients
+                if at.step > (checkpoint.step_of(resume) if resume else 0):
+                    resume = save(before)
+                    saver.wait()
+                if resume:
+                    log.say(f"stopped: saved {resume}; the same command goes on from there")
+                raise failure or SystemExit(code // failed)
+            watch.beat(f"step {step}, forward and backward")
             loss = torch.zeros((), device=accelerator.device)
             for i, batch in enumerate(micro_batches):
-                last = i == accumulation - 1
-                with contextlib.nullcontext() if last else accelerator.no_sync(wrapped):
-                    part = summed_loss(wrapped, batch, accelerator.device) / labels
+                with parallel.accumulating(wrapped, last=i == accumulation - 1):
+                    part = summed_loss(
+                        wrapped, batch, accelerator.device, config.train.z_loss, states=states, i=i
+                    )
+                    part = part / max(1, labels)
                     accelerator.backward(part * processes)  # DDP takes the mean over the processes
                 loss += part.detach()
-            norm: Any = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+            norm: Any = parallel.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
             norm = norm.item()
-            stop = torch.tensor(float(bool(signals)), device=accelerator.device)
-            loss, stop = accelerator.reduce(torch.stack([loss, stop])).tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise InputError(
-                    f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; stopped "
-                    "before they reached the weights. Lower optim.lr or lengthen schedule.warmup_steps; "
-                    + (f"{resume} is unharmed" if resume else "no checkpoint was saved yet")
-                )
+            asked = [float(signum in signals) for signum in guards.SIGNALS.values()] + [float(saver.failed)]
+            totals = torch.stack([loss, *torch.tensor(asked, device=accelerator.device)])
+            loss, *asked, unsaved = accelerator.reduce(totals).tolist()
+            if unsaved:
+                saver.wait()  # raises, on all processes, what an asynchronous save failed of
+            stop = next((n for n, count in zip(guards.SIGNALS.values(), asked, strict=True) if count), None)
+            problem = spikes.judge(loss, norm)
             lr = learning_rate(step, config.train.steps, config.optim.lr, config.schedule)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
+            if problem is None:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group.get("lr_scale", 1.0)
+                optimizer.step()
+                at.bad = []
+            else:  # nothing was multiplied by 0: weights, moments and their counts are as they were
+                at.bad, at.skipped = [*at.bad, problem], at.skipped + 1
+                log.event(step, "skipped", reason=problem)
+                if states:
+                    states.forget()
             optimizer.zero_grad()
-            tokens += config.train.tokens_per_step
+            at.step, at.tokens = step, at.tokens + config.train.tokens_per_step
+            facts["step"] = step
             seconds += time.perf_counter() - began
 
+            if len(at.bad) >= config.guard.max_bad_steps and not stop:
+                saver.wait()
+                resume, why = agree(last_good(run_dir / "checkpoints") if main else None), at.bad
+                if resume is None or rollbacks[resume] == config.guard.max_rollbacks:
+                    raise InputError(gave_up(step, why, resume))
+                rollbacks[resume] += 1
+                # The data stays where it is: the run goes on past the rows that spoilt it.
+                at = restored(checkpoint.load(resume, model=model, optimizer=optimizer, rank=rank)[0], spikes)
+                log.close()
+                log, seconds, since = open_log(step=at.step), 0.0, at.tokens
+                reason = f"{len(why)} bad steps ({why[-1]}): back to {resume.name}, on past their data"
+                log.event(at.step + 1, "rollback", reason=reason, to=at.step, at=step, reasons=why)
+                continue
+
             end = step == config.train.steps
-            rate = (tokens - since) / seconds
+            rate = (at.tokens - since) / seconds
             log.step(step, loss, rate)
-            if end or step % config.log.every == 0:
+            if problem is None and (end or step % config.log.every == 0):
                 values = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate}
-                log.train(step=step, tokens=tokens, **values, mfu=rate * flops / peak)
-                seconds, since = 0.0, tokens
+                log.train(step=step, tokens=at.tokens, **values, mfu=rate * flops / peak)
+                seconds, since = 0.0, at.tokens
             if validation and (end or (config.validation.every and step % config.validation.every == 0)):
-                val_loss, val_tokens = validate(accelerator, model, validation)
-                perplexity = math.exp(min(val_loss, 700.0))
-                values = {"val_loss": val_loss, "val_ppl": perplexity, "val_tokens": val_tokens}
-                values |= metrics.negative_share(model, validation[0]["input_ids"])
-                log.write(step=step, tokens=tokens, **values)
-                log.say(f"validation at step {step}: loss {val_loss:.4f}, perplexity {perplexity:.2f}")
-            if stop or end or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                resume = save(step)
+                watch.beat(f"step {step}, validation")
+                values = validate(accelerator, model, validation)
+                at.val_loss = values["val_loss"]
+                values |= metrics.negative_share(model, next(iter(validation.values()))[0]["input_ids"])
+                log.write(step=step, tokens=at.tokens, **values)
+                log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {perplexities(values)}")
+            due = config.checkpoint.every and step % config.checkpoint.every == 0
+            if stop or end or (due and not at.bad):
+                watch.beat(f"step {step}, saving")
+                resume = save(batches.state_dict())
+                if stop or end:
+                    saver.wait()
             if stop and not end:
                 log.say(f"interrupted: saved {resume}; the same command goes on from there")
-                if main:
-                    metrics.write_facts(run_dir, {**facts, "state": "interrupted", "step": step})
-                raise SystemExit(128 + (signals[0] if signals else signal.SIGTERM))
+                raise SystemExit(128 + stop)
 
+        watch.beat("writing the model")
+        facts |= {"state": "finished", "step": at.step}
         if main:
-            facts |= {"state": "finished", "step": config.train.steps}
-            export(model, tokenizer, facts, run_dir / "final")
-            metrics.write_facts(run_dir, facts)
+            export(saver.directory / f"step-{at.step}", run_dir / "final", facts, replace=True)
         log.say(f"model: {run_dir / 'final'}")
-        if val_loss is not None:
-            log.say(f"validation: loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700.0)):.2f}")
+        if at.val_loss is not None:
+            log.say(f"validation: loss {at.val_loss:.4f}, perplexity {perplexity(at.val_loss):.2f}")
     accelerator.wait_for_everyone()
     return run_dir
+
+
+@dataclass
+class Progress:
+    """Where a run is; every checkpoint has it."""
+
+    step: int = 0
+    tokens: int = 0
+    val_loss: float | None = None
+    skipped: int = 0  # steps that changed nothing, in all
+    bad: list[str] = field(default_factory=list)  # what was wrong with the last steps, one after another
+
+
+def restored(state: dict, spikes: guards.Spikes) -> Progress:
+    """What a checkpoint's trainer state says, `spikes` set to it as well."""
+    spikes.load_state_dict(state.get("spikes", {}))
+    return Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
+
+
+def take(
+    batches: Iterator[dict[str, Tensor]], count: int
+) -> tuple[list[dict[str, Tensor]], InputError | None]:
+    """The next `count` micro-batches; or those that came, and why no more did."""
+    taken = []
+    try:
+        for _ in range(count):
+            taken.append(next(batches))
+    except InputError as error:
+        return taken, error
+    return taken, None
+
+
+def last_good(directory: Path) -> Path | None:
+    """The newest whole checkpoint that was not saved between bad steps."""
+    for path in reversed(checkpoint.steps(directory)):
+        if checkpoint.verify(path) is None and not json.loads((path / "trainer.json").read_text()).get("bad"):
+            return path
+    return None
+
+
+def gave_up(step: int, why: list[str], back: Path | None) -> str:
+    last = f"{back} is unharmed and the run went back to it before" if back else "no checkpoint was saved yet"
+    return (
+        f"step {step}: {len(why)} steps in a row were left out ({why[-1]}); none reached the weights. Lower "
+        f"optim.lr or lengthen schedule.warmup_steps; {last}"
+    )
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, facts: dict) -> Iterator[None]:
+    """run.json says "running" while the run does, and afterwards how it ended."""
+    metrics.write_facts(run_dir, facts)
+    try:
+        yield
+    except BaseException as error:
+        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
+        facts |= {"state": "interrupted" if stopped else "failed"}
+        if not stopped:
+            facts["reason"] = (str(error).splitlines() or [type(error).__name__])[0]
+        raise
+    finally:
+        metrics.write_facts(run_dir, facts)
 
 
 def launch(config: RunConfig) -> Accelerator:
@@ -211,12 +318,10 @@ def launch(config: RunConfig) -> Accelerator:
             "on CPUs launch with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N …"
         )
     kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in kinds or (
-        (accelerator.distributed_type == DistributedType.NO) != (accelerator.num_processes == 1)
-    ):
+    if accelerator.distributed_type not in kinds:
         raise InputError(
             f"{accelerator.distributed_type} with {accelerator.num_processes} process(es): "
-            "Nalanda trains on one process or with DDP; choose that in `accelerate config`"
+            "Nalanda trains on one process, with DDP or with FSDP2; choose that in `accelerate config`"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.is_main_process:
@@ -238,7 +343,7 @@ def claim(run_dir: Path, config: RunConfig) -> dict[str, list]:
     if file.is_file():
         changes = differences(load_config(file).to_dict(), config.to_dict())
         changes.pop("output_dir", None)  # the folder was moved
-        others = [key for key in changes if key.split(".")[0] in IDENTITY]
+        others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
         begun = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
         if others and begun:
             old, new = changes[others[0]]
@@ -246,7 +351,8 @@ def claim(run_dir: Path, config: RunConfig) -> dict[str, list]:
                 f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; "
                 "choose another output_dir"
             )
-        if others:  # stopped before its first step, by bad data for one: nothing to lose
+        if not checkpoint.steps(run_dir / "checkpoints") and (others or MOVABLE & changes.keys()):
+            # Stopped before anything was kept, by bad data for one: there is nothing to lose.
             shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
             changes = {}
     elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
@@ -264,18 +370,19 @@ def agree(value: Any) -> Any:
     return broadcast_object_list([value])[0]
 
 
-def open_batches(config: RunConfig, tokenizer: Any, split: str, rank: int, processes: int) -> PackedBatches:
-    size = config.train.micro_batch_size
-    return PackedBatches(
-        config.data,
-        tokenizer,
-        split=split,
-        batch_size=size if split == "train" else config.validation.batch_size or size,
-        seed=config.seed,
-        rank=rank,
-        world_size=processes,
-        epochs=None if split == "train" else 1,
+def open_batches(
+    config: RunConfig, tokenizer: Any, rank: int = 0, processes: int = 1
+) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
+    """What one process trains on, and what it validates on, by source; {} without validation."""
+    share: Any = {"rank": rank, "world_size": processes}
+    rows, lanes = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
+    batches = PackedBatches(
+        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, lanes=lanes, **share
     )
+    if config.validation.every == 0:
+        return batches, {}
+    rows = config.validation.batch_size or rows
+    return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
 
 
 def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
@@ -366,29 +473,65 @@ def count_labels(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def summed_loss(model: nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    """The sum of a micro-batch's token losses; `model` may be wrapped."""
+def summed_loss(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    z_loss: float = 0.0,
+    *,
+    states: carry.RowStates | None = None,
+    i: int = 0,
+) -> Tensor:
+    """The sum of the token losses of micro-batch `i`; `model` may be wrapped. z_loss acts on its gradient
+    alone. With `states` rows go on where those of the last step ended."""
     tokens = batch["input_ids"].to(device, non_blocking=True)
     labels = batch["labels"].to(device, non_blocking=True)
     bare: Any = getattr(model, "module", model)
     if bare.config.model_type == "nalanda":
-        packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1}
-        return model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing).loss
+        packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1, "z_loss": z_loss}
+        if states:
+            packing |= states.before(i, batch)
+        out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
+        if states:
+            states.after(i, out, batch)
+        return out.loss
     # A foreign model's own loss may average as it likes. Without a cache, transformers reads restarting
     # positions as packed documents.
     positions = batch["position_ids"].to(device, non_blocking=True)
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    if z_loss:
+        term = z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+        loss = loss + (term - term.detach())
+    return loss
 
 
 @torch.no_grad()
-def validate(accelerator: Accelerator, model: nn.Module, batches: list[dict]) -> tuple[float, int]:
-    """(mean loss over all label tokens of all processes, number of those tokens)."""
-    # The bare model: processes may hold different numbers of batches.
-    sums = torch.tensor(loss_sums(model, batches), dtype=torch.float64, device=accelerator.device)
-    total, count = accelerator.reduce(sums).tolist()
+def validate(
+    accelerator: Accelerator, model: nn.Module, batches: dict[str, list[dict[str, Tensor]]]
+) -> dict[str, float]:
+    """Mean losses over all label tokens of all processes: of everything, and of each source by its name."""
+    # The bare model: what wraps it is for gradients.
+    sums = [loss_sums(model, part) for part in batches.values()]
     model.train()
-    return total / max(1, count), int(count)
+    table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)  # [sources, (loss, tokens)]
+    table = accelerator.reduce(table).tolist()
+    total, count = (math.fsum(column) for column in zip(*table, strict=True))
+    loss = total / max(1, count)
+    values = {"val_loss": loss, "val_ppl": perplexity(loss), "val_tokens": int(count)}
+    named = [(name, row) for name, row in zip(batches, table, strict=True) if name]
+    return values | {f"val_ppl/{name}": perplexity(total / max(1, count)) for name, (total, count) in named}
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def perplexities(values: dict[str, float]) -> str:
+    """`perplexity 12.34 (web 11.20, code 5.31)`."""
+    named = [f"{k.removeprefix('val_ppl/')} {v:.2f}" for k, v in values.items() if k.startswith("val_ppl/")]
+    return f"perplexity {values['val_ppl']:.2f}" + (f" ({', '.join(named)})" if named else "")
 
 
 @torch.no_grad()
@@ -442,41 +585,6 @@ def keeps_documents_apart(accelerator: Accelerator, model: Any) -> bool:
     model.train()
     first, second = logits[:, length:].float()
     return bool((first - second).abs().max() <= 1e-4 * first.std())
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them; a second one of a kind acts as it always did."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def note(signum: int, frame: Any) -> None:
-        received.append(signum)
-        signal.signal(signum, previous[signum])
-
-    if threading.current_thread() is threading.main_thread():
-        previous = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-        for signum in previous:
-            signal.signal(signum, note)
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-def export(model: PreTrainedModel, tokenizer: Any, facts: dict, path: Path) -> None:
-    """Writes a model folder as transformers has them: weights, config, code, generation config, tokenizer.
-
-    run.json goes with it, so that how a model was trained is known wherever it is copied.
-    """
-    part = path.with_name(f".tmp-{path.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    metrics.write_facts(part, facts)
-    shutil.rmtree(path, ignore_errors=True)
-    part.rename(path)
 
 
 @contextlib.contextmanager

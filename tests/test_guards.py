@@ -1,0 +1,266 @@
+"""What a run survives: bad steps, signals, a rank that hangs, data that stops."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from training import configured, outcome
+
+from nalanda import checkpoint, guards, metrics
+from nalanda import train as loop
+from nalanda.errors import InputError, SourceUnavailable
+from nalanda.guards import GuardConfig, Spikes
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+def seen(spikes: Spikes, count: int = 40) -> Spikes:
+    for i in range(count):
+        assert spikes.judge(3 + 0.05 * (-1) ** i, 0.5 * 1.1 ** ((-1) ** i)) is None
+    return spikes
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "words"),
+    [
+        (math.nan, 1.0, "loss is nan"),
+        (3.0, math.nan, "gradient norm is nan"),
+        (3.0, math.inf, "gradient norm is inf"),
+        (3.4, 0.5, "the loss 3.4 is .* σ above 3, its mean"),
+        (1e9, 0.5, "the loss 1e"),
+        (3.0, 1e9, "the gradient norm 1e.* above 0.5"),
+        (3.25, 0.5, None),  # five deviations
+        (1.0, 0.01, None),  # a fall is no spike
+    ],
+)
+def test_what_is_a_bad_step(loss, norm, words):
+    spikes = seen(Spikes(GuardConfig()))
+    before = json.dumps(spikes.state_dict())
+    problem = spikes.judge(loss, norm)
+    if words is None:
+        assert problem is None
+        assert spikes.state_dict()["losses"][-1] == loss
+    else:
+        assert re.search(words, problem)
+        assert json.dumps(spikes.state_dict()) == before  # a bad step widens no spread
+
+
+def test_without_sigma_only_what_is_not_finite_is_bad():
+    spikes = seen(Spikes(GuardConfig(sigma=0)))
+    assert spikes.judge(1e9, 1e9) is None
+    assert spikes.judge(math.nan, 1.0) is not None
+
+
+def test_the_window_slides_comes_back_and_begins_late():
+    config = GuardConfig(window=20)
+    spikes = Spikes(config)
+    for _ in range(guards.EARLIEST - 1):
+        assert spikes.judge(3.0, 1.0) is None
+    assert spikes.judge(50.0, 1.0) is None  # too few to tell
+    for i in range(40):
+        spikes.judge(8 - 0.01 * i, 1.0)
+    assert len(spikes.losses) == 20
+    again = Spikes(config)
+    again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
+    assert again.state_dict() == spikes.state_dict()
+    assert again.judge(9.5, 1.0) == spikes.judge(9.5, 1.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sigma", -1), ("window", 3), ("max_bad_steps", 0), ("max_rollbacks", 0), ("hang_timeout", 0)],
+)
+def test_settings_that_cannot_work(key, value):
+    with pytest.raises(InputError, match=f"guard.{key}"):
+        GuardConfig(**{key: value}).check()
+
+
+# ------------------------------ in the loop
+
+
+def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
+    """Spoils the loss or the gradients of the given optimizer steps, counted as they are tried."""
+    tried: Counter = Counter()
+    summed, judge = loop.summed_loss, Spikes.judge
+
+    def loss(*arguments, **options):
+        kind = steps.get(tried["steps"] + 1)
+        value = summed(*arguments, **options)
+        if kind == "nan loss":
+            return value * math.nan
+        if kind == "spike":
+            return value * 1e9
+        if kind == "nan gradient":
+            value = value.clone()
+            value.register_hook(lambda g: g * math.nan)
+        return value
+
+    def count(self, *values):
+        tried["steps"] += 1
+        return judge(self, *values)
+
+    monkeypatch.setattr(loop, "summed_loss", loss)
+    monkeypatch.setattr(Spikes, "judge", count)
+    return tried
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    files = ("model.safetensors", "optimizer.safetensors")
+    return {k: v for name in files for k, v in safetensors.torch.load_file(folder / name).items()}
+
+
+NO_VALIDATION = ("validation.every=0", "guard.window=16")
+
+
+@pytest.mark.parametrize("kind", ["nan loss", "nan gradient", "spike"])
+def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
+    """Not a bit of weights, moments or their counts, although weight decay alone would move them."""
+    poisoned(monkeypatch, {20: kind})
+    loop.train(
+        configured(recipe, tmp_path / "run", "checkpoint.every=1", "checkpoint.keep_last=24", *NO_VALIDATION)
+    )
+    before = tensors(tmp_path / "run", 19)
+    # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
+    assert not (tmp_path / "run" / "checkpoints" / "step-20").exists()
+    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    (event,) = [line for line in lines if "event" in line]
+    assert (event["step"], event["event"]) == (20, "skipped")
+    assert ("nan" in event["reason"]) == (kind != "spike")
+    assert [line["step"] for line in lines if "loss" in line] == [s for s in range(1, 25) if s != 20]
+    stopped = tmp_path / "stopped"
+    poisoned(monkeypatch, {20: kind})
+    monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 19, signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        loop.train(configured(recipe, stopped, "checkpoint.every=1", *NO_VALIDATION))
+    after = tensors(stopped, 20)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def kicked(function, step: int, signum: int):
+    def kick(at, *rest):
+        if at == step:
+            signal.raise_signal(signum)
+        return function(at, *rest)
+
+    return kick
+
+
+def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_path, monkeypatch):
+    bad = dict.fromkeys((18, 19, 20), "spike")
+    settings = ("guard.max_bad_steps=3", "train.steps=22", *NO_VALIDATION)
+    with monkeypatch.context() as patch:
+        poisoned(patch, bad)
+        loop.train(configured(recipe, tmp_path / "whole", *settings))
+    with monkeypatch.context() as patch:
+        poisoned(patch, bad)
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 18, signal.SIGUSR1))
+        with pytest.raises(SystemExit) as stop:
+            loop.train(configured(recipe, tmp_path / "run", *settings))
+        assert stop.value.code == 128 + signal.SIGUSR1
+    at = checkpoint.step_of(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+    with monkeypatch.context() as patch:
+        poisoned(patch, {s - at: kind for s, kind in bad.items()})
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkeypatch, capsys):
+    """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
+    read = []
+    monkeypatch.setattr(
+        loop, "count_labels", lambda batch, f=loop.count_labels: read.append(batch) or f(batch)
+    )
+    poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
+    loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
+    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
+    (event,) = [line for line in lines if "event" in line]
+    assert (event["event"], event["to"], event["at"], len(event["reasons"])) == ("rollback", 15, 19, 3)
+    rows = [tuple(row.tolist()) for batch in read for row in batch["input_ids"]]
+    assert len(rows) == 8 * (24 + 4)
+    assert rows[8 * 15 : 8 * 19] != rows[8 * 19 : 8 * 23]
+    assert "step-15" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):
+    poisoned(monkeypatch, dict.fromkeys(range(8, 99), "nan loss"))
+    settings = ("guard.max_bad_steps=2", "guard.max_rollbacks=2", *NO_VALIDATION)
+    with pytest.raises(
+        InputError, match=r"step 7: 2 steps in a row were left out .*nan.*step-5 is unharmed"
+    ) as e:
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert "\n" not in str(e.value)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["state"] == "failed"
+    assert "left out" in facts["reason"]
+
+
+def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
+    poisoned(monkeypatch, dict.fromkeys(range(1, 99), "nan loss"))
+    with pytest.raises(InputError, match=r"step 5: 5 steps in a row .*; no checkpoint was saved yet"):
+        loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=1", *NO_VALIDATION))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 7, signum))
+        with pytest.raises(SystemExit) as stop:
+            loop.train(configured(recipe, tmp_path / "run"))
+    assert stop.value.code == 128 + signum
+    loop.train(configured(recipe, tmp_path / "run"))
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):
+    def failing(batches, count, take=loop.take):
+        taken, error = take(batches, count)
+        calls.append(1)
+        return (taken[:1], SourceUnavailable("hub: 9 times")) if len(calls) == 8 else (taken, error)
+
+    calls: list = []
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take", failing)
+        with pytest.raises(SourceUnavailable) as error:
+            loop.train(configured(recipe, tmp_path / "run"))
+    assert error.value.exit_code == 75
+    assert checkpoint.step_of(checkpoint.latest(tmp_path / "run" / "checkpoints")) == 7
+    loop.train(configured(recipe, tmp_path / "run"))
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_process_that_hangs_says_where_and_ends():
+    program = """
+import time
+from nalanda.guards import Watch
+def asleep_on_purpose():
+    time.sleep(60)
+watch = Watch(0.2, rank=3)
+watch.beat("step 7, reading data")
+asleep_on_purpose()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == guards.HUNG
+    assert "rank 3 on " in done.stderr
+    assert "step 7, reading data" in done.stderr
+    assert "asleep_on_purpose" in done.stderr
+
+
+def test_a_process_that_moves_is_left_alone():
+    watch = guards.Watch(0.4)
+    for _ in range(20):
+        watch.beat("moving")
+        watch.ended.wait(0.05)
+    watch.close()
+    assert os.getpid()  # still here
