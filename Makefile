@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check format bench static clean gpu-check
+.PHONY: demo test check format bench static torture clean gpu-check
 
 demo: .venv/.ready
 	@$(BIN)/python recipes/demo.py
@@ -29,6 +29,10 @@ gpu-check:
 
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
+
+# Kills, full disks, poisoned steps, failing servers: tests/TORTURE.md has what came of it. About 20 minutes.
+torture: .venv/.ready
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md
 
 clean:
 	rm -rf .venv runs

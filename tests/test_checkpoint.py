@@ -407,3 +407,20 @@ def test_any_bit_of_the_manifest_counts(tmp_path):
     old = {key: value for key, value in json.loads(content).items() if key != "sum"} | {"format": 1}
     manifest.write_text(json.dumps(old, indent=1))
     assert checkpoint.verify(manifest.parent) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rank-0.pt"])
+def test_a_pickle_with_the_right_sums_is_refused_in_one_line(tmp_path, name):
+    model, optimizer = made(updates=1)
+    path = save(tmp_path, 1, model, optimizer)
+    (path / name).write_bytes(pickle.dumps(Harm()))
+    reseal(path, **{name: None})
+    assert checkpoint.verify(path) is None
+    with pytest.raises(InputError, match="not loaded") as error:
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    assert "\n" not in str(error.value)
+
+
+class Harm:
+    def __reduce__(self):
+        return pytest.fail, ("it was unpickled",)

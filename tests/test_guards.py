@@ -264,3 +264,14 @@ def test_a_process_that_moves_is_left_alone():
         watch.ended.wait(0.05)
     watch.close()
     assert os.getpid()  # still here
+
+
+def test_two_runs_never_share_a_folder(recipe, tmp_path):
+    config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
+    loop.train(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    longer = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
+    with loop.alone(tmp_path / "run"), pytest.raises(InputError, match="another process is training there"):
+        loop.train(longer)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    loop.train(longer)

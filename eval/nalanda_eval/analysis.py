@@ -24,6 +24,7 @@ from nalanda.config import load_config
 from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
 from nalanda.data import DataConfig
 from nalanda.errors import InputError
+from nalanda.fetch import offline
 from nalanda.generate import bos_token, load
 from nalanda.metrics import versions
 from nalanda.model import build_feature_map
@@ -298,7 +299,7 @@ def open_model(
             raise InputError(f"{overrides[0]}: settings change a recipe, and {name} is a model")
         beside = path.parent if path.is_dir() else Path("runs", path.name)
         return *load(name, **options), name, beside / "analysis"
-    config = load_config(name, overrides or [])
+    config = offline(load_config(name, overrides or []))
     run = Path(config.output_dir)
     if (run / "final" / "config.json").is_file() and not overrides:
         return *load(str(run / "final"), **options), str(run / "final"), run / "analysis"

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from nalanda.errors import DiskFull, InputError
@@ -396,11 +396,16 @@ def _files(source: Path) -> list[Path]:
 
 def _parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
     """(name, where its part begins in each dimension, safetensors' slice of it) for each tensor of a file."""
-    with safe_open(file, framework="pt") as stream:
-        offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-        for name in stream.keys():  # noqa: SIM118  not a dict
-            part = stream.get_slice(name)
-            yield name, offsets[name]["saved_offsets"] if offsets else [0] * len(part.get_shape()), part
+    try:
+        with safe_open(file, framework="pt") as stream:
+            offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in stream.keys():  # noqa: SIM118  not a dict
+                part = stream.get_slice(name)
+                yield name, offsets[name]["saved_offsets"] if offsets else [0] * len(part.get_shape()), part
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
+        ) from None
 
 
 def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:

@@ -96,7 +96,8 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     offline: str | None = None
     """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
-    there and from nowhere else. It is no part of what the run is: a run may go on with or without it."""
+    there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
+    or from URLs has its documents in another order there, and is refused."""
 
     def check(self) -> None:
         """Every section by itself, then what no section can see alone. Raises `InputError`."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from nalanda import NalandaConfig, parallel
 from nalanda.config import RunConfig, load_config, nearest
 from nalanda.errors import InputError
+from nalanda.fetch import offline
 from nalanda.metrics import (
     PEAK_FLOPS,
     UTILISATION,
@@ -50,7 +51,7 @@ def info(
         an estimate of the time.
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
-    config = load_config(recipe, overrides)
+    config = offline(load_config(recipe, overrides))
     accumulation = config.accumulation(processes)
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):

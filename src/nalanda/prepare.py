@@ -42,6 +42,7 @@ from nalanda.prepared import (
 
 if TYPE_CHECKING:
     from nalanda.data import DataConfig
+    from nalanda.fetch import offline
     from nalanda.tokenizer import TokenizerConfig
 
 
@@ -662,7 +663,7 @@ def command(
     given = {key: value for key, value in tokenizer.items() if value is not None}
     data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
     if source.endswith((".yaml", ".yml")) or (source in recipes() and not Path(source).exists()):
-        recipe = load_config(source)
+        recipe = offline(load_config(source))
         data_config, tokenizer_config = recipe.data, recipe.tokenizer
     if given:
         tokenizer_config = TokenizerConfig(**(given if "path" in given else {"train": "bpe", **given}))

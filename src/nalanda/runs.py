@@ -97,7 +97,7 @@ def overview(directory: str | Path) -> list[Run]:
 def show(runs: Sequence[Run], console: Console | None = None) -> None:
     """The runs as a table, and what is wrong with those where something is."""
     console = console or Console()
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in ("run", "state", "model"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
     for heading in ("params", "step", "loss", "val ppl", "tok/s", "MFU", "changed"):
@@ -115,7 +115,12 @@ def show(runs: Sequence[Run], console: Console | None = None) -> None:
             _when(run.changed),
         )
         state = f"[{colours.get(run.state, 'default')}]{run.state}"
-        table.add_row(_plain(run.name), state, _plain(run.model), *(cell or "–" for cell in cells))
+        table.add_row(
+            _plain(run.name),
+            state,
+            _plain((run.model or "").replace(" + ", " +\n")),
+            *(cell or "–" for cell in cells),
+        )
     console.print(table)
     for run in runs:
         if run.problem:

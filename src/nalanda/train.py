@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, set_seed
+from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
@@ -37,6 +38,7 @@ from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_confi
 from nalanda.data import PackedBatches, validation_batches
 from nalanda.errors import InputError
 from nalanda.export import export
+from nalanda.fetch import offline
 from nalanda.optim import build_optimizer, learning_rate
 from nalanda.tokenizer import build_tokenizer, check_vocabulary
 
@@ -58,10 +60,18 @@ def train(config: RunConfig) -> Path:
     transformers.logging.disable_progress_bar()  # of saving a few files; the run has its own
     sharing = parallel.choose(config.train.parallel, os.environ)
     accelerator = launch(config)
+    if not accelerator.is_main_process:
+        return _train(config, accelerator, sharing, {})
+    changes = claim(Path(config.output_dir), config)
+    with alone(Path(config.output_dir)):
+        return _train(config, accelerator, sharing, changes)
+
+
+def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, changes: dict) -> Path:
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    changes = claim(run_dir, config) if main else {}
+    config = offline(config)
     resume = agree(checkpoint.latest(run_dir / "checkpoints") if main else None)
     done = checkpoint.step_of(resume) if resume else 0
     facts = metrics.read_facts(run_dir)
@@ -99,6 +109,7 @@ def train(config: RunConfig) -> Path:
             own = carry.lanes_of(rank, processes, accumulation, config.train.micro_batch_size)
             states.load(carry.read_lanes(resume.glob("lanes-*"), own), own, accelerator.device)
 
+    random_state = checkpoint.random_state()  # the loop's; what lies between may draw, as importing rich does
     saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
 
     def save(data_state: dict) -> Path:
@@ -138,6 +149,7 @@ def train(config: RunConfig) -> Path:
         if main:
             stack.enter_context(recorded(run_dir, facts))
         metrics.announce(log, config, facts, model, optimizer, accumulation, resume, changes)
+        checkpoint.set_random_state(random_state)
 
         while at.step < config.train.steps:
             step, began = at.step + 1, time.perf_counter()
@@ -363,6 +375,26 @@ def claim(run_dir: Path, config: RunConfig) -> dict[str, list]:
     except OSError as error:
         raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
     return {key: list(values) for key, values in changes.items()}
+
+
+@contextlib.contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Holds the run's folder. Raises `InputError` while another process does: one that a launcher left behind
+    would go on writing beside this one."""
+    lock = FileLock(run_dir / ".lock")  # the system's kind, which ends with the process, however that ends
+    try:
+        lock.acquire(timeout=5)
+    except Timeout:
+        raise InputError(
+            f"{run_dir}: another process is training there; stop it or choose another output_dir"
+        ) from None
+    except (OSError, NotImplementedError):  # a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def agree(value: Any) -> Any:

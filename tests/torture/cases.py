@@ -1,0 +1,896 @@
+"""The cases. A docstring is the invariant; what is returned is the figure; what does not hold raises."""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from harness import (
+    Torn,
+    Trainer,
+    checkpoints,
+    finish,
+    lines,
+    make_recipe,
+    need,
+    notes,
+    rows_given,
+    same,
+    stream,
+)
+
+from nalanda import checkpoint
+from nalanda import train as loop
+from nalanda.config import load_config
+from nalanda.prepared import open_set
+
+
+@dataclass
+class Work:
+    """Where the cases work, and the runs that nothing interrupts, made when first asked for."""
+
+    folder: Path
+    seed: int = 0
+    quick: bool = False
+    locks: dict[str, threading.Lock] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recipe = make_recipe(self.folder)
+
+    @property
+    def steps(self) -> int:
+        return 28 if self.quick else 80
+
+    def run(self, name: str) -> Path:
+        return self.folder / name
+
+    def whole(self, *overrides: str, processes: int = 1) -> Path:
+        name = hashlib.sha256(repr((overrides, processes)).encode()).hexdigest()[:8]
+        run = self.run(f"whole-{name}")
+        with self.locks.setdefault(name, threading.Lock()):
+            if not (run / "final").exists():
+                finish(self.recipe, run, f"train.steps={self.steps}", *overrides, processes=processes)
+        return run
+
+
+def trained(run: Path) -> int:
+    """The last step with a line in metrics.jsonl, also while somebody writes there."""
+    steps = [line["step"] for line in lines(run) if "loss" in line]
+    return steps[-1] if steps else 0
+
+
+def check_saved(run: Path) -> None:
+    """Every folder that has a checkpoint's name is whole."""
+    for path in checkpoints(run).values():
+        need((problem := checkpoint.verify(path)) is None, f"{path.name}: {problem}")
+
+
+def loss_error(run: Path, expected: Path, limit: float) -> float:
+    a, b = ({line["step"]: line["loss"] for line in lines(r) if "loss" in line} for r in (run, expected))
+    need(a.keys() == b.keys(), "metrics of other steps")
+    error = max(abs(a[step] - b[step]) / abs(b[step]) for step in b)
+    need(error <= limit, f"losses differ by {error:.1e}")
+    return error
+
+
+# ------------------------------ kills
+
+SAVE = r"checkpoints/\.tmp-step-\d+"
+POINTS = (
+    {"at": "open", "path": rf"{SAVE}/"},
+    {"at": "write done", "path": rf"{SAVE}/model", "nth": 5},
+    {"at": "fsync", "path": rf"{SAVE}/optimizer"},
+    {"at": "fsync done", "path": rf"{SAVE}/trainer"},
+    {"at": "fsync", "path": rf"{SAVE}/manifest"},
+    {"at": "rename", "path": rf"{SAVE} -> "},
+    {"at": "rename done", "path": rf"{SAVE} -> "},
+    {"at": "rename done", "path": rf"/step-\d+ -> .*{SAVE}"},
+)
+
+
+def sigkill(work: Work) -> str:
+    """SIGKILL at random moments and around write, fsync and rename of a save: the finished run equals the
+    uninterrupted one, and no step-N is ever less than a whole checkpoint"""
+    draw, run = random.Random(work.seed), work.run("sigkill")
+    settings = f"train.steps={work.steps}", "checkpoint.every=4"
+    points = [POINTS[1], POINTS[5]] if work.quick else list(POINTS)
+    kills = [*points, *["step"] * (1 if work.quick else 10), *["time"] * (0 if work.quick else 2)]
+    draw.shuffle(kills)
+    lost = 0
+    for kill in kills:
+        saved = max(checkpoints(run), default=0)
+        # Retention has nothing to do before the third checkpoint.
+        orders = {"pause": {**kill, "after_step": max(saved, 9)}} if isinstance(kill, dict) else {}
+        with Trainer(work.recipe, run, *settings, **orders) as trainer:
+            if orders:
+                trainer.paused()
+            elif kill == "time":
+                time.sleep(draw.uniform(0.1, 8))
+            else:
+                target = saved + draw.randint(1, 5)
+                # It has taken the lost steps' lines out of the metrics when it prints one of its own.
+                trainer.until(
+                    lambda: "\nstep " in trainer.text and trained(run) >= target,  # noqa: B023
+                    f"step {target}",
+                )
+                time.sleep(draw.uniform(0, 0.15))
+            trainer.kill()
+            need(trainer.process.returncode == -signal.SIGKILL, "it ended before it was killed")
+        lost += trained(run) - max(checkpoints(run), default=0)
+        check_saved(run)
+    finish(work.recipe, run, *settings)
+    count = f"{len(kills)} kills, {len(points)} of them within saves; {lost} steps lost and made again; "
+    return count + same(run, work.whole())
+
+
+def retention(work: Work) -> str:
+    """Killed while old checkpoints are removed: what is left of one is never taken for one and is cleared
+    away; in the end the last k and every n-th are there and nothing else"""
+    run = work.run("retention")
+    moments = (
+        {"at": "rename done", "path": r"/step-7 -> "},
+        {"at": "remove done", "path": r"tmp-step-14[^/]*/"},
+        {"at": "remove", "path": r"tmp-step-21[^/]*$"},
+    )
+    for pause in moments:
+        with Trainer(work.recipe, run, pause=pause) as trainer:
+            _, where = trainer.paused()
+            trainer.kill()
+        need(list((run / "checkpoints").glob(".tmp-*")), f"{where}: nothing is left half removed")
+        check_saved(run)
+    finish(work.recipe, run)
+    left = sorted(p.name for p in (run / "checkpoints").iterdir())
+    need(left == ["step-35", "step-70", "step-77", "step-80"], left)
+    return f"{len(moments)} kills; left: {', '.join(left)}; " + same(run, work.whole())
+
+
+def prepare(work: Work, source: str, output: Path, *options: str) -> subprocess.Popen:
+    """`nalanda data prepare` of one of the two sources, with the tokenizer of the uninterrupted run."""
+    command = [str(Path(sys.executable).with_name("nalanda")), "data", "prepare"]
+    tokenizer = work.whole() / "tokenizer"
+    command += [str(work.folder / "corpus" / source), str(output), "--tokenizer", str(tokenizer), *options]
+    return subprocess.Popen(
+        [*command, "--validation-share", "0.05"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def prepared(work: Work) -> tuple[str, ...]:
+    """The settings of a run whose two sources are prepared sets."""
+    parts = []
+    with work.locks.setdefault("prepared", threading.Lock()):
+        for source, weight in (("web", 2), ("code", 1)):
+            output = work.folder / "prepared" / source
+            if not output.exists():
+                process = prepare(work, source, output, "--workers", "1")
+                text, _ = process.communicate()
+                need(process.returncode == 0, text[-600:])
+            parts.append(f"{{name: {source}, source: {output}, weight: {weight}}}")
+    return f"data.mixture=[{', '.join(parts)}]", f"tokenizer={work.whole() / 'tokenizer'}"
+
+
+def resumes(work: Work) -> str:
+    """A mixture of prepared sets, resumed three times an epoch: every row once an epoch, and the run equals
+    the uninterrupted one"""
+    run, settings = work.run("resumes"), prepared(work)
+    stops = range(8, work.steps, 8)
+    for stop in stops:
+        with Trainer(work.recipe, run, "checkpoint.every=4", *settings) as trainer:
+            trainer.until(lambda: stop in checkpoints(run), f"checkpoint {stop}")  # noqa: B023
+            trainer.kill()
+    finish(work.recipe, run, *settings)
+    equal = same(run, work.whole(*settings), prepared=True)
+    said = []
+    for source, counts in rows_given(run).items():
+        rows = open_set(work.folder / "prepared" / source, "train").tokens // 64
+        need(len(counts) == rows, f"{source}: {len(counts)} rows of {rows} were trained on")
+        epochs = sum(count for _, count in counts.values()) / rows
+        need(len(stops) >= 3 * int(epochs), f"{len(stops)} resumes in {epochs} epochs")
+        said.append(f"{epochs:.1f} epochs of {rows} rows of {source}")
+    return f"{len(stops)} resumes in {' and '.join(said)}; {equal}"
+
+
+def workers(work: Work) -> str:
+    """0, 1 and 2 workers, changed at each of three kills: the run equals that of one; and killed alone, a
+    trainer leaves no worker behind"""
+    run = work.run("workers")
+    for count, target in ((2, 20), (0, 40), (2, 60)):
+        with Trainer(work.recipe, run, f"data.workers={count}") as trainer:
+            trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
+            members = len(trainer.members())
+            need(members == 1 + count * (count > 1), f"{members} processes with {count} workers")
+            os.kill(trainer.process.pid, signal.SIGKILL)
+            trainer.process.wait()
+            deadline = time.monotonic() + 20
+            while left := trainer.members():
+                need(time.monotonic() < deadline, f"still there after their trainer: {left}")
+                time.sleep(0.05)
+    finish(work.recipe, run, "data.workers=1")
+    return f"2 → 0 → 2 → 1 workers; no process left behind; {same(run, work.whole())}"
+
+
+def preparation(work: Work) -> str:
+    """`nalanda data prepare`, killed twice while it writes and run again with another number of workers: the
+    same bytes as without"""
+    expected = work.folder / "prepared" / "web"
+    prepared(work)
+    output = work.folder / "prepared-killed"
+    for number in (1, 2):
+        process = prepare(work, "web", output, "--workers", str(number))
+        deadline = time.monotonic() + 60
+        wanted = number  # files of tokens, whole or half
+        while process.poll() is None and time.monotonic() < deadline:
+            if len([p for p in output.rglob("*") if p.is_file()]) >= wanted:
+                break
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    need(not (output / "index.json").exists(), "it had finished before it was killed")
+    process = prepare(work, "web", output, "--workers", "2")
+    text, _ = process.communicate()
+    need(process.returncode == 0, text[-600:])
+    sums = [
+        {
+            p.relative_to(folder): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in folder.rglob("*")
+            if p.is_file()
+        }
+        for folder in (expected, output)
+    ]
+    need(sums[0] == sums[1], f"other files: {sorted(map(str, dict(sums[0].items() ^ sums[1].items())))}")
+    return f"2 kills, 1 and 2 workers; sha256 of {len(sums[0])} files equal"
+
+
+def carried(work: Work) -> str:
+    """Documents longer than a row, their states carried from row to row, killed three times: the run equals
+    the uninterrupted one, states and all"""
+    run = work.run("carried")
+    prepared(work)
+    settings = (
+        "data.mixture=[]",
+        f"data.source={work.folder / 'prepared' / 'code'}",
+        f"tokenizer={work.whole() / 'tokenizer'}",
+        "data.long_documents=carry",
+        "data.carry_rows=3",
+        "train.steps=40",
+    )
+    for target in (10, 20, 30):
+        with Trainer(work.recipe, run, *settings) as trainer:
+            trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
+            trainer.kill()
+    finish(work.recipe, run, *settings)
+    # Where an epoch ends, one lane is still in it while another is in the next.
+    return f"3 kills in 40 steps; {same(run, work.whole(*settings), prepared=True, spread=2)}"
+
+
+def asynchronous(work: Work) -> str:
+    """Checkpoints written by a thread while training goes on, moments of Muon and AdamW in them; killed while
+    that thread writes, syncs and renames: as above"""
+    run, settings = work.run("asynchronous"), ("checkpoint.asynchronous=true", "optim.name=muon")
+    points, ahead = (POINTS[1], POINTS[4], POINTS[5], POINTS[7]), []
+    for number, point in enumerate(points):
+        pause = {**point, "after_step": 14 * (number + 1)}
+        with Trainer(work.recipe, run, *settings, pause=pause) as trainer:
+            _, where = trainer.paused()
+            at = int(re.search(r"after step (\d+)", where)[1])  # type: ignore[index]
+            with contextlib.suppress(Torn):  # the loop goes on until the next save waits for this one
+                trainer.until(lambda: trained(run) >= at + 3, "more steps")  # noqa: B023
+            ahead.append(trained(run) - at)
+            trainer.kill()
+        check_saved(run)
+    need(max(ahead) >= 3, f"training stood still while a checkpoint was written: {ahead}")
+    finish(work.recipe, run, *settings)
+    return f"{len(points)} kills; {same(run, work.whole(*settings))}"
+
+
+def fsdp(work: Work) -> str:
+    """FSDP2 on two processes, killed at a random step and while one rank writes its part, then a bit of one
+    rank's part flipped: goes on bit for bit on two processes, and with the same losses on one"""
+    run, alone, settings = work.run("fsdp"), work.run("fsdp-alone"), ("train.parallel=fsdp",)
+    target = random.Random(work.seed).randint(15, 40)
+    with Trainer(work.recipe, run, *settings, processes=2) as trainer:
+        trainer.until(lambda: trained(run) >= target, f"step {target}")
+        trainer.kill()
+    pause = {"at": "write done", "path": SAVE, "nth": 3, "after_step": 42, "rank": 1}
+    with Trainer(work.recipe, run, *settings, processes=2, pause=pause) as trainer:
+        trainer.paused()
+        trainer.kill()
+    check_saved(run)
+    last = max(checkpoints(run))
+    shutil.copytree(run, alone)
+    for file in run.with_name("fsdp.notes").glob("stream-*"):
+        alone.with_name("fsdp-alone.notes").mkdir(exist_ok=True)
+        shutil.copy(file, alone.with_name("fsdp-alone.notes"))
+    flip(max(checkpoints(run)[last].glob("model/*-00002-*"), key=lambda p: p.stat().st_size))
+    text = finish(work.recipe, run, *settings, processes=2)
+    need(f"step-{last}: damaged, passed over: model/" in text, text[:800])
+    whole = work.whole(*settings, processes=2)
+    equal = same(run, whole)
+    finish(work.recipe, alone)
+    need(stream(alone) == stream(whole), "other rows on one process")
+    error = loss_error(alone, whole, 1e-5)
+    return f"2 kills, damage; on 2 processes: {equal}; on 1: losses differ by {error:.1e} at most"
+
+
+def processes(work: Work) -> str:
+    """1 → 2 → 1 processes, killed in between: the same rows in every step, and the same losses but for the
+    order of their sums"""
+    run = work.run("processes")
+    for count, target in ((1, 25), (2, 50)):
+        with Trainer(work.recipe, run, processes=count) as trainer:
+            trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
+            trainer.kill()
+    finish(work.recipe, run)
+    need(stream(run) == stream(work.whole()), "other rows than on one process")
+    error = loss_error(run, work.whole(), 1e-4)  # 80 steps amplify what the sums' order changes
+    return f"{work.steps} steps of equal rows; losses differ by {error:.1e} at most"
+
+
+# ------------------------------ damage and disks
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def flip(file: Path) -> None:
+    """One bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def damaged(work: Work) -> str:
+    """Any file of a checkpoint cut short, emptied, bit-flipped or gone: it is named and passed over; a run
+    goes on from the checkpoint before and ends as if nothing had happened"""
+    run, settings = work.run("damaged"), f"train.steps={work.steps}"
+    with Trainer(work.recipe, run, settings) as trainer:
+        trainer.until(lambda: 21 in checkpoints(run), "checkpoint 21")
+        trainer.kill()
+    found = checkpoints(run)
+    before, last = (found[step] for step in sorted(found)[-2:])
+    files = sorted(p.relative_to(last) for p in last.rglob("*") if p.is_file())
+    kept = work.run("damaged.kept")
+    shutil.copytree(last, kept)
+    harms: tuple[Callable[[Path], None], ...] = (cut, empty, flip, Path.unlink)
+    for file in files:
+        for harm in harms:
+            harm(last / file)
+            said: list[str] = []
+            taken = checkpoint.latest(run / "checkpoints", say=said.append)
+            need(taken == before, f"{harm.__name__} of {file}: {taken} was taken")
+            named = file.name == "manifest.json" or file.as_posix() in said[0]
+            need(last.name in said[0] and named, f"{harm.__name__} of {file}: not named in {said}")
+            shutil.copy2(kept / file, last / file)
+    need(checkpoint.latest(run / "checkpoints") == last, "undamaged, and not taken")
+    flip(max(last.rglob("*"), key=lambda p: p.stat().st_size))
+    said_by_run = finish(work.recipe, run, settings)
+    need(f"{last.name}: damaged, passed over" in said_by_run, said_by_run[:600])
+    need(f"goes on from {before.name}" in said_by_run, said_by_run[:600])
+    return f"{len(files)} files × {len(harms)} harms, all named; {same(run, work.whole())}"
+
+
+TMPFS = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && "$@"; code=$?; cp -a "$0" "$0.kept"; exit $code'
+
+
+def disk_full(work: Work) -> str:
+    """The disk fills up during a save: exit code 74 and one line that says how much is missing; the
+    checkpoint before is whole, nothing half-written stays, and with room the run goes on"""
+    run, settings = work.run("disk"), ("checkpoint.every=4", "checkpoint.keep_last=9")
+    run.mkdir()
+    size = sum(p.stat().st_size for p in checkpoints(work.whole())[work.steps].rglob("*"))
+    able = subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {run}"], capture_output=True).returncode == 0
+    if able:
+        room = f"{7 * size // 2 // 1024}k"
+        with Trainer(work.recipe, run, *settings, before=(*TMPFS, MOUNT, str(run), room)) as trainer:
+            text = trainer.end(74)
+        run.rmdir()
+        run.with_name("disk.kept").rename(run)
+    else:
+        with Trainer(work.recipe, run, *settings, enospc=20) as trainer:
+            text = trainer.end(74)
+    said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+    need(len(said) == 1 and "Traceback" not in text, text[-600:])
+    need(
+        not able or re.search(r"\d.*(bytes|[KMG]i?B)", said[0]),
+        f"it does not say how much is missing: {said[0]}",
+    )
+    need(not list((run / "checkpoints").glob(".tmp-*")), "a half-written checkpoint stays")
+    need(checkpoints(run), "no checkpoint is left")
+    check_saved(run)
+    saved = max(checkpoints(run))
+    finish(work.recipe, run, *settings)
+    how = f"a tmpfs of {room}B" if able else "ENOSPC from an fsync (no tmpfs may be mounted here)"
+    return f"{how}, full at step {saved + 4}, went on from {saved}; {same(run, work.whole())}"
+
+
+# ------------------------------ signals
+
+MOMENTS = (
+    {"at": "forward", "nth": 3},
+    {"at": "validation", "nth": 2},
+    {"at": "fsync", "path": SAVE, "nth": 2},
+)
+
+
+def signals(work: Work) -> str:
+    """SIGTERM and SIGUSR1 within a step, a validation and a save: the step is finished and saved, the exit
+    code is 128 + signal, the same command goes on"""
+    run, stopped = work.run("signals"), []
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        for moment in MOMENTS:
+            saved = max(checkpoints(run), default=0)
+            with Trainer(work.recipe, run, pause={**moment, "after_step": saved + 2}) as trainer:
+                number, where = trainer.paused()
+                os.kill(number, signum)
+                trainer.go()
+                text = trainer.end(128 + signum)
+            at = int(re.search(r"after step (\d+)", where)[1])  # type: ignore[index]
+            # Within a step that one is finished; behind it, it is over, and one more may have been made.
+            last = max(checkpoints(run), default=0)
+            need(at <= last <= at + 1, f"{where}: the last checkpoint is of step {last}")
+            need("interrupted: saved" in text, text[-300:])
+            state = json.loads((run / "run.json").read_text())["state"]
+            need(state == "interrupted", f"run.json says {state}")
+            check_saved(run)
+            stopped.append(last)
+    finish(work.recipe, run)
+    return f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole())}"
+
+
+def signals_on_one_rank(work: Work) -> str:
+    """The same on one rank of two, while the other waits for it: both stop behind the same step"""
+    run, stopped = work.run("signals2"), []
+    for signum, rank, moment in (
+        (signal.SIGTERM, 1, MOMENTS[0]),
+        (signal.SIGUSR1, 1, MOMENTS[1]),
+        (signal.SIGUSR1, 0, MOMENTS[2]),
+    ):
+        saved = max(checkpoints(run), default=0)
+        pause = {**moment, "after_step": saved + 2, "rank": rank}
+        with Trainer(work.recipe, run, processes=2, pause=pause) as trainer:
+            number, _ = trainer.paused()
+            os.kill(number, signum)
+            trainer.go()
+            text = trainer.end(1)  # torchrun makes a 1 of every failure and names the workers' codes
+        need(re.search(rf"exitcode\s*:\s*{128 + signum}\b", text), text[-800:])
+        need("interrupted: saved" in text, text[-300:])
+        check_saved(run)
+        stopped.append(max(checkpoints(run)))
+    finish(work.recipe, run, processes=2)
+    return f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole(processes=2))}"
+
+
+def sleeping_rank(work: Work) -> str:
+    """A rank of two that sleeps within a step: the ranks print where they are and their stacks and end with
+    code 70; the same command goes on"""
+    run = work.run("sleeping")
+    pause = {"at": "forward", "after_step": 16, "rank": 1}
+    with Trainer(work.recipe, run, "guard.hang_timeout=6", processes=2, pause=pause) as trainer:
+        trainer.paused()
+        asleep = time.monotonic()
+        text = trainer.end(1)
+        after = time.monotonic() - asleep
+    need("rank 1 on" in text and "made no progress" in text, text[-800:])
+    need(re.search(r"exitcode\s*:\s*70\b", text), text[-800:])
+    need("in arrive" in text and "most recent call first" in text, "no stack of the sleeping rank")
+    finish(work.recipe, run, processes=2)
+    return f"ended {after:.0f} s after it fell asleep; {same(run, work.whole(processes=2))}"
+
+
+# ------------------------------ bad steps
+
+
+def bad_steps(work: Work) -> str:
+    """A NaN loss, a NaN gradient only, a spike of 1e9 in both or in the gradient only: weights and moments
+    stay as they were to the bit; five in a row: back to the last good checkpoint, on past their data"""
+    run, whole = work.run("bad"), work.whole()
+    kinds = {20: "nan_loss", 24: "nan_gradient", 28: "spike", 32: "gradient_spike"}
+    kinds |= dict.fromkeys(range(40, 45), "nan_loss")
+    # A step is two passes; the second one is spoilt.
+    finish(work.recipe, run, bad={2 * step: kind for step, kind in kinds.items()})
+    state = {step: ranks[0]["state"] for step, ranks in notes(run).items()}
+    for step in (20, 24, 28, 32):
+        need(state[step] == state[step - 1], f"step {step}, {kinds[step]}: weights or moments changed")
+        need(state[step - 1] != state[step - 2] and state[step + 1] != state[step], "steps without effect")
+    events = [line for line in lines(run) if "event" in line]
+    skipped = [line["step"] for line in events if line["event"] == "skipped"]
+    rollbacks = [line for line in events if line["event"] == "rollback"]
+    need(skipped == [20, 24, 28, 32], f"skipped steps in metrics.jsonl: {skipped}")
+    need(len(rollbacks) == 1 and rollbacks[0]["to"] == 35, f"rollbacks: {rollbacks}")
+    made, meant = stream(run), stream(whole)
+    need(all(made[s] == meant[s] for s in range(1, 36)), "other rows before the rollback")
+    need(all(made[s] == meant[s + 9] for s in range(36, 72)), "it did not go on past the bad rows")
+    return "4 bad steps changed nothing; 5 in a row: from step 44 back to 35, on with the rows of step 45"
+
+
+def bad_step_on_one_rank(work: Work) -> str:
+    """A NaN loss, and a NaN gradient only, on one rank of two: no rank's weights or moments change"""
+    run = work.run("bad2")
+    bad = {"20": "nan_loss", "24": "nan_gradient"}
+    finish(work.recipe, run, "train.steps=28", processes=2, bad=bad, bad_rank=1)
+    state = {step: [e["state"] for e in ranks] for step, ranks in notes(run).items()}
+    need(all(a == b for a, b in state.values()), "the ranks' weights part")
+    for step in (20, 24):
+        need(state[step] == state[step - 1] != state[step + 1], f"step {step} changed weights or moments")
+    return "2 bad steps changed nothing on either rank; 28 steps, both ranks equal after each"
+
+
+# ------------------------------ servers
+
+
+class Server:
+    """Serves the corpus over HTTP, well or as `trouble` says: {path: [what goes wrong with each request, one
+    after another]}. `down`: every request gets a 503."""
+
+    def __init__(self, corpus: Path):
+        self.trouble: dict[str, list[str]] = {}
+        self.down, self.requests, self.after = False, [], 10**9
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.requests.append(self.path)
+                wrong = (outer.trouble.get(self.path) or ["well"]).pop(0)
+                if outer.down or len(outer.requests) > outer.after or wrong == "503":
+                    self.send_error(503)
+                    return
+                content = (corpus / self.path[1:]).read_bytes()
+                sent = content[: len(content) // 2] if wrong in ("half", "short", "stall") else content
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(sent if wrong == "short" else content)))
+                self.end_headers()
+                self.wfile.write(sent)
+                if wrong == "stall":
+                    time.sleep(6)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def servers(work: Work) -> str:
+    """A server that answers 503, stalls, or sends half a shard is asked again and costs nothing; one that
+    stays away stops the run with code 75 behind a saved step; half a shard sent as a whole one is named, and
+    never trained on"""
+    corpus = work.folder / "corpus"
+    paths = ["/" + p.relative_to(corpus).as_posix() for p in sorted(corpus.rglob("*.zst"))]
+    listing = work.folder / "corpus" / "all.urls"
+    listing.write_text("\n".join(path[1:] for path in paths) + "\n")
+    with Server(corpus) as server:
+        settings = (
+            "data.mixture=[]",
+            f"data.source={server.url}/all.urls",
+            f"tokenizer={work.whole() / 'tokenizer'}",
+            "validation.every=0",
+            "train.steps=60",
+        )
+
+        def start(name: str, *overrides: str, cache: str = "") -> Trainer:
+            env = {"NALANDA_CACHE": str(work.folder / f"cache-{cache or name}")}
+            return Trainer(work.recipe, work.run(name), *settings, *overrides, env=env, timeout=2)
+
+        with start("served") as trainer:
+            trainer.end()
+        troubles = ["503", "503"], ["half"], ["stall"], ["503", "half", "stall"]
+        server.trouble = {path: list(troubles[i]) for i, path in enumerate(paths[: len(troubles)])}
+        server.requests.clear()
+        with start("served-badly") as trainer:
+            text = trainer.end()
+        again = len(server.requests) - len(paths) - 1
+        need(again >= 7, f"{again} requests were made again: {text[-600:]}")
+        equal = same(work.run("served-badly"), work.run("served"))
+
+        server.requests.clear()
+        server.after = 4  # the list and three shards
+        with start("unserved", "data.retries=1") as trainer:
+            text = trainer.end(75)
+        said = [line for line in text.splitlines() if "gave up" in line]
+        need(len(said) == 1 and said[0].startswith("nalanda: "), text[-600:])
+        stopped = max(checkpoints(work.run("unserved")), default=0)
+        need(
+            stopped == trained(work.run("unserved")) > 0,
+            f"saved {stopped}, trained to {trained(work.run('unserved'))}",
+        )
+        server.after = 10**9
+        with start("unserved") as trainer:
+            trainer.end()
+        same(work.run("unserved"), work.run("served"))
+
+        server.trouble = {paths[2]: ["short"] * 99}
+        with start("short") as trainer:
+            text = trainer.end(2)
+        need(paths[2] in text and "Traceback" not in text, text[-600:])
+    away = f"away: stopped at step {stopped} with code 75, then equal"
+    return f"{again} requests made again, {equal}; {away}; half sent as whole: {paths[2]} named"
+
+
+# ------------------------------ settings
+
+
+def changed(work: Work) -> str:
+    """Another tokenizer, model, sequence length, order or corpus under a run is refused with code 2, and not
+    a byte of the run changes; another learning rate is taken, printed and recorded"""
+    run, corpus = work.run("changed"), work.folder / "corpus"
+    finish(work.recipe, run, "train.steps=10", "schedule.warmup_steps=2")
+
+    def files() -> dict[str, str]:
+        return {
+            str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(run.rglob("*")) if p.is_file()
+        }
+
+    other = work.folder / "other"
+    shutil.copytree(corpus / "web", other)
+    refusals = (
+        "tokenizer.vocab_size=100",
+        "model.use_gate=false",
+        "data.seq_len=32",
+        "data.shuffle_buffer=7",
+        "seed=6",
+        f"data.mixture=[{{name: web, source: {other}, weight: 2}}]",
+    )
+    before = files()
+    for override in refusals:
+        with Trainer(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2", override) as trainer:
+            text = trainer.end(2)
+        key = override.split("=")[0]
+        need(f"nalanda: {run} holds another run: {key}" in text, text[-400:])
+        need(files() == before, f"{key}: refused, and yet something changed")
+    shard = next((corpus / "web").glob("*"))
+    content = shard.read_bytes()
+    shard.write_bytes(content + content)  # zstandard frames may follow one another
+    try:
+        with Trainer(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2") as trainer:
+            text = trainer.end(2)
+        need("nalanda: " in text and "Traceback" not in text, text[-400:])
+    finally:
+        shard.write_bytes(content)
+    text = finish(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2", "optim.lr=1e-3")
+    need("optim.lr: 0.003 → 0.001" in text, text[:600])
+    recorded = json.loads((run / "run.json").read_text())["changes"]
+    need(any(change.get("optim.lr") == [0.003, 0.001] for change in recorded), recorded)
+    return f"{len(refusals) + 1} refused, a grown shard among them; optim.lr in run.json and printed"
+
+
+def accumulation(work: Work) -> str:
+    """1, 2, 4 and 8 accumulated micro-batches with ragged labels, on 1 and 2 processes: the gradient of the
+    same 16 rows as one batch in float64"""
+    settings = "train.steps=1", "data.seq_len=32", "train.tokens_per_step=512", "schedule.warmup_steps=0"
+    settings = *settings, "validation.every=0", "optim.max_grad_norm=1e9"
+    errors, ragged, expected = {}, 0.0, None
+    for count in (1, 2):
+        for accumulated in (1, 2, 4, 8):
+            run = work.run(f"accumulation{count}x{accumulated}")
+            rows = 16 // accumulated // count
+            finish(work.recipe, run, *settings, f"train.micro_batch_size={rows}", processes=count, dump=True)
+            ranks = [
+                torch.load(run.with_name(f"{run.name}.notes") / f"dump-{rank}.pt") for rank in range(count)
+            ]
+            batches = [batch for rank in ranks for batch in rank["batches"]]
+            need(len(batches) == accumulated * count, f"{len(batches)} micro-batches")
+            labels = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+            ragged = max(ragged, max(labels) / min(labels))
+            if expected is None:
+                expected = float64_gradient(run, ranks[0]["weights"], batches)
+            for rank in ranks:
+                errors[count, accumulated] = relative_error(rank["gradients"], expected)
+                need(
+                    errors[count, accumulated] < 1e-5,
+                    f"{count} × {accumulated}: {errors[count, accumulated]}",
+                )
+    need(ragged > 1.2, f"labels are not ragged: {ragged}")
+    return (
+        f"8 runs; error of the gradient at most {max(errors.values()):.1e} of its norm; "
+        f"micro-batches of up to {ragged:.1f} times the labels of others"
+    )
+
+
+def float64_gradient(run: Path, weights: dict, batches: list[dict]) -> dict[str, torch.Tensor]:
+    """Of the mean over all labels of all batches, made from one batch in float64."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
+    model = loop.build_model(load_config(run / "config.yaml"), tokenizer).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels"))
+    starts, offset = [torch.zeros(1, dtype=torch.int32)], 0
+    for batch in batches:
+        starts.append(batch["cu_seqlens"][1:] + offset)
+        offset += batch["input_ids"].numel()
+    model(tokens, labels=labels, cu_seqlens=torch.cat(starts), use_cache=False).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    need(found.keys() == expected.keys(), "gradients of other parameters")
+    difference = sum((found[n].double() - g).square().sum() for n, g in expected.items())
+    return (difference / sum(g.square().sum() for g in expected.values())).sqrt().item()
+
+
+# ------------------------------ the hostile
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.file),)
+
+
+def reseal(folder: Path) -> None:
+    """A manifest that fits what lies there now, as somebody who means harm would write it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+
+
+def hostile_checkpoint(work: Work) -> str:
+    """A pickle in place of any file of a checkpoint, with sums that fit, is never run and refused in a line
+    with code 2; so is a manifest whose paths lead out of the folder, by name or by link"""
+    run, proof, tried = work.run("hostile"), work.folder / "executed", 0
+    settings = "train.steps=20", "validation.every=0"
+    with Trainer(work.recipe, run, *settings) as trainer:
+        trainer.until(lambda: 7 in checkpoints(run), "checkpoint 7")
+        trainer.kill()
+    last = checkpoints(run)[max(checkpoints(run))]
+    kept = work.run("hostile.kept")
+    shutil.copytree(last, kept)
+    attacked = [p for p in sorted(kept.rglob("*")) if p.suffix not in (".json", "") and p.is_file()]
+    for file in attacked if not work.quick else [p for p in attacked if p.suffix == ".pt"]:
+        attacks = [zipped(Touch(proof), work.folder / "attack.pt"), pickle.dumps(Touch(proof))]
+        for attack in attacks[: 1 if work.quick else 2]:
+            (last / file.relative_to(kept)).write_bytes(attack)
+            reseal(last)
+            need(checkpoint.verify(last) is None, "the attack's sums do not fit")
+            with Trainer(work.recipe, run, *settings) as trainer:
+                text = trainer.end(None)
+            tried += 1
+            need(not proof.exists(), f"{file.name}: its pickle was run")
+            code = trainer.process.returncode
+            need(code == 2 and "Traceback" not in text, f"{file.name}: exit code {code}: {text[-400:]}")
+            shutil.rmtree(last)
+            shutil.copytree(kept, last)
+    outside = work.folder / "outside"
+    outside.write_text("not yours")
+    manifest = json.loads((kept / "manifest.json").read_text())
+    name, entry = next(iter(manifest["files"].items()))
+    sums = {"bytes": 9, "sha256": hashlib.sha256(b"not yours").hexdigest()}
+    for path in ("../../../outside", str(outside), "link", "sub/../../../../outside"):
+        (last / "link").unlink(missing_ok=True)
+        (last / "link").symlink_to(outside)
+        files = {name: entry, path: sums}
+        (last / "manifest.json").write_text(checkpoint.manifest_text({**manifest, "files": files}))
+        problem = checkpoint.verify(last)
+        need(problem and "leaves" in problem, f"{path}: {problem}")
+    return f"{tried} pickles, none was run; 4 paths out of the folder refused"
+
+
+def zipped(payload: object, file: Path) -> bytes:
+    torch.save({"random": payload, "data": payload}, file)
+    return file.read_bytes()
+
+
+EVIL = """
+from pathlib import Path
+Path({proof!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class EvilConfig(LlamaConfig): model_type = {kind!r}
+class EvilModel(LlamaForCausalLM): config_class = EvilConfig
+class EvilTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+def remote_code(work: Work) -> str:
+    """Code that a model's or a tokenizer's config names is never run: a type that only it knows is refused
+    in one line, a known one is taken from transformers"""
+    proof, ends = work.folder / "executed", []
+    for kind in ("evil", "llama"):
+        folder = work.folder / f"remote-{kind}"
+        shutil.copytree(work.whole() / "tokenizer", folder)
+        (folder / "evil.py").write_text(EVIL.format(proof=str(proof), kind=kind))
+        names = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vocabulary = {"vocab_size": 2048}
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": kind, "auto_map": names, **sizes, **vocabulary})
+        )
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["auto_map"] = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
+        settings["tokenizer_class"] = "EvilTokenizer" if kind == "evil" else "PreTrainedTokenizerFast"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        for override in (f"model={{auto: {folder}}}", f"tokenizer={{path: {folder}}}"):
+            run = work.run(f"remote{len(ends)}")
+            with Trainer(work.recipe, run, "train.steps=5", "validation.every=0", override) as trainer:
+                text = trainer.end(None)
+            ends.append(trainer.process.returncode)
+            need(not proof.exists(), f"{override}: its code was run")
+            need(ends[-1] in (0, 2) and "Traceback" not in text, f"{override}: {ends[-1]}: {text[-400:]}")
+    need(ends[0] == 2 and ends[2] == 0, f"exit codes {ends}")
+    return f"2 models and 2 tokenizers with code of their own, none of it run; exit codes {ends}"
+
+
+def secrets(work: Work) -> str:
+    """A token in the environment is found nowhere: not in logs, metrics, TensorBoard files, checkpoints or
+    the exported model, of a run that ends well, one that is refused and one that fails"""
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+    env = {name: f"secret{number}x7Q9zK" for number, name in enumerate(names)}
+    text, files = "", []
+    ends = (("train.steps=10", 0), ("optim.learnin_rate=1", 2), ("optim.lr=1e38", None))
+    for number, (override, code) in enumerate(ends):
+        run = work.run(f"secrets{number}")
+        settings = "log.tensorboard=true", "schedule.warmup_steps=1", "validation.every=5"
+        with Trainer(work.recipe, run, *settings, override, env=env) as trainer:
+            text += trainer.end(code)
+        files += [p for p in run.rglob("*") if p.is_file()]
+    for secret in env.values():
+        need(secret not in text, "a token was printed")
+        for file in files:
+            need(secret.encode() not in file.read_bytes(), f"a token is in {file}")
+    return f"{len(names)} tokens; {len(files)} files and {len(text):,} characters of output searched"
+
+
+QUICK = (sigkill, damaged, hostile_checkpoint)
+CASES = (
+    sigkill,
+    retention,
+    resumes,
+    workers,
+    processes,
+    preparation,
+    carried,
+    asynchronous,
+    fsdp,
+    damaged,
+    disk_full,
+    signals,
+    signals_on_one_rank,
+    sleeping_rank,
+    bad_steps,
+    bad_step_on_one_rank,
+    servers,
+    changed,
+    accumulation,
+    hostile_checkpoint,
+    remote_code,
+    secrets,
+)
