@@ -42,7 +42,6 @@ from nalanda.prepared import (
 
 if TYPE_CHECKING:
     from nalanda.data import DataConfig
-    from nalanda.fetch import offline
     from nalanda.tokenizer import TokenizerConfig
 
 
@@ -658,6 +657,7 @@ def command(
     """
     from nalanda.config import load_config, recipes
     from nalanda.data import DataConfig
+    from nalanda.fetch import offline
     from nalanda.tokenizer import TokenizerConfig
 
     given = {key: value for key, value in tokenizer.items() if value is not None}

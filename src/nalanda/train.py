@@ -68,6 +68,7 @@ def train(config: RunConfig) -> Path:
 
 
 def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, changes: dict) -> Path:
+    """`train`, once the processes are there and the folder is held."""
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
@@ -160,7 +161,8 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             # first backward pass. A mean of means would weigh the tokens of short micro-batches more.
             labels = sum(count_labels(batch) for batch in micro_batches)
             code = failure.exit_code if failure else 0
-            counts = torch.tensor([labels, code, code > 0], device=accelerator.device)
+            counts = torch.tensor([labels, code, code > 0])
+            counts = counts.to(accelerator.device) if processes > 1 else counts  # alone: no synchronisation
             labels, code, failed = accelerator.reduce(counts).tolist()
             if failed:  # on some process: no other may wait for its gradients
                 if at.step > (checkpoint.step_of(resume) if resume else 0):
