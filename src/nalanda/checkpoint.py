@@ -320,7 +320,7 @@ def verify(path: Path) -> str | None:
         if name not in files and file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py"):
             return f"{name} was not saved with it"
     with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(files, pool.map(_sha256, [path / name for name in files]), strict=True):
+        for name, digest in zip(files, pool.map(sha256_of, [path / name for name in files]), strict=True):
             if digest != files[name][1]:
                 return f"{name} does not have the bytes that were written"
     return None
@@ -619,6 +619,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from nalanda.checkpoint import write_atomically
+from nalanda.checkpoint import sha256_of, write_atomically
 from nalanda.corpus import first_line
 from nalanda.errors import InputError, SourceUnavailable
 from nalanda.remote import (
@@ -273,11 +273,9 @@ def _record(root: Path, index: dict, path: str) -> None:
         if file.is_file() and file.name.endswith(".partial"):
             file.unlink()
         elif file.is_file():
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
             index["files"][file.relative_to(root).as_posix()] = {
                 "size": file.stat().st_size,
-                "sha256": digest,
+                "sha256": sha256_of(file),
             }
 
 

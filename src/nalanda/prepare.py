@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from nalanda.checkpoint import sync
 from nalanda.corpus import Document, FileShard, Shard, TextShard, document_of, first_line, open_corpus
 from nalanda.errors import DiskFull, InputError
 from nalanda.prepared import (
@@ -199,7 +200,7 @@ class _Writer:
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
         write(self.path.with_suffix(".docs"), docs)
         self.partial.replace(self.path.with_suffix(".tokens"))
-        _sync_directory(self.path.parent)
+        sync(self.path.parent)
         return {
             "name": self.path.name,
             "documents": len(self.ends),
@@ -224,21 +225,13 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
         _sync(file)
     partial.replace(path)
-    _sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Preparation:
