@@ -1,5 +1,6 @@
 """The order of rows: from the seed and the step alone, whatever reads them, wherever it is interrupted."""
 
+import gc
 import itertools
 import json
 import os
@@ -630,36 +631,42 @@ def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
 # ------------------------------ processes that tokenise
 
 
-def children() -> list[int]:
-    listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "workers.py" in line]
+@pytest.fixture
+def running(monkeypatch):
+    """() → the processes that tokenise and still run; asked of themselves, as `ps` differs from place to place."""
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr("nalanda.workers.subprocess.Popen", Recorded)
+    return lambda: [process for process in started if process.poll() is None]
 
 
-def test_processes_end_with_close_and_with_the_object(folder, tokenizer):
+def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running):
     batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
-    assert not children()
+    assert not running()
     next(batches)
-    assert len(children()) == 2
+    assert len(running()) == 2
     batches.close()
-    assert not children()
+    assert not running()
     next(batches)
+    assert len(running()) == 2
     del batches
-    import gc
-
     gc.collect()
-    assert not children()
+    assert not running()
 
 
-def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer):
+def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer, running):
     batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
     next(batches)
-    for child in children():
-        os.kill(child, signal.SIGKILL)
+    for process in running():
+        os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(InputError, match=r"tokenises ended by itself \(exit code -9.*lower data\.workers"):
         take(batches, 200)
-    assert not children()
+    assert not running()
     assert len(take(batches, 40)) == 40  # from there on, with others
     batches.close()
 
