@@ -15,7 +15,6 @@ hub's datasets or, where two forms are given, the compact one of published evalu
 
 import contextlib
 import datetime
-import hashlib
 import importlib.metadata
 import io
 import json
@@ -29,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nalanda import generate
 from nalanda.errors import InputError
+from nalanda.model.state import fingerprint
 from nalanda_eval import report
 from nalanda_eval.sources import find
 
@@ -123,15 +122,6 @@ def evaluate(
         (directory / "results.json").write_text(text + "\n", encoding="utf-8")
         (directory / "results.md").write_text(report.markdown(results), encoding="utf-8")
     return results
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 of all weights with their names, types and shapes, first 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
 
 
 def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
