@@ -633,7 +633,7 @@ def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
 
 @pytest.fixture
 def running(monkeypatch):
-    """() → the processes that tokenise and still run, asked of themselves: `ps` differs from place to place."""
+    """() → the processes that tokenise and still run, asked of themselves: `ps` differs between places."""
     started = []
 
     class Recorded(subprocess.Popen):
