@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure speed beside a peer's.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed beside a peer's, and recall.", no_args_is_help=True)
 app.add_typer(bench, name="bench", rich_help_panel=None)
 data = typer.Typer(help="Tokenise a corpus once, and check what came of it.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=None)
@@ -54,8 +54,8 @@ def eval(
     tasks: Annotated[
         str,
         typer.Option(
-            help="table4 (the literature's suite), python_docs (the demo's), or, comma-separated, tasks "
-            "of lm-evaluation-harness, task files and directories of them"
+            help="table4 (the literature's suite), all (it and six more), python_docs (the demo's), or, "
+            "comma-separated, tasks of lm-evaluation-harness, task files and directories of them"
         ),
     ] = "table4",
     data: Annotated[
@@ -65,20 +65,30 @@ def eval(
         str | None, typer.Option(help="download the tasks' data into this directory, for --data; no scores")
     ] = None,
     limit: Annotated[float | None, typer.Option(help="documents a task, or a share of them below 1")] = None,
-    batch_size: Annotated[int, typer.Option(help="requests scored together; changes no result")] = 8,
+    batch_size: Annotated[int, typer.Option(help="texts read together; changes no result")] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="tokens seen at once; by default the training length")
     ] = None,
-    output: Annotated[str | None, typer.Option(help="directory for results.json and results.md")] = None,
+    long: Annotated[
+        str, typer.Option(help="longer texts are read in windows (window), or in one pass (whole)")
+    ] = "window",
+    no_share: Annotated[
+        bool, typer.Option("--no-share", help="read a context again for each of its continuations")
+    ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(help="directory for results.json, .md, .csv, and for answers, so that a run can go on"),
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Score models zero-shot.
 
-    With lm-evaluation-harness, and beside the literature's rows.
+    With lm-evaluation-harness, and beside the literature's rows. On several processes: torchrun
+    --nproc-per-node 2 -m nalanda_cli eval …
     """
-    from nalanda_eval.harness import evaluate
+    from nalanda_eval.harness import evaluate, launched
     from nalanda_eval.report import show
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -87,14 +97,74 @@ def eval(
 
         fetch_tasks(names, fetch)
         return
+    results = evaluate(
+        models or [],
+        names,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        max_length=max_length,
+        long=long,
+        share=not no_share,
+        output=output,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    state = launched()
+    if state is None or state.is_main_process:
+        show(results)
+
+
+@app.command()
+def perplexity(
+    models: Annotated[
+        list[str], typer.Argument(help="checkpoint directories or hub ids; they make one table and picture")
+    ],
+    text: Annotated[
+        str,
+        typer.Option(
+            help="a text file, a directory or glob of documents, python (what the demo holds out), or a "
+            "recipe: its validation part"
+        ),
+    ] = "python",
+    set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="changes that recipe: data.validation_split=test"),
+    ] = None,
+    joined: Annotated[
+        bool, typer.Option("--joined", help="read the documents as one text, eos between them")
+    ] = False,
+    length: Annotated[
+        int | None, typer.Option(help="tokens that are read in one pass; by default 16 windows")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="tokens of the windows beside; by default the training length")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="documents are read until there are so many")] = 2**18,
+    output: Annotated[
+        str, typer.Option(help="directory for perplexity.json, .csv and the picture")
+    ] = "runs/perplexity",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Perplexity of a text of any length, by position.
+
+    In one pass through the state and in windows of the training length, over the same tokens: does the model
+    gain from what lies further back than it was trained to read?
+    """
+    from nalanda_eval.perplexity import perplexity, show
+
     show(
-        evaluate(
-            models or [],
-            names,
-            data=data,
-            limit=limit,
-            batch_size=batch_size,
-            max_length=max_length,
+        perplexity(
+            models,
+            text,
+            overrides=set,
+            joined=joined,
+            length=length,
+            window=window,
+            tokens=tokens,
             output=output,
             device=device,
             dtype=dtype,
@@ -106,7 +176,14 @@ def eval(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
-    prompt: Annotated[str, typer.Argument(help="the text to continue; - reads it from standard input")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="the text to continue; - reads it from standard input")
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="a text file in its place, of any length")] = None,
+    state: Annotated[str | None, typer.Option(help="go on from what --save-state wrote")] = None,
+    save_state: Annotated[
+        str | None, typer.Option(help="write what has been read to this file, before continuing it")
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="stop after so many, or at the end-of-text token")
     ] = 128,
@@ -124,6 +201,44 @@ def generate(
     generate(
         model,
         prompt,
+        file=file,
+        state=state,
+        save_state=save_state,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
+    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    state: Annotated[str | None, typer.Option(help="go on from a saved state or conversation")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="of an answer")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Talk with a model.
+
+    By its chat template, or in plain text. The state is carried from turn to turn: only what is new is read.
+    """
+    from nalanda.chat import chat
+
+    chat(
+        model,
+        system=system,
+        state=state,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -172,17 +287,43 @@ def export(
     ],
     out: Annotated[str, typer.Argument(help="the folder to make")],
     step: Annotated[int | None, typer.Option(help="of the run; by default its newest checkpoint")] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="with --push: for its owner's eyes")] = False,
 ) -> None:
     """Write a checkpoint as a model folder.
 
     Plain safetensors with config, code, tokenizer, recipe and model card, as transformers and the hub have
-    them; of a sharded checkpoint as well.
+    them; of a sharded checkpoint as well. The card has the scores of a results.json of `nalanda eval` in the
+    run's folder.
     """
     from pathlib import Path
 
-    from nalanda.export import export
+    from nalanda import export as work
 
-    print(export(Path(run), Path(out), step=step))
+    if push is None:
+        print(work.export(Path(run), Path(out), step=step))
+    else:
+        print(work.push(Path(run), Path(out), push, step=step, private=private))
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="a model folder or hub id")],
+    destination: Annotated[str, typer.Argument(help="the folder to make")],
+    to: Annotated[
+        str | None, typer.Option(help="nalanda, fla or llama; needed where the source leaves a choice")
+    ] = None,
+) -> None:
+    """Convert models to and from other libraries' kinds.
+
+    Between ours, flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and
+    transformers' Llama: equal logits, or an error that names what cannot be expressed.
+    """
+    from nalanda.convert import convert
+
+    print(convert(source, destination, to))
 
 
 @app.command()
@@ -387,6 +528,96 @@ def ops(
     from nalanda.bench import bench_ops
 
     bench_ops(threads=threads, json=json)
+
+
+@bench.command()
+def decode(
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements of each")] = 40,
+    read: Annotated[
+        bool, typer.Option("--read", help="read 64 k tokens, where states of 1 k and their count would do")
+    ] = False,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    png: Annotated[str | None, typer.Option(help="draw them into this file")] = None,
+) -> None:
+    """Milliseconds a token on this CPU behind 1 k to 64 k tokens.
+
+    Gated DeltaNet, with and without the NaLa map, beside transformers' Qwen3-Next and our softmax.
+    """
+    from nalanda.bench_decode import bench_decode
+
+    bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
+
+
+@bench.command()
+def recall(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...", help="settings to change: of a task, model or training"
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="comma-separated, of mqar, needle, copying, parity, modular, s5, regression, listops; by "
+            "default all of these; also listops_lra, of the published length"
+        ),
+    ] = None,
+    mixers: Annotated[
+        str | None,
+        typer.Option(help="comma-separated, with options as deltanet:allow_neg_eigval=true; default all"),
+    ] = None,
+    maps: Annotated[
+        str | None, typer.Option(help="comma-separated feature maps, or own, each mixer's own; default all")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each; by default 3, quick 1")] = None,
+    match: Annotated[
+        str | None, typer.Option(help="at equal parameters, state (and parameters), or both, the default")
+    ] = None,
+    states: Annotated[str | None, typer.Option(help="comma-separated bytes of state to compare at")] = None,
+    lrs: Annotated[
+        str | None, typer.Option(help="comma-separated learning rates; the best by validation counts")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="of each run")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few models on small tasks, in minutes")] = False,
+    output: Annotated[
+        str, typer.Option(help="directory of runs, tables and pictures; finished runs in it are kept")
+    ] = "recall",
+    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+    device: Device = None,
+) -> None:
+    """What token mixers remember, on generated tasks.
+
+    Trains every mixer with every feature map at equal parameters and equal state, several seeds, and draws
+    accuracy against state size and number of pairs. Run it again after an interruption: finished runs stay.
+    """
+    from nalanda_eval.recall import recall
+
+    def several(text: str | None) -> list[str] | None:
+        return [part.strip() for part in text.split(",") if part.strip()] if text else None
+
+    try:
+        sizes, rates = [int(x) for x in several(states) or ()], [float(x) for x in several(lrs) or ()]
+    except ValueError:
+        raise typer.BadParameter(
+            "write numbers with commas between them", param_hint="--states, --lrs"
+        ) from None
+    recall(
+        tasks=several(tasks),
+        mixers=several(mixers),
+        maps=several(maps),
+        seeds=seeds,
+        match=match,
+        states=sizes,
+        lrs=rates,
+        steps=steps,
+        overrides=overrides,
+        output=output,
+        workers=workers,
+        device=device,
+        quick=quick,
+    )
 
 
 @bench.command()

@@ -333,7 +333,7 @@ def test_bad_input_is_one_line(tokenizer, tmp_path, prose):
         ((model,), {"length": 1}, "at least 2 tokens"),
         ((model,), {"rows": 0}, "1 row"),
         ((model, ["model.mixer=deltanet"]), {}, "settings change a recipe"),
-        ((model,), {"text": str(tmp_path / "nowhere.md")}, "No such file"),
+        ((model,), {"text": str(tmp_path / "nowhere.md")}, "nowhere.md. does not exist"),
         ((model,), {"text": str(binary)}, "not UTF-8"),
         ((model,), {"text": prose, "length": 512}, "has 1 of the 4 rows of 512 tokens"),
         ((model,), {"text": prose, "output": prose}, "--output"),

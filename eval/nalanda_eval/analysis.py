@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.baselines import token_mixers
 from nalanda.config import load_config
-from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
 from nalanda.data import DataConfig
 from nalanda.errors import InputError
 from nalanda.fetch import offline
@@ -31,6 +30,7 @@ from nalanda.model import build_feature_map
 from nalanda.tokenizer import build_tokenizer
 from nalanda.train import build_model
 from nalanda_eval.figures import draw
+from nalanda_eval.perplexity import documents
 
 WINDOWS = [i / 50 for i in range(51)]  # of the local score
 DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)  # of queries; norms in units of √K
@@ -323,22 +323,11 @@ def text_rows(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str | None, length: int, rows: int, seed: int
 ) -> Tensor:
     """int64 `[≥ rows, length]`: beginnings of documents, then what follows in them; bos as in training."""
-    if text is None or text.endswith(SUFFIXES):
-        # A file is its own validation source: nothing of it is left out.
-        data = DataConfig(source=text or "python", validation_source=text)
-        documents = DocumentStream(
-            open_corpus(data, "validation"), seed=seed, buffer_size=0, epochs=1
-        ).texts()
-    else:
-        try:
-            documents = [Path(text).expanduser().read_text(encoding="utf-8")]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise InputError(f"--text {text}: {reason}") from None
+    data = DataConfig(source=text or "python", validation_source=text)  # nothing of a file is held out
     bos, needed, wanted = bos_token(model, tokenizer), max(rows, 2), max(rows, BATCHES)
     first, later = [], []
     step = length - len(bos)
-    for document in documents:
+    for document in documents(data, seed):
         ids = tokenizer(document, add_special_tokens=False).input_ids
         spans = [bos + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
         first, later = first + spans[:1], later + spans[1:]

@@ -11,15 +11,29 @@ hub's datasets or, where two forms are given, the compact one of published evalu
     winogrande_xl_val     sentence, option1, option2, answer
     arc_easy_test         question, choices {text, label}, answerKey, or query, choices [...], gold
     arc_challenge_test    the same
+    boolq_val             passage, question, label, or answer (true or false)
+    openbookqa_test       question_stem, choices {text, label}, answerKey, or query, choices [...], gold
+    sciq_val              support, question, distractor1 to distractor3, correct_answer
+    copa_val              premise, question (cause or effect), choice1, choice2, label
+    social_iqa_val        context, question, answerA, answerB, answerC, label
+    commonsense_qa_val    question, choices {text, label}, answerKey
+
+(Of SciQ this is the validation part; the hub's documents are those of its test part.)
+
+Launched as several processes (torchrun, accelerate), each scores its part of the requests, and all return the
+same results; process 0 writes them.
 """
 
 import contextlib
+import csv
 import datetime
+import hashlib
 import importlib.metadata
 import io
 import json
 import logging
 import math
+import os
 import sys
 import time
 import warnings
@@ -28,13 +42,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from nalanda import generate
 from nalanda.errors import InputError
-from nalanda.model.state import fingerprint
 from nalanda_eval import report
+from nalanda_eval.perplexity import ratio
 from nalanda_eval.sources import find
 
 
@@ -46,6 +68,8 @@ def evaluate(
     limit: float | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
+    long: str = "window",
+    share: bool = True,
     device: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -55,19 +79,23 @@ def evaluate(
 
     Args:
         models: checkpoint directories or hub ids.
-        tasks: `table4` (the literature's suite), `python_docs` (the demo's), names of the harness's tasks,
-            task files (.yaml), or directories of them. A relative `data_files` in a task file is looked up in
-            `data`, else beside the file.
+        tasks: `table4` (the literature's suite), `all` (it and the other tasks of the module's docstring),
+            `python_docs` (the demo's), names of the harness's tasks, task files (.yaml), or directories of
+            them. A relative `data_files` in a task file is looked up in `data`, else beside the file.
         data: a directory with local data (see the module's docstring); without it, the hub is asked.
         limit: at most so many documents a task, or that share of them if below 1.
-        batch_size: requests scored together. It changes the speed and no result.
-        max_length: tokens that the model sees at once; longer texts are read in windows. By default the
-            config's `max_position_embeddings`, else 2048.
+        batch_size: texts read together. It changes the speed and no result.
+        max_length: tokens that the model sees at once. By default the config's `max_position_embeddings`,
+            else 2048.
+        long: texts beyond that are read in disjoint `window`s (of a prompt, the last one), as the literature
+            does, or `whole`, which takes a recurrent model.
+        share: read a context once for all its continuations; without it, once for each.
         device, dtype, trust_remote_code: as in `nalanda.generate.load`.
-        output: a directory for results.json and results.md.
+        output: a directory for results.json, .md and .csv, and for the answers: the same command, stopped and
+            started again, goes on, and no model is asked twice.
 
     Raises:
-        InputError: no such model, task or file.
+        InputError: no such model, task or file, or a text that is too long.
     """
     if not models:
         raise InputError("no model to evaluate: give a checkpoint directory or a hub id")
@@ -75,53 +103,129 @@ def evaluate(
         raise InputError(f"batch_size is {batch_size}: it must be at least 1")
     if limit is not None and limit <= 0:
         raise InputError(f"limit is {limit:g}: it must be a number of documents, or a share below 1")
+    if long not in ("window", "whole"):
+        raise InputError(f"long is {long!r}: use window or whole")
+    if long == "whole" and max_length is not None:
+        raise InputError("max_length is the length of windows: without --long whole")
     for model in models:
         generate.check_name(model)
     sources, left_out = find(tasks, data)  # before the import, which takes many seconds
 
-    console = Console(file=sys.stderr)  # bound now: stderr itself is silenced while the harness works
+    processes = launched()
+    main = processes is None or processes.is_main_process
+    if processes is not None and device is None:
+        device = str(processes.device)
+    # Bound now: stderr itself is silenced while the harness works.
+    console = Console(file=sys.stderr, quiet=not main)
     with console.status("importing lm-evaluation-harness …"), _quiet():
-        from nalanda_eval.lm import Scorer, harness, load_tasks
+        from nalanda_eval.lm import Scorer, characters, harness, load_tasks
 
         loaded = load_tasks(sources)
 
+    directory = None if output is None else Path(output)
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
         "data": data,
         "limit": limit,
         "batch_size": batch_size,
+        "long": long,
+        "processes": 1 if processes is None else processes.num_processes,
         "left_out": left_out,
         "models": [],
     }
-    for name in models:
-        model, tokenizer = generate.load(
-            name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        start = time.perf_counter()
-        with _progress(console, name) as advance, _quiet():
-            scorer = Scorer(model, tokenizer, batch_size=batch_size, max_length=max_length, advance=advance)
-            raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
-        results["models"].append(
-            {
-                "name": name,
-                "fingerprint": fingerprint(model),
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": str(model.device),
-                "max_length": scorer.max_length,
-                "begins_with_bos": bool(scorer.bos),
-                "seconds": round(time.perf_counter() - start, 1),
-                "tasks": {task: _scores(task, raw) for task in raw["results"]},
-            }
-        )
-    if output is not None:
-        directory = Path(output)
-        directory.mkdir(parents=True, exist_ok=True)
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=console,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        bar = progress.add_task("", total=None)
+
+        def advance(count: float) -> None:
+            # What is to be scored is known once the harness has made it, and is the same for all models.
+            requests = (request for task in loaded["tasks"].values() for request in task.instances)
+            if progress.tasks[0].total is None:
+                progress.update(bar, total=len(models) * characters(requests))
+            progress.advance(bar, count)
+
+        for i, name in enumerate(models):
+            model, tokenizer = generate.load(
+                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+            if long == "whole":
+                _check_endless(model, name)
+            start = time.perf_counter()
+            title = name if len(name) <= 30 else f"…{name[-29:]}"
+            progress.update(bar, description=f"{title} ({i + 1} of {len(models)})" if models[1:] else title)
+            with _quiet():
+                scorer = Scorer(
+                    model,
+                    tokenizer,
+                    batch_size=batch_size,
+                    max_length=max_length,
+                    whole=long == "whole",
+                    share=share,
+                    store=None if directory is None else directory / "answers.sqlite",
+                    processes=processes,
+                    advance=advance,
+                )
+                raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
+            results["models"].append(
+                {
+                    "name": name,
+                    "fingerprint": scorer.identity["weights"],
+                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "dtype": str(model.dtype).removeprefix("torch."),
+                    "device": str(model.device),
+                    "max_length": None if long == "whole" else scorer.max_length,
+                    "begins_with_bos": bool(scorer.bos),
+                    "log_likelihoods": scorer.answered,
+                    "found": scorer.found,
+                    "seconds": round(time.perf_counter() - start, 1),
+                    "tasks": {task: _scores(task, raw) for task in raw["results"]},
+                }
+            )
+    if directory is not None and main:
         text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
         (directory / "results.json").write_text(text + "\n", encoding="utf-8")
         (directory / "results.md").write_text(report.markdown(results), encoding="utf-8")
+        with (directory / "results.csv").open("w", encoding="utf-8", newline="") as stream:
+            csv.writer(stream).writerows(report.rows(results))
     return results
+
+
+def launched() -> Any:
+    """accelerate's state of this process among those of a launch; None where there is but one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
+
+
+def _check_endless(model: Any, name: str) -> None:
+    """Refuse to read texts of any length where a cache grows with them, or positions end."""
+    try:
+        if model.config.model_type == "nalanda":
+            model.model.check_carries()
+        elif any(
+            getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx")
+        ):
+            raise ValueError
+    except ValueError:
+        raise InputError(f"{name} is not recurrent: it reads long texts in windows only") from None
 
 
 def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -150,21 +254,27 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
         "metrics": metrics,
         "stderr": stderr,
         "documents": len(samples),
+        "fingerprint": _fingerprint(samples),
         "version": raw["versions"].get(task),
     }
 
 
 def _perplexity_stderr(metric: str, items: list, value: float) -> float:
-    """Standard error of exp(−Σℓ/Σw) over documents by the delta method; the harness has none where w varies.
-
-    Σℓ/Σw is a ratio estimator: its error is that of the mean of ℓ − (Σℓ/Σw)·w, over the mean of w.
-    """
+    """Standard error of exp(−Σℓ/Σw) over documents (delta method); the harness has none where w varies."""
     values, weights = np.array(
         [item if isinstance(item, tuple) else (item, 1) for item in items], dtype=float
     ).T
-    ratio = values.sum() / weights.sum()
-    error = (values - ratio * weights).std(ddof=1) / math.sqrt(len(values)) / weights.mean()
-    return float(error / math.log(2) if metric == "bits_per_byte" else value * error)
+    error = ratio(values, weights)[1] or 0.0
+    return error / math.log(2) if metric == "bits_per_byte" else value * error
+
+
+def _fingerprint(samples: list[dict[str, Any]]) -> str:
+    """SHA-256, first 16 hexadecimal digits, of what the documents ask and of their right answers.
+
+    Other fields, in which local files and the hub's differ, do not count; the order does.
+    """
+    asked = [[sample["doc_id"], sample["arguments"], sample["target"]] for sample in samples]
+    return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:16]
 
 
 def _versions() -> dict[str, str]:
@@ -197,11 +307,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, name: str) -> Iterator[Any]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as progress:
-        bar = progress.add_task(name, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)

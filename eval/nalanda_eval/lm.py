@@ -3,12 +3,15 @@
 import difflib
 import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import lm_eval.tasks
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from lm_eval import evaluate as harness
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import perplexity, weighted_perplexity
@@ -20,9 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.errors import InputError
 from nalanda.generate import bos_token
+from nalanda_eval import scoring
+from nalanda_eval.scoring import Answer, Request
 from nalanda_eval.sources import Source, read
+from nalanda_eval.store import Store, identify
 
-__all__ = ["Scorer", "harness", "load_tasks"]
+__all__ = ["Scorer", "characters", "harness", "load_tasks"]
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
 
 
@@ -30,7 +36,8 @@ class Scorer(HFLM):
     """HFLM, with every text beginning as in training: with exactly one bos token, or with none.
 
     (The harness asks the tokenizer, which then counts twice in rolling perplexities and, for a tokenizer that
-    never adds one, not at all.) `advance(done, total)` is called as requests are scored.
+    never adds one, not at all.) Log-likelihoods come from `scoring`, or from the store where it has them.
+    Launched as several processes, each of them answers its part and all of them get every answer.
     """
 
     def __init__(
@@ -39,21 +46,36 @@ class Scorer(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
-        max_length: int | None,
-        advance: Callable[[int, int], None],
+        max_length: int | None = None,
+        whole: bool = False,
+        share: bool = True,
+        store: Path | None = None,
+        processes: PartialState | None = None,
+        advance: Callable[[float], None] = lambda characters: None,
     ) -> None:
+        """
+        Args:
+            max_length: tokens that the model sees at once; by default what its config says.
+            whole: it sees texts of any length at once instead.
+            share: read contexts once, see `scoring.answers`.
+            store: a file for the answers, see `store.Store`.
+            processes: the state of a launch of several.
+            advance: called with the number of characters that were scored.
+        """
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,  # type: ignore[arg-type]
             backend="causal",
             batch_size=batch_size,
-            max_length=max_length,
+            max_length=sys.maxsize if whole else max_length,
             add_bos_token=False,
-            softmax_dtype="float64" if model.dtype.itemsize == 8 else "float32",
         )
         self.bos = bos_token(model, tokenizer)
-        self.advance = advance
-        self._done = 0
+        self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
+        self.identity = identify(model)
+        self.store = Store(store, self.identity)
+        self.processes, self.advance = processes, advance
+        self.answered = self.found = 0  # log-likelihoods; those of them that the store had
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -63,8 +85,13 @@ class Scorer(HFLM):
         begin = self.tokenizer.bos_token if self.bos else ""  # type: ignore[missing-attribute]
         return super().tok_batch_encode([begin + text for text in strings], *args, **kwargs)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        self._characters = characters(requests)
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts in disjoint windows; all of them are sorted and batched together."""
+        self._characters = characters(requests)
         windows, owners = [], []
         for owner, request in enumerate(requests):
             rolling = get_rolling_token_windows(
@@ -83,19 +110,50 @@ class Scorer(HFLM):
 
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list:
-        self._done, self._total = 0, len(requests)
-        self.advance(0, self._total)
-        answers = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        # Endings of one token share a row, so the count may have fallen short.
-        self.advance(self._total, self._total)
-        return answers
+    ) -> list[Answer]:
+        asked = [self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        state = self.processes
+        own = scoring.part(asked, state.process_index, state.num_processes) if state else asked
+        answers = self.store.find(own)
+        found = len(answers)
+        # In tokens of its own, each process shows how far all of them are.
+        unit = self._characters / max(sum(map(_length, dict.fromkeys(own))), 1)
+        self.advance(unit * sum(map(_length, answers)))
+        missing = [request for request in own if request not in answers]
+        for batch in self.score(missing):
+            self.store.keep(batch)
+            self.advance(unit * sum(map(_length, batch)))
+            answers |= batch
+        if state:
+            everyones = gather_object([(answers, found)])
+            answers = {request: answer for theirs, _ in everyones for request, answer in theirs.items()}
+            found = sum(count for _, count in everyones)
+        self.answered += len(answers)
+        self.found += found
+        return [answers[request] for request in asked]
 
-    def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
-        logits = super()._model_call(inps, attn_mask, labels)
-        self._done += len(inps)
-        self.advance(self._done, self._total)
-        return logits
+    def _cut(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
+        """The request without what is too far left for `max_length` inputs."""
+        if not continuation:
+            raise InputError("a continuation has no token of its own: the tokenizer joins it to its context")
+        if len(continuation) > self.max_length:
+            raise InputError(
+                f"a continuation has {len(continuation)} tokens, the model sees {self.max_length} at once: "
+                "raise max_length, or read texts whole (--long whole)"
+            )
+        excess = len(context) + len(continuation) - 1 - self.max_length
+        return context[max(excess, 0) :], continuation
+
+
+def characters(requests: Iterable[Instance]) -> int:
+    """Of the texts that are to be scored: what a progress bar counts."""
+    scored = [request for request in requests if request.request_type.startswith("loglikelihood")]
+    return sum(len(text) for request in scored for text in request.args)
+
+
+def _length(request: Request) -> int:
+    context, continuation = request
+    return len(context) + len(continuation)
 
 
 def load_tasks(sources: list[Source]) -> dict[str, dict]:

@@ -1,6 +1,7 @@
 """Results as tables: one row a model, under the literature's rows where the tasks are the literature's."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,14 +19,15 @@ TABLE4 = (
     ("arc_challenge", "acc_norm", "ARC-c"),
 )
 # NaLaFormer, table 4. Its DeltaNet row is, by its figures, the variant without short convolutions; the row
-# with them is that of the DeltaNet paper.
-LITERATURE = {
+# with them is that of the DeltaNet paper, and MALA's that of its own, which has no other of these columns.
+LITERATURE: dict[str, tuple[float | None, ...]] = {
     "Transformer++": (28.39, 42.69, 63.3, 34.0, 50.4, 44.5, 24.2),
     "RetNet": (32.33, 49.19, 63.5, 33.5, 52.5, 44.5, 23.4),
     "Mamba": (28.39, 39.66, 65.0, 35.4, 50.1, 46.3, 23.6),
     "GLA": (28.65, 43.35, 64.8, 34.5, 51.4, 45.1, 22.7),
     "DeltaNet, no conv": (29.08, 50.87, 63.6, 33.6, 51.7, 46.0, 23.0),
     "DeltaNet": (28.24, 37.37, 64.8, 34.3, 52.2, 45.8, 23.2),
+    "MALA": (None, None, 65.0, 34.5, 51.9, None, None),
     "NaLa + DeltaNet": (27.82, 49.77, 64.9, 34.3, 52.7, 46.5, 23.1),
     "Gated DeltaNet": (26.59, 31.67, 65.8, 35.2, 50.8, 46.0, 23.5),
     "NaLa + Gated DeltaNet": (25.89, 32.32, 65.6, 36.2, 53.2, 45.4, 23.8),
@@ -34,20 +36,20 @@ PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_by
 
 
 def suite(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
-    """Table 4: header, the literature's rows and one row a model, as text; None if no task of it was asked.
+    """Table 4: header, the literature's rows and two rows a model, as text; None if no task of it was asked.
 
-    Accuracies are in percent. What was not measured is a dash; `avg` is the mean of the five accuracies, and
-    a dash if one is missing.
+    A model's second row has the standard errors. Accuracies are in percent. What was not measured is a dash;
+    `avg` is the mean of the five accuracies, and a dash if one is missing.
     """
     names = {task for task, _, _ in TABLE4}
     if not names & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
         return None
     header = ["model", *(title for _, _, title in TABLE4), "avg"]
     literature = [_suite_row(name, list(figures)) for name, figures in LITERATURE.items()]
-    ours = [
-        _suite_row(model["name"], [_figure(model, task, metric) for task, metric, _ in TABLE4])
-        for model in results["models"]
-    ]
+    ours = []
+    for name, model in zip(_titles(results), results["models"], strict=True):
+        for kind, title in {"metrics": name, "stderr": ""}.items():
+            ours.append(_suite_row(title, [_figure(model, task, metric, kind) for task, metric, _ in TABLE4]))
     return header, literature, ours
 
 
@@ -65,7 +67,7 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
         for model in results["models"]:
             value, error = (_figure(model, task, metric, kind) for kind in ("metrics", "stderr"))
             row.append(_cell(metric, value) + (f" ± {_cell(metric, error)}" if error is not None else ""))
-    header = ["task", "metric", *(model["name"] for model in results["models"])]
+    header = ["task", "metric", *_titles(results)]
     return (header, list(asked.values())) if asked else None
 
 
@@ -76,10 +78,35 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append(
             f"The first {len(table4[1])} rows are published: 340 M parameters, 15 B tokens of SlimPajama."
         )
+    lines.append("Behind a ± stand standard errors.")
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
         lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")
+    for model in results["models"]:
+        long = f"windows of {model['max_length']} tokens" if model["max_length"] else "texts read whole"
+        found = f" ({model['found']} of them kept from before)" if model["found"] else ""
+        lines.append(
+            f"{model['name']}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}, {long}, "
+            f"{model['log_likelihoods']} log-likelihoods{found} in {model['seconds']:.0f} s."
+        )
     return lines
+
+
+def rows(results: dict[str, Any]) -> list[list[Any]]:
+    """A header, and one row a model, task and metric, figures as they are, none rounded."""
+    of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
+    of_task = ("documents", "fingerprint", "version")
+    header = ["model", "task", "metric", "value", "stderr"]
+    header += [f"model_{key}" if key == "fingerprint" else key for key in of_model]
+    header += [f"task_{key}" if key != "documents" else key for key in of_task]
+    return [header] + [
+        [model["name"], task, metric, value, scores["stderr"].get(metric)]
+        + [model[key] for key in of_model]
+        + [scores[key] for key in of_task]
+        for model in results["models"]
+        for task, scores in model["tasks"].items()
+        for metric, value in scores["metrics"].items()
+    ]
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -87,7 +114,7 @@ def markdown(results: dict[str, Any]) -> str:
     blocks = []
     if table4 := suite(results):
         header, literature, ours = table4
-        bold = [[f"**{row[0]}**", *row[1:]] for row in ours]
+        bold = [[row[0] and f"**{row[0]}**", *row[1:]] for row in ours]
         blocks.append([header, ["---", *("---:" for _ in header[1:])], *literature, *bold])
     if rest := others(results):
         header, rows = rest
@@ -105,16 +132,27 @@ def show(results: dict[str, Any], console: Console | None = None) -> None:
         for row in literature:
             table.add_row(*row, style="dim", end_section=row is literature[-1])
         for row in ours:
-            table.add_row(*row)
+            table.add_row(*row, style=None if row[0] else "dim")
         console.print(table)
+        console.print()
     if rest := others(results):
         header, rows = rest
         table = _table(header, left=2)
         for row in rows:
             table.add_row(*row)
         console.print(table)
+        console.print()
     for note in notes(results):
         console.print(note, style="dim", highlight=False)
+
+
+def _titles(results: dict[str, Any]) -> list[str]:
+    """The models' names, of long paths as many of the last parts as tell them apart, but two at least."""
+    parts = [Path(model["name"]).parts for model in results["models"]]
+    for count in range(2, max(map(len, parts))):
+        if len({part[-count:] for part in parts}) == len(set(parts)):
+            return [str(Path(*part[-count:])) for part in parts]
+    return [model["name"] for model in results["models"]]
 
 
 def _table(header: list[str], left: int) -> Table:
@@ -126,10 +164,14 @@ def _table(header: list[str], left: int) -> Table:
 
 
 def _suite_row(name: str, figures: list[float | None]) -> list[str]:
-    accuracies = [value for value in figures[2:] if value is not None]
-    average = f"{sum(accuracies) / 5:.1f}" if len(accuracies) == 5 else "—"
-    cells = [_cell(metric, value) for (_, metric, _), value in zip(TABLE4, figures, strict=True)]
-    return [name, *cells, average]
+    """A model's figures, or without a name their standard errors."""
+    known = [value for value in figures[2:] if value is not None]
+    average = (sum(known) if name else math.hypot(*known)) / 5 if len(known) == 5 else None
+    metrics = [*(metric for _, metric, _ in TABLE4), "acc"]
+    cells = zip(metrics, [*figures, average], strict=True)
+    if name:
+        return [name, *(_cell(metric, value) for metric, value in cells)]
+    return ["", *("" if error is None else f"±{_cell(metric, error)}" for metric, error in cells)]
 
 
 def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
@@ -140,6 +182,6 @@ def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics"
 def _cell(metric: str, value: float | None) -> str:
     if value is None:
         return "—"
-    if not math.isfinite(value) or abs(value) >= 1e6:
-        return f"{value:.3g}"
+    if not math.isfinite(value) or abs(value) >= 1e5:
+        return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.2f}" if metric in PERPLEXITIES else f"{value:.1f}"

@@ -29,18 +29,30 @@ def _lambada(row: dict) -> dict:
     return row if "text" in row else {"text": row["context"] + row["continuation"]}
 
 
-def _arc(row: dict) -> dict:
-    if "question" in row:
+def _arc(row: dict, question: str = "question") -> dict:
+    if question in row:
         return row
     labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
     return {
-        "question": row["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+        question: row["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
         "choices": {"text": row["choices"], "label": labels},
         "answerKey": labels[row["gold"]],
     }
 
 
+def _openbookqa(row: dict) -> dict:
+    return _arc(row, "question_stem")
+
+
+def _boolq(row: dict) -> dict:
+    return row if "label" in row else row | {"label": int(row["answer"])}
+
+
 _ARC = ("question", "choices", "answerKey")
+_OPENBOOKQA = ("question_stem", "choices", "answerKey")
+_SCIQ = ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+_COPA = ("premise", "question", "choice1", "choice2", "label")
+_SIQA = ("context", "question", "answerA", "answerB", "answerC", "label")
 _HELLASWAG = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 _WINOGRANDE = ("sentence", "option1", "option2", "answer")
 LOCAL = {
@@ -51,7 +63,18 @@ LOCAL = {
     "winogrande": LocalData("winogrande/default.yaml", "winogrande_xl_val", "validation", _WINOGRANDE),
     "arc_easy": LocalData("arc/arc_easy.yaml", "arc_easy_test", "test", _ARC, _arc),
     "arc_challenge": LocalData("arc/arc_challenge.yaml", "arc_challenge_test", "test", _ARC, _arc),
+    "boolq": LocalData(
+        "super_glue/boolq/default.yaml", "boolq_val", "validation", ("passage", "question", "label"), _boolq
+    ),
+    "openbookqa": LocalData(
+        "openbookqa/openbookqa.yaml", "openbookqa_test", "test", _OPENBOOKQA, _openbookqa
+    ),
+    "sciq": LocalData("sciq/sciq.yaml", "sciq_val", "validation", _SCIQ),
+    "copa": LocalData("super_glue/copa/default.yaml", "copa_val", "validation", _COPA),
+    "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", "validation", _SIQA),
+    "commonsense_qa": LocalData("commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC),
 }
+GROUPS = {"table4": [task for task, _, _ in TABLE4], "all": list(LOCAL)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,7 @@ class Source:
 
 
 def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, str]]:
-    """The tasks that `tasks` names, and those of `table4` that have no local data, with the reason.
+    """The tasks that `tasks` names, and those of groups that have no local data, with the reason.
 
     Raises:
         InputError: a file or directory that is not there, or a task that `data` cannot serve.
@@ -80,7 +103,7 @@ def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, st
         for source in _expand(task, directory):
             if source.local and directory and not source.documents:
                 reason = f"{data} has no {source.local.file}.jsonl or .jsonl.gz"
-                if task != "table4":
+                if task not in GROUPS:
                     raise InputError(f"no data for {task}: {reason}")
                 left_out[source.name] = reason
             else:
@@ -94,10 +117,8 @@ def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, st
 
 
 def _expand(task: str, data: Path | None) -> list[Source]:
-    if task == "table4":
-        return [_official(name, data) for name, _, _ in TABLE4]
-    if task in LOCAL:
-        return [_official(task, data)]
+    if task in GROUPS or task in LOCAL:
+        return [_official(name, data) for name in GROUPS.get(task, [task])]
     path = PACKAGED / task if (PACKAGED / task).is_dir() and task.isidentifier() else Path(task).expanduser()
     if path.is_dir():
         files = sorted(path.glob("*.yaml"))
@@ -150,10 +171,9 @@ def fetch(tasks: list[str], directory: str) -> None:
         InputError: a task whose data is not read from such a file, or data that cannot be had.
         SourceUnavailable: the Hub failed too often in a row; the same command goes on.
     """
-    table4 = [name for name, _, _ in TABLE4]
-    names = list(dict.fromkeys(name for task in tasks for name in (table4 if task == "table4" else [task])))
+    names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
     if unknown := [name for name in names if name not in LOCAL]:
-        raise InputError(f"{unknown[0]}: no data to fetch; there are table4, {', '.join(LOCAL)}")
+        raise InputError(f"{unknown[0]}: no data to fetch; there are {', '.join([*GROUPS, *LOCAL])}")
     root = Path(directory).expanduser()
     root.mkdir(parents=True, exist_ok=True)
     for name in names:

@@ -6,11 +6,11 @@ Importing this registers Nalanda's config and model with transformers' Auto clas
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .model import Decoder, NalandaCache, NalandaConfig, NalandaForCausalLM, ops
+from .model import Decoder, NalandaCache, NalandaConfig, NalandaForCausalLM, State, ops
 
 AutoConfig.register("nalanda", NalandaConfig)
 AutoModel.register(NalandaConfig, Decoder)
 AutoModelForCausalLM.register(NalandaConfig, NalandaForCausalLM)
 
 __version__ = "0.1.0"
-__all__ = ["NalandaCache", "NalandaConfig", "NalandaForCausalLM", "ops"]
+__all__ = ["NalandaCache", "NalandaConfig", "NalandaForCausalLM", "State", "ops"]

@@ -5,15 +5,21 @@ import importlib
 import json
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda import checkpoint, metrics
-from nalanda.errors import InputError
+from nalanda.corpus import first_line
+from nalanda.errors import InputError, SourceUnavailable
+from nalanda.model.state import fingerprint
+from nalanda.remote import is_hub_id, redact, transient
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
@@ -52,47 +58,117 @@ def export(
     *,
     step: int | None = None,
     replace: bool = False,
+    name: str | None = None,
 ) -> Path:
     """Writes a checkpoint as a model folder of transformers' kind; `path` and `step` as `find_checkpoint` has
     them.
 
     Weights in safetensors, config, the model's code, generation config, tokenizer, and how it was trained:
     the recipe (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` is there when
-    all of it is.
+    all of it is. `name`: the model's in the card, by default that of `out`.
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
     """
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
-    if out.exists() and not replace:
-        raise InputError(f"{out} exists; choose another folder")
     config = load_config(found)
     with torch.device("meta"):  # what to write beside the weights, and which of them are tied
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    part = out.with_name(f".tmp-{out.name}")
+    with written(out, replace) as part:
+        model.save_pretrained(part, state_dict=checkpoint.weights(found))
+        if (run_dir / "tokenizer").is_dir():
+            shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True)
+        if (run_dir / "config.yaml").is_file():
+            shutil.copy(run_dir / "config.yaml", part)
+        facts = facts if facts is not None else metrics.read_facts(run_dir)
+        here = ("host", "pid")  # nobody's business where the model is copied to
+        facts = {k: v for k, v in facts.items() if k not in here} | {"step": checkpoint.step_of(found)}
+        metrics.write_facts(part, facts)
+        text = card(run_dir, found, facts, name or out.name, evaluated(run_dir, part))
+        (part / "README.md").write_text(text, encoding="utf-8")
+    return out
+
+
+@contextlib.contextmanager
+def written(out: Path, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when the block ends and is removed where that fails.
+
+    Raises:
+        InputError: `out` exists and `replace` is False.
+    """
+    if out.exists() and not replace:
+        raise InputError(f"{out} exists; choose another folder")
+    part, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
     shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(part, state_dict=checkpoint.weights(found))
-    if (run_dir / "tokenizer").is_dir():
-        shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True)
-    if (run_dir / "config.yaml").is_file():
-        shutil.copy(run_dir / "config.yaml", part)
-    facts = facts if facts is not None else metrics.read_facts(run_dir)
-    here = ("host", "pid")  # nobody's business where the model is copied to
-    facts = {k: v for k, v in facts.items() if k not in here} | {"step": checkpoint.step_of(found)}
-    metrics.write_facts(part, facts)
-    (part / "README.md").write_text(card(run_dir, found, facts, out.name), encoding="utf-8")
+    part.mkdir(parents=True)
+    try:
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     for file in part.rglob("*"):
         checkpoint.sync(file)
     checkpoint.sync(part)
-    old = out.with_name(f".tmp-{out.name}-old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)
     part.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-    return out
+
+
+@contextlib.contextmanager
+def on_hub(what: str) -> Iterator[None]:
+    """Around calls of the Hugging Face hub.
+
+    Raises:
+        SourceUnavailable: it does not answer.
+        InputError: it refuses, or there is no such thing.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        reason = redact(first_line(error))
+        if transient(error):
+            raise SourceUnavailable(f"{what}: the hub does not answer, try again later ({reason})") from None
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        hint = "; does the token of HF_TOKEN or `hf auth login` allow it?" * (status in (401, 403))
+        raise InputError(f"{what}: the hub refuses ({reason}){hint}") from None
+
+
+def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
+    """`export`, and the folder's upload to the repository OWNER/NAME of the hub, made where there is none.
+
+    Says on stderr what is uploaded. Returns the address of the commit.
+
+    Raises:
+        InputError: as `export`; no token, one that may not write there, or a public repository for what is to
+            be private.
+        SourceUnavailable: the hub does not answer.
+    """
+    if not is_hub_id(repo):
+        raise InputError(f"{repo!r} is no repository of the hub: write OWNER/NAME")
+    if get_token() is None:
+        raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
+    find_checkpoint(path, step)
+    if out.exists():
+        raise InputError(f"{out} exists; choose another folder")
+    api = HfApi()
+    with on_hub(repo):  # before the work that it would be a pity to have done for nothing
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.model_info(repo).private:
+            raise InputError(f"{repo} exists and is public; make it private first, or leave out --private")
+    export(path, out, step=step, name=repo)
+    sizes = {file.relative_to(out): file.stat().st_size for file in sorted(out.rglob("*")) if file.is_file()}
+    for file, size in sizes.items():
+        print(f"{size:>14,}  {file}", file=sys.stderr)
+    print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …", file=sys.stderr, flush=True)
+    with on_hub(f"{repo}: {out} is whole, but not uploaded"):
+        steps = json.loads((out / "run.json").read_text())["step"]
+        commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=f"Step {steps}")
+    return commit.commit_url
 
 
 def load_config(path: Path) -> Any:
@@ -109,8 +185,26 @@ def load_config(path: Path) -> Any:
         ) from None
 
 
-def card(run_dir: Path, path: Path, facts: dict[str, Any], name: str) -> str:
-    """The model card: what it is, what it was trained on and how it did, and how to load it."""
+def evaluated(run_dir: Path, folder: Path) -> dict[str, Any]:
+    """What `nalanda eval` found for the model in `folder`, by task, from any results.json in the run or in a
+    folder of it; {} for none. Whose results they are, the weights say and not a name."""
+    found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
+    if not found:
+        return {}
+    mine = fingerprint(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    models = [
+        model
+        for file in sorted(found, key=lambda file: file.stat().st_mtime)
+        for model in json.loads(file.read_text(encoding="utf-8")).get("models", [])
+        if model.get("fingerprint") == mine
+    ]
+    return {task: scores for model in models for task, scores in model["tasks"].items()}
+
+
+def card(
+    run_dir: Path, path: Path, facts: dict[str, Any], name: str, tasks: dict[str, Any] | None = None
+) -> str:
+    """The model card: what it is, what it was trained on, how it did at which tasks, and how to load it."""
     recipe = {}
     if (run_dir / "config.yaml").is_file():
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -151,9 +245,26 @@ def card(run_dir: Path, path: Path, facts: dict[str, Any], name: str) -> str:
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", []))
     ours = shape.get("model_type") == "nalanda"
     trust = ", trust_remote_code=True" if ours else ""
+    scores = [
+        (task, metric, value, found.get("stderr", {}).get(metric))
+        for task, found in (tasks or {}).items()
+        for metric, value in found["metrics"].items()
+        if value is not None
+    ]
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=name,
+        eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, _ in scores],
+    )
+    zero_shot = "".join(
+        f"| {task} | {metric} | {value:.4f} | {'' if error is None else f'{error:.4f}'} |\n"
+        for task, metric, value, error in scores
+    )
+    if zero_shot:
+        zero_shot = "\n| zero-shot | | | standard error |\n|---|---|---:|---:|\n" + zero_shot
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
+{about.to_yaml()}
 ---
 
 # {name}
@@ -163,7 +274,7 @@ A causal language model, pretrained with Nalanda. `config.yaml` is the recipe th
 | | |
 |---|---|
 {table}
-
+{zero_shot}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,21 +1,23 @@
-"""Load a checkpoint with transformers' Auto classes and stream a continuation of a prompt."""
+"""Load a checkpoint with transformers' Auto classes and stream a continuation of a prompt, or of a state."""
 
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
+from rich.progress import Progress
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from nalanda.errors import InputError
+from nalanda.model import NalandaCache, State
+
+PIECE = 4096  # tokens of a prompt that are read between two looks at the progress bar
 
 
 def load(
@@ -85,10 +87,143 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     return [bos] if bos is not None and written else []
 
 
+class Printer(BaseStreamer):
+    """Prints what is generated as soon as it is characters, up to a stop text, and keeps the tokens.
+
+    before: the prompt's tokens, whose end decides whether the first word begins with a space.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int], stop: str = ""):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.window, self.held, self.silent = before[-8:], "", True
+        self.shown = len(self._decoded())
+
+    def _decoded(self) -> str:
+        return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
+
+    def put(self, value: Tensor) -> None:
+        if self.silent:  # the prompt comes first
+            self.silent = False
+            return
+        new = value.flatten().tolist()
+        self.tokens += new
+        self.window += new
+        text = self._decoded()
+        if text.endswith("\ufffd"):  # a character whose last bytes are to come
+            return
+        self._print(text[self.shown :])
+        self.shown = len(text)
+        if len(self.window) > 64:
+            self.window = self.window[-8:]
+            self.shown = len(self._decoded())
+
+    def _print(self, text: str) -> None:
+        self.held += text
+        if not self.stop:
+            ready = len(self.held)
+        elif self.stop in self.held:
+            ready = self.held.index(self.stop)
+        else:  # what may become the stop text waits
+            ready = next(i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:]))
+        print(self.held[:ready], end="", flush=True)
+        self.held = self.held[ready:]
+
+    def end(self) -> None:
+        self._print(self._decoded()[self.shown :])
+        print(self.held.split(self.stop)[0] if self.stop else self.held, flush=True)
+        self.held = ""
+
+
+def sampling(
+    *, max_new_tokens: int = 128, temperature: float = 0.8, top_p: float = 1.0, top_k: int = 0
+) -> dict[str, Any]:
+    """`generate`'s own options for these; InputError for values that cannot be meant."""
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    if temperature < 0:
+        raise InputError(f"temperature is {temperature}: it must be 0 (greedy) or above")
+    if not 0 < top_p <= 1:
+        raise InputError(f"top_p is {top_p}: it must be above 0 and at most 1")
+    if top_k < 0:
+        raise InputError(f"top_k is {top_k}: it must be 0 (all tokens) or above")
+    if temperature == 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, **chosen}
+
+
+def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`generate`'s own options for the token that ends a text."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    return model.config.model_type == "nalanda"
+
+
+def read(model: Any, tokens: list[int], state: State | None = None) -> State:
+    """`model.read` with a progress bar, on stderr, where it takes a while."""
+    ids = torch.tensor([tokens], device=model.device)
+    with Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE) as progress:
+        task = progress.add_task("reading", total=len(tokens))
+        for piece in ids.split(PIECE, 1):
+            state = model.read(piece, state=state)
+            progress.advance(task, piece.shape[1])
+    assert state is not None, "no tokens"
+    return state
+
+
+def load_state(path: str | Path, model: Any) -> State:
+    """The saved state; InputError where it is none of this model's."""
+    if not is_ours(model):
+        raise InputError(f"{model.config.model_type} models keep no state: leave the state's file out")
+    try:
+        return model.load_state(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        raise InputError(str(error).splitlines()[0]) from error
+
+
+def carried(cache: Any) -> int:
+    """Bytes of what generation carried from token to token, in any cache of transformers."""
+    if isinstance(cache, NalandaCache):
+        return cache.nbytes
+
+    def tensors(found: Any) -> int:
+        if isinstance(found, Tensor):
+            return found.nbytes
+        inner = (
+            found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+        )
+        return sum(map(tensors, inner))
+
+    return sum(tensors(vars(layer)) for layer in getattr(cache, "layers", ()))
+
+
+def peak_memory(device: torch.device) -> str:
+    """The most that this process has held so far: of the GPU's memory, or resident."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of GPU memory at most"
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB resident at most"
+
+
+def speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
+    """What is said at the end of an answer."""
+    state = f"{carried(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
+    return f"{new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens/s; {state}{peak_memory(device)}"
+
+
 def generate(
     model: str,
-    prompt: str,
+    prompt: str | None = None,
     *,
+    file: str | Path | None = None,
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.8,
     top_p: float = 1.0,
@@ -103,46 +238,62 @@ def generate(
 
     Args:
         model: a checkpoint directory or hub id, see `load`.
-        prompt: the text to continue; `-` reads it from standard input.
+        prompt: the text to continue; `-` reads it from standard input. None with a state: that alone.
+        file: a text file in the prompt's place, of any length.
+        state: a saved state to go on from, instead of a beginning.
+        save_state: a file for the state after the prompt, before the continuation.
         max_new_tokens: stop after so many tokens, or at the end-of-text token.
         temperature: 0 is greedy decoding.
         top_p, top_k: keep the most probable tokens that make up `top_p`, at most `top_k`; 1 and 0 keep all.
         seed: of the sampling; by default every call differs.
-        stream: print prompt and continuation to stdout, and the speed to stderr.
+        stream: print prompt and continuation to stdout, and speed and memory to stderr.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    if temperature < 0:
-        raise InputError(f"temperature is {temperature}: it must be 0 (greedy) or above")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p is {top_p}: it must be above 0 and at most 1")
-    if top_k < 0:
-        raise InputError(f"top_k is {top_k}: it must be 0 (all tokens) or above")
-    if prompt == "-":
+    if prompt is not None and file is not None:
+        raise InputError("give a prompt or a file, not both")
+    echoed = prompt if prompt != "-" and stream else None
+    if file is not None:
+        try:
+            prompt = Path(file).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {file}: {error}") from error
+    elif prompt == "-":
         prompt = sys.stdin.read()
+    options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    prompt_ids = bos_token(network, tokenizer) + tokenizer(prompt, add_special_tokens=False).input_ids
-    if not prompt_ids:
+    options |= ends(tokenizer)
+    if save_state is not None and not is_ours(network):
+        raise InputError(f"{network.config.model_type} models keep no state that could be saved")
+    held = None if state is None else load_state(state, network)
+    tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+    if held is None:
+        tokens = bos_token(network, tokenizer) + tokens
+    if not tokens and held is None:
         raise InputError("the prompt is empty, and the tokenizer has no bos token to begin with")
-    input_ids = torch.tensor([prompt_ids], device=network.device)
     if seed is not None:
         transformers.set_seed(seed)
-    if temperature == 0:
-        sampling = {"do_sample": False}
-    else:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if echoed:
+        print(echoed, end="", flush=True)
+    printer = Printer(tokenizer, tokens) if stream else None
     start = time.perf_counter()
-    output = network.generate(  # type: ignore[not-callable]
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **sampling,
+    if is_ours(network):
+        if tokens:
+            held = read(network, tokens, held)
+        assert held is not None
+        if stream and len(tokens) > PIECE:
+            seconds = time.perf_counter() - start
+            print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
+        if save_state is not None:
+            held.save(Path(save_state).expanduser())
+        given: dict[str, Any] = {"state": held}
+        skip, start = 0, time.perf_counter()
+    else:
+        ids = torch.tensor([tokens], device=network.device)
+        given, skip = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len(tokens)
+    out = network.generate(  # type: ignore[not-callable]
+        **given, **options, streamer=printer, return_dict_in_generate=True
     )
-    seconds = time.perf_counter() - start
-    new = output[0, len(prompt_ids) :]
+    new = out.sequences[0, skip:]
     if stream:
-        print(f"{len(new)} tokens in {seconds:.1f} s, {len(new) / seconds:.0f} tokens/s", file=sys.stderr)
+        seconds = time.perf_counter() - start
+        print(speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
     return str(tokenizer.decode(new, skip_special_tokens=True))

@@ -5,6 +5,7 @@ from .configuration import NalandaConfig
 from .feature_maps import FEATURE_MAPS, build_feature_map
 from .mixers import MIXERS
 from .modeling import Decoder, NalandaForCausalLM
+from .state import State
 
 # For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.
 NalandaConfig.register_for_auto_class()
@@ -17,5 +18,6 @@ __all__ = [
     "NalandaCache",
     "NalandaConfig",
     "NalandaForCausalLM",
+    "State",
     "build_feature_map",
 ]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, Sequences, ShortConv
 from .ops import by_kernel
+from .step import step
 
 State = dict[str, Tensor]
 StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -171,7 +172,7 @@ class Mixer(nn.Module):
         return o * F.silu(self.g_proj(x)) if self.gated else o
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
-        """`forward` for one token a sequence, by one kernel between the projections; None: none serves it."""
+        """`forward` for one token a sequence, the projections' outputs in one go; None: no `step` does it."""
         options = self.step_options()
         if options is None:
             return None
@@ -190,9 +191,9 @@ class Mixer(nn.Module):
             return self.step_inputs(x, seq) | gate
 
         served = by_kernel("step", "auto", x, inputs, state, **options)
-        if served is None:
+        if served is None and torch.is_autocast_enabled(x.device.type):
             return None
-        o, new = served
+        o, new = step(inputs, state, **options) if served is None else served
         return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, {}, x), new
 
     def step_options(self) -> dict | None:

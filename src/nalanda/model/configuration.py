@@ -1,16 +1,24 @@
 """NalandaConfig: every architecture of the house, in the names that transformers' users know."""
 
+import contextlib
 import dataclasses
 import difflib
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
 from .mixers import MIXERS, build_mixer
 from .options import check_types
+
+# `transformers serve` takes the class that a config.json names from transformers itself: let it find there
+# the Auto class, which goes on to the code beside the checkpoint. On the modules' type, because transformers
+# imports itself anew and leaves some parts of it with the module of before.
+with contextlib.suppress(TypeError):  # of a release whose modules are plain ones
+    setattr(type(transformers), "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
 # What transformers itself hands to a config beside its fields.
 _FOREIGN_KEYS = frozenset(

@@ -283,7 +283,8 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        rows = x.flatten(0, -2)  # what Linear makes of it too, but each for itself
+        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows)).view(x.shape)
 
 
 class _CausalDepthwise(torch.autograd.Function):
@@ -336,7 +337,8 @@ class ShortConv(nn.Module):
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype).repeat(1, self.copies)
+        gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
+        weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
         if seq.cu_seqlens is None:
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)

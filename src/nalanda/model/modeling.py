@@ -2,9 +2,11 @@
 behind transformers' interface."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -12,11 +14,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .base import RowState, State
+from .base import RowState
+from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import GLU, RMSNorm, Rows, Sequences, ShortConv, linear_cross_entropy, rotary_angles
+from .layers import (
+    GLU,
+    RMSNorm,
+    Rows,
+    Sequences,
+    ShortConv,
+    at_least_fp32,
+    linear_cross_entropy,
+    rotary_angles,
+)
 from .mixers import build_mixer
+from .state import State
 
 
 @dataclass
@@ -45,9 +58,12 @@ class Block(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, seq: Sequences, state: State | RowState | None = None
-    ) -> tuple[Tensor, State | RowState | None]:
+        self, x: Tensor, seq: Sequences, state: Tensors | RowState | None = None
+    ) -> tuple[Tensor, Tensors | RowState | None]:
         y, state = self.mixer(self.mixer_norm(x), seq, state)
+        if not self.training:  # decoding counts calls
+            x = x + y
+            return x + self.mlp(self.mlp_norm(x)), state
         x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
@@ -58,7 +74,6 @@ class NalandaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["Block"]
     _supports_sdpa = True  # nothing here calls attention, and transformers must not warn that it cannot
-    _is_stateful = True  # assisted decoding would need to take tokens back out of the state
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -142,6 +157,13 @@ class Decoder(NalandaPreTrainedModel):
                 f"the model has {len(self.layers)} and the input {B}"
             )
 
+    @torch.no_grad()
+    def catch_up(self, cache: NalandaCache) -> None:
+        """Reads what `cache.crop` has left unread."""
+        unread = cache.take_unread()
+        if unread is not None:
+            self(inputs_embeds=unread[0], attention_mask=unread[1], past_key_values=cache)
+
     @can_return_tuple
     def forward(
         self,
@@ -173,6 +195,7 @@ class Decoder(NalandaPreTrainedModel):
             if not isinstance(cache, NalandaCache):
                 raise ValueError(f"past_key_values must be a NalandaCache, got {type(cache).__name__}")
             cache.check_batch(B)
+            self.catch_up(cache)
 
         # Left-padded, right-padded and packed batches all become one row [1, ΣT] here; below, nothing knows a
         # mask.
@@ -187,6 +210,8 @@ class Decoder(NalandaPreTrainedModel):
             )
         if cache is None and use_cache and not packed:
             cache = NalandaCache(len(self.layers))
+        elif cache is not None:
+            cache.record(x, None if kept is None or attention_mask is None else attention_mask[:, -T:].bool())
         rows: Rows | None = None
         states: list[Any] = [] if cache is None else cache.states
         if carrying:
@@ -217,7 +242,8 @@ class Decoder(NalandaPreTrainedModel):
             return x.view(B, T, x.shape[-1])
 
         hidden = []
-        for i, layer in enumerate(self.layers):
+        # transformers' early exit drafts with the first layers of fewer
+        for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if output_hidden_states:
                 hidden.append(padded(x))
             x, state = layer(x, seq, states[i] if states else None)
@@ -319,11 +345,92 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, *args, **kwargs
+    ) -> None:
         # pyrefly: ignore[bad-argument-type]
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = NalandaCache(self.config.num_hidden_layers)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache:
+            cache = NalandaCache(self.config.num_hidden_layers)
+        elif isinstance(cache, NalandaCache):
+            copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            if copies > 1 and cache.batch_size == batch_size:  # `generate` repeats the prompt's rows alone
+                cache = cache.fork()
+                cache.batch_repeat_interleave(copies)
+        else:
+            return
+        # Drafts are taken back; a cache that comes from an earlier call may still be set to that.
+        cache.recording = bool(generation_config.is_assistant)
+        model_kwargs["past_key_values"] = cache
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        chunk_size: int = 2048,
+    ) -> State:
+        """The state that a text leaves: read once, saved, continued as often as wanted.
+
+        input_ids: `[B, T]`; attention_mask likewise, zeros are padding, on the left.
+        state: of what comes before, which is not changed; one row of it serves all B.
+        chunk_size: tokens read at once, which bounds the memory whatever T is (layers that keep every token
+            aside); the result is the same.
+
+        Raises ValueError for an empty text, padding on the right, or a state that does not fit.
+        """
+        cache = NalandaCache(self.config.num_hidden_layers)
+        if state is not None:
+            cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must be [batch, length] with a token, not {list(input_ids.shape)}")
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError("a state ends with its last token: pad on the left")
+        for start in range(0, input_ids.shape[1] - 1, chunk_size):
+            piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
+            mask = None if attention_mask is None else attention_mask[:, piece]
+            self.model(input_ids=input_ids[:, piece], attention_mask=mask, past_key_values=cache)
+        return State(self, cache, input_ids[:, -1:])
+
+    def load_state(self, path: str | Path) -> State:
+        """`State.load(path, self)`."""
+        return State.load(path, self)
+
+    def generate(self, inputs: Tensor | None = None, *args, state: State | None = None, **kwargs):
+        """transformers' `generate`; with a state, its continuation by `inputs` or by nothing.
+
+        The state is not changed. One row of it serves all rows of `inputs`; attention_mask, where given, is
+        that of `inputs`. What comes back is `inputs` and the new tokens; processors of logits, prompt lookup
+        and `max_length` see these and the state's last token, not the text before.
+        """
+        if state is None:
+            return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        cache, ids, mask = state.resumed(
+            self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
+        )
+        cache.seen_tokens = 0  # nothing that `generate` keeps for each token reaches back before this call
+        mask = torch.ones_like(ids) if mask is None else mask
+        kwargs |= {"attention_mask": mask, "past_key_values": cache}
+        out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        if isinstance(out, Tensor):
+            return out[:, 1:]
+        out.sequences = out.sequences[:, 1:]
+        return out
+
+    def prepare_inputs_for_generation(self, *args, tokenizer: Any = None, **kwargs) -> dict:
+        """transformers': `generate` hands a tokenizer, which stop strings need, on to the model."""
+        # pyrefly: ignore[bad-argument-type]
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    @property
+    def init_continuous_batching(self):
+        """Not there, as it pages keys and values: `transformers serve` then takes one request at a time."""
+        raise AttributeError
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
@@ -336,6 +443,28 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
+
+    def _read_before(
+        self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), and returns those left."""
+        ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
+        if any(x is not None and x.shape[1] for x in (ids, embeddings)):
+            mask = None if attention_mask is None else attention_mask[:, :-keep]
+            self.model(input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache)
+        return tuple(None if x is None else x[:, -keep:] for x in columns)
+
+    def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        """Of hidden states `[M, D]`, as `linear_cross_entropy`; by the head's logits where an adapter is
+        around it, because what that adds is not in its weight."""
+        if isinstance(self.lm_head, nn.Linear):
+            return linear_cross_entropy(h, self.lm_head.weight, targets, z_loss=z_loss)
+        logits = at_least_fp32(self.lm_head(h))
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        if z_loss:
+            squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
+            total = total + squares - squares.detach()
+        return total
 
     @can_return_tuple
     def forward(
@@ -355,6 +484,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         row_states: NalandaCache | None = None,
         carried: Tensor | None = None,
         return_row_states: bool = False,
+        output_attentions: bool | None = None,
     ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
 
@@ -372,13 +502,26 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             time).
         carried: bool `[B]`, best on the host: whether the row's first document goes on with its row state and
             with its count of tokens. The others begin empty, whatever theirs holds.
+        output_attentions: PEFT hands it on; there are none to give.
 
         In training mode with labels `logits` is None: the loss is formed block by block and the whole never
         exists.
         Raises ValueError for a mask, a packing or a cache that does not fit the batch.
         """
+        if output_attentions:
+            raise ValueError("output_attentions: a mixer's `weights` are what attentions are elsewhere")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        cache = past_key_values
+        if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
+            # What may be taken back lies behind the first position whose logits are asked for.
+            whole = labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)
+            columns = (input_ids, inputs_embeds, position_ids)
+            if not whole and logits_to_keep:
+                columns = self._read_before(cache, logits_to_keep, attention_mask, *columns)
+            input_ids, inputs_embeds, position_ids = columns
+            self.model.catch_up(cache)
+            cache.mark()
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -400,7 +543,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
                 real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
                 targets = targets.masked_fill(real == 0, -100)
             targets = targets.flatten()
-            total = linear_cross_entropy(h[:, :-1].flatten(0, 1), self.lm_head.weight, targets, z_loss=z_loss)
+            total = self._summed_loss(h[:, :-1].flatten(0, 1), targets, z_loss)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
         if labels is None or not self.training:

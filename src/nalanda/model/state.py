@@ -1,9 +1,20 @@
 """A text that was read, as the state that it left: saved, loaded, forked, continued."""
 
 import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .cache import NalandaCache
+
+FORMAT = "nalanda-state-1"
+ESSENTIALS = ("mixer", "feature_map", "num_hidden_layers", "hidden_size", "num_heads")  # of the config
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -13,3 +24,124 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
+
+
+class State:
+    """What `model.read(text)` leaves, for `model.read` and `model.generate` to go on from.
+
+    Nothing changes a state: both make new ones, so that one can be continued any number of times, by any
+    number of threads. The text's last token is held unread, because what follows it is predicted in reading
+    it: a continuation is the same whether the text came in one piece or in many.
+
+    model: what has read it. cache: the text without its last tokens. last: these, int64 `[B, 1]`.
+    """
+
+    def __init__(self, model: Any, cache: NalandaCache, last: Tensor):
+        model.model.catch_up(cache)
+        self.model, self.cache, self.last = model, cache, last
+        self.notes: dict[str, str] = {}  # what `save` was given beside it
+
+    def __repr__(self) -> str:
+        return f"State({self.batch_size} × {len(self)} tokens, {self.nbytes} bytes)"
+
+    def __len__(self) -> int:
+        """Tokens of the text, of a batch's longest one."""
+        return int(self.lengths.max())
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each text, int64 `[B]`, on the host."""
+        read = self.cache.lengths
+        return torch.ones(self.batch_size, dtype=torch.int64) if read is None else read + 1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.last)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.last.nbytes
+
+    def fork(self) -> "State":
+        """The same text once more. It shares its tensors, which nobody writes to, and costs nothing."""
+        return State(self.model, self.cache.fork(), self.last)
+
+    def __deepcopy__(self, memo: dict) -> "State":
+        return self.fork()  # not the model
+
+    def resumed(
+        self, model: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> tuple[NalandaCache, Tensor, Tensor | None]:
+        """A cache to go on with and what is to be read into it next, with its mask: last tokens, input_ids.
+
+        Raises ValueError for another model's state, or one of another number of rows, unless it has one.
+        """
+        if model is not self.model:
+            raise ValueError("the state is another model's: save it, and load it for this one")
+        cache, last = self.cache.fork(), self.last
+        if input_ids is None:
+            return cache, last, None
+        rows = len(input_ids)
+        if rows != self.batch_size:
+            if self.batch_size != 1:
+                raise ValueError(f"the state holds {self.batch_size} texts, the input has {rows} rows")
+            cache.batch_repeat_interleave(rows)
+            last = last.expand(rows, 1)
+        if attention_mask is not None:
+            attention_mask = torch.cat([attention_mask.new_ones(rows, 1), attention_mask], 1)
+        return cache, torch.cat([last.to(input_ids.device), input_ids], 1), attention_mask
+
+    def save(self, path: str | Path, **notes: str) -> None:
+        """Writes a safetensors file that knows by which weights the text was read; notes go with it."""
+        tensors = {"last": self.last, "lengths": self.lengths}
+        for i, state in enumerate(self.cache.states):
+            tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
+        config = self.model.config
+        about = {
+            "format": FORMAT,
+            "fingerprint": fingerprint(self.model),
+            "model": json.dumps({name: getattr(config, name) for name in ESSENTIALS}),
+            "tokens": str(len(self)),
+            "notes": json.dumps(notes),
+        }
+        # Under its name only when it is whole.
+        part = Path(f"{path}.part")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, about)
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> "State":
+        """A saved state of this very model, on its devices.
+
+        Raises ValueError for a file of another kind, other weights, or shapes that are not the model's.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError:
+            about, tensors = {}, {}
+        if about.get("format") != FORMAT:
+            raise ValueError(f"{path} is no state that this version saves")
+        if about["fingerprint"] != fingerprint(model):
+            raise ValueError(
+                f"{path} was read with other weights, {about['fingerprint']}, than this model has: "
+                f"{about['model']}"
+            )
+        last, lengths = tensors.pop("last"), tensors.pop("lengths")
+        cache = NalandaCache(len(model.model.layers))
+        if tensors:
+            cache.seen(int(lengths.max()) - 1, lengths - 1)
+        for i, layer in enumerate(model.model.layers if tensors else ()):
+            device = next(layer.parameters()).device
+            for name, (shape, _) in layer.mixer.state_spec(cache.seen_tokens).items():
+                tensor = tensors.pop(f"layers.{i}.{name}", None)
+                if tensor is None or tensor.shape != (len(last), *shape):
+                    has = "nothing" if tensor is None else list(tensor.shape)
+                    raise ValueError(f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}")
+                cache.states[i][name] = tensor.to(device)
+        if tensors:
+            raise ValueError(f"{path} has tensors that the model knows nothing of: {', '.join(tensors)}")
+        state = cls(model, cache, last.to(model.device))
+        state.notes = json.loads(about["notes"])
+        return state

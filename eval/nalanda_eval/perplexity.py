@@ -1,0 +1,422 @@
+"""Perplexity of any text at any length: in one pass through the state, and in windows, token by token.
+
+Every token is scored twice: behind all that stands before it in its row, however far that reaches, and in
+disjoint windows as long as the rows of training, each behind one token of context. The two curves are over
+the same tokens, so that what parts them is the context alone, and not that far positions hold other texts.
+"""
+
+import contextlib
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nalanda.config import load_config
+from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
+from nalanda.data import DataConfig
+from nalanda.errors import InputError
+from nalanda.generate import bos_token, check_name, load
+from nalanda.metrics import versions
+from nalanda.model.state import fingerprint
+from nalanda_eval.figures import COLOURS, GREY, MARKERS, STYLE
+
+AT_ONCE = 4096  # tokens whose logits exist at the same time
+LONGEST = 16  # windows in a row, where the text has them
+
+Span = tuple[int, int]  # of a text's tokens: those behind `first` up to `last` are predicted
+
+
+def perplexity(
+    models: list[str],
+    text: str = "python",
+    *,
+    overrides: list[str] | None = None,
+    joined: bool = False,
+    length: int | None = None,
+    window: int | None = None,
+    tokens: int = 2**18,
+    output: str = "runs/perplexity",
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Perplexity of models on a text, with its curve over positions; `show` prints what this returns.
+
+    Args:
+        models: checkpoint directories or hub ids.
+        text: `python` (what the demo holds out), a file, a directory (its validation part, where it has one),
+            a glob, or a recipe: the validation part of its `data`, with its bos, eos and joined lines.
+        overrides: `section.key=value` for a recipe, such as `data.validation_split=test`.
+        joined: documents follow one another as one text, eos between them, for texts that are short alone.
+        length: tokens of a row that is read in one pass; by default 16 windows.
+        window: by default the length of training (`max_position_embeddings`).
+        tokens: documents are read until there are so many.
+        output: a directory for perplexity.json, perplexity.csv and the picture.
+        device, dtype, trust_remote_code: as in `nalanda.generate.load`.
+
+    Raises:
+        InputError: no such model or text, or a length that a model cannot read.
+    """
+    if not models:
+        raise InputError("no model to measure: give a checkpoint directory or a hub id")
+    for name, value, least in (("length", length, 2), ("window", window, 2), ("tokens", tokens, 1)):
+        if value is not None and value < least:
+            raise InputError(f"--{name} {value}: it must be at least {least}")
+    if window and length and window > length:
+        raise InputError(f"--window {window} is longer than --length {length}")
+    for model in models:
+        check_name(model)
+    data = text_data(text, overrides or [], joined)
+    directory = Path(output)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {directory}: {error.strerror}") from None
+    measured: list[dict[str, Any]] = []
+    for name in models:
+        model, tokenizer = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        T = window or _trained_length(model)
+        L = length or LONGEST * T
+        texts = list(tokenised(model, tokenizer, data, limit=tokens))
+        with _progress(name) as advance:
+            found = measure(model, texts, min(T, L), L, advance)
+        facts: dict[str, Any] = {"name": name, "fingerprint": fingerprint(model), "device": str(model.device)}
+        facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
+        measured.append(facts | found)
+    result: dict[str, Any] = {
+        "text": text,
+        "joined": data.documents == "joined",
+        "versions": versions(),
+        "models": measured,
+    }
+    result["figures"] = [path.name for path in draw(result, directory)]
+    content = json.dumps(result, indent=1, allow_nan=False)
+    (directory / "perplexity.json").write_text(content + "\n", encoding="utf-8")
+    with (directory / "perplexity.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = [{"model": model["name"], **point} for model in measured for point in model["curve"]]
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return result | {"directory": str(directory)}
+
+
+def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
+    """Where documents come from; nothing of a file or directory is held out."""
+    if text.endswith((".yaml", ".yml")):
+        data = load_config(text, overrides).data
+        return replace(data, documents="joined", bos=False) if joined else data
+    if overrides:
+        raise InputError(f"{overrides[0]}: settings change a recipe, and {text} is none")
+    how: Any = {"documents": "joined", "bos": False} if joined else {"eos": False}
+    return DataConfig(source=text, validation_source=None if text == "python" else text, **how)
+
+
+def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
+    """The validation texts of `data`, in its files' order or a seed's; any other kind of file is one text."""
+    path = Path(str(data.source)).expanduser()
+    if path.is_file() and not path.name.endswith(SUFFIXES):
+        try:
+            yield path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise InputError(f"{path}: {reason}") from None
+        return
+    corpus = open_corpus(data, "validation")
+    corpus.ordered |= seed is None
+    yield from DocumentStream(corpus, seed=seed or 0, buffer_size=0, epochs=1).texts()
+
+
+def tokenised(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, limit: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Texts as `(tokens, words, bytes)`, until there are `limit` tokens.
+
+    A text begins with bos where training wrote one; what a text without one begins with is not predicted.
+    Words are what white space separates, as lm-evaluation-harness counts them for WikiText.
+    """
+    joined = data.documents == "joined"
+    bos, eos = bos_token(model, tokenizer), [tokenizer.eos_token_id]
+    if joined and eos == [None]:
+        raise InputError("the tokenizer has no eos token to put between joined documents")
+    ids: list[int] = list(eos) if joined else []  # as training begins: what follows an end
+    words, size, total = 0, 0, 0
+    for text in documents(data):
+        found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        total += len(found)
+        if joined:
+            ids += found + eos
+            words, size = words + len(re.split(r"\s+", text)), size + len(text.encode())
+        elif len(bos + found) > 1:
+            yield np.array(bos + found), len(re.split(r"\s+", text)), len(text.encode())
+        if total >= limit:
+            break
+    if joined and len(ids) > 1:
+        yield np.array(ids), words, size
+    if not total:
+        raise InputError(f"{data.source} holds no text")
+
+
+def spans(tokens: int, length: int) -> list[Span]:
+    """A text of `tokens` tokens as rows of `length` predictions, each behind the last token before it."""
+    return [(start, min(start + length, tokens - 1)) for start in range(0, tokens - 1, length)]
+
+
+@torch.inference_mode()
+def surprisal(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """−log p of each token but the first, in nats: int64 `[B, L + 1]` to float64 `[B, L]`, in one pass.
+
+    Long rows are read in parts, each from the state or cache that the one before has left.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    step, cache, found = max(1, AT_ONCE // len(tokens)), None, []
+    for start in range(0, inputs.shape[1], step):
+        part, last = slice(start, start + step), start + step >= inputs.shape[1]
+        out = model(input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0))
+        cache = out.get("past_key_values")
+        if cache is None and not last:
+            raise InputError(f"{model.config.model_type} hands no state on: --length up to {step} works")
+        logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="none")
+        found.append(loss.double().view(len(tokens), -1))
+    return torch.cat(found, 1)
+
+
+def score(
+    model: PreTrainedModel,
+    texts: list[np.ndarray],
+    length: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> list[np.ndarray]:
+    """−log p of each text's tokens but the first, read in rows of at most `length`; float64."""
+    found = [np.zeros(len(text) - 1) for text in texts]
+    rows = [(i, *span) for i, text in enumerate(texts) for span in spans(len(text), length)]
+    rows.sort(key=lambda row: row[1] - row[2])
+    while rows:
+        width = rows[0][2] - rows[0][1]
+        many = max(1, AT_ONCE // width)
+        batch, rows = rows[:many], rows[many:]
+        # Shorter rows are filled up behind their end, which a causal model does not see.
+        tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
+        for row, (i, first, last) in zip(tokens, batch, strict=True):
+            row[: last - first + 1] = torch.from_numpy(texts[i][first : last + 1])
+        losses = surprisal(model, tokens.to(model.device)).cpu().numpy()
+        for loss, (i, first, last) in zip(losses, batch, strict=True):
+            found[i][first:last] = loss[: last - first]
+        advance(sum(last - first for _, first, last in batch))
+    return found
+
+
+def measure(
+    model: PreTrainedModel,
+    texts: list[tuple[np.ndarray, int, int]],
+    window: int,
+    length: int,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """What `perplexity` reports of one model: totals, and the curve over positions in rows of `length`.
+
+    Standard errors are over texts for the totals and over rows for the curve; None where there is but one.
+    """
+    ids = [text[0] for text in texts]
+    number, done = sum(len(text) - 1 for text in ids), 0
+
+    def progress(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        advance(done, number * (1 + (window < length)))
+
+    try:
+        whole = score(model, ids, length, progress)
+        parts = score(model, ids, window, progress) if window < length else whole
+    except IndexError as error:  # positions that are learnt end somewhere
+        raise InputError(f"the model cannot read rows of {length} tokens: lower --length") from error
+    counts = np.array([len(loss) for loss in whole], float)
+    words, size = (sum(text[i] for text in texts) for i in (1, 2))
+
+    def totals(losses: list[np.ndarray]) -> dict[str, float | None]:
+        sums = np.array([loss.sum() for loss in losses])
+        mean, error = ratio(sums, counts)
+        value = _exp(mean)
+        return {
+            "perplexity": value,
+            "stderr": None if error is None or value is None else value * error,
+            "word_perplexity": _exp(sums.sum() / words),
+            "bits_per_byte": sums.sum() / size / math.log(2),
+        }
+
+    rows = [
+        (whole[i][first:last], parts[i][first:last])
+        for i, text in enumerate(ids)
+        for first, last in spans(len(text), length)
+    ]
+    longest = max(len(row[0]) for row in rows)
+    borders = [0, *(1 << k for k in range(64) if 1 << k < 0.8 * longest), longest]
+    doubled = [(0, window), *((window << k, window << k + 1) for k in range(64) if window << k < longest)]
+    return {
+        "window": window,
+        "length": length,
+        "texts": len(texts),
+        "tokens": number,
+        "words": words,
+        "bytes": size,
+        "one_pass": totals(whole),
+        "windows": totals(parts),
+        "ranges": [_between(rows, start, min(stop, longest)) for start, stop in doubled],
+        "curve": [_between(rows, start, stop) for start, stop in pairwise(borders)],
+    }
+
+
+def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]:
+    """Σvalues/Σweights and the standard error of this estimator: that of the mean of values − ratio·weights,
+    over the mean weight; None for a single pair."""
+    mean = values.sum() / weights.sum()
+    if len(values) < 2:
+        return float(mean), None
+    error = (values - mean * weights).std(ddof=1) / math.sqrt(len(values)) / weights.mean()
+    return float(mean), float(error)
+
+
+def _between(rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int) -> dict[str, Any]:
+    """Nats a token at the positions behind `start` up to `stop`, of the rows that reach there."""
+    reached = [(whole[start:stop], parts[start:stop]) for whole, parts in rows if len(whole) > start]
+    counts = np.array([len(whole) for whole, _ in reached], float)
+    sums = np.array([(whole.sum(), parts.sum()) for whole, parts in reached]).T
+    point: dict[str, Any] = {"after": start, "up_to": stop, "rows": len(reached), "tokens": int(counts.sum())}
+    for name, values in (("one_pass", sums[0]), ("windows", sums[1]), ("difference", sums[0] - sums[1])):
+        point[name], point[f"{name}_stderr"] = ratio(values, counts)
+    return point
+
+
+def _trained_length(model: PreTrainedModel) -> int:
+    config: Any = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 2048
+
+
+def _exp(nats: float) -> float | None:
+    """JSON has no infinities: what an untrained model's perplexity comes to may be null."""
+    return math.exp(nats) if nats < 700 else None
+
+
+# ------------------------------ what a person sees
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def draw(result: dict[str, Any], directory: Path) -> list[Path]:
+    """Perplexity by position, and what one pass gains over windows at the same tokens, as PNG and PDF."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    models, windows = result["models"], sorted({model["window"] for model in result["models"]})
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, (model, name) in enumerate(zip(models, _short([m["name"] for m in models]), strict=True)):
+            points = [p for p in model["curve"] if p["rows"] > 1] or model["curve"]
+            x = np.array([math.sqrt((p["after"] + 1) * p["up_to"]) for p in points])
+            look: Any = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7]}
+
+            def values(name: str, points: list = points) -> np.ndarray:
+                return np.array([p[name] or 0.0 for p in points])
+
+            error = values("one_pass_stderr")
+            left.plot(x, np.exp(values("one_pass")), **look, label=name)
+            band = [np.exp(values("one_pass") + side * error) for side in (-1, 1)]
+            left.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
+            left.plot(x, np.exp(values("windows")), color=look["color"], linestyle=":")
+            gain, error = 100 * np.expm1(values("difference")), 100 * values("difference_stderr")
+            right.errorbar(x, gain, error, **look, capsize=2, linewidth=1.2)
+        left.plot([], [], color=GREY, linestyle=":", label=f"windows of {' or '.join(map(str, windows))}")
+        for axes in (left, right):
+            for window in windows:
+                axes.axvline(window, color=GREY, linestyle="--", linewidth=0.8)
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("position in the text (tokens)")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}".replace(",", " ")))
+        left.set_yscale("log", base=2)
+        left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        left.yaxis.set_minor_formatter(NullFormatter())
+        left.set(ylabel="perplexity", title=result["text"])
+        right.axhline(0, color=GREY, linestyle=":")
+        right.set(ylabel="one pass beside windows (%)", title="the same tokens; below 0 one pass is better")
+        figure.legend(loc="outside lower center", ncols=2)
+        written = [directory / f"perplexity.{suffix}" for suffix in ("png", "pdf")]
+        for path in written:
+            figure.savefig(path)
+    return written
+
+
+def _short(names: list[str]) -> list[str]:
+    """Paths without what all of them begin or end with."""
+    parts = [Path(name).parts for name in names]
+    while len(names) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
+        parts = [p[1:] for p in parts]
+    while len(names) > 1 and all(len(p) > 1 for p in parts) and len({p[-1] for p in parts}) == 1:
+        parts = [p[:-1] for p in parts]
+    return [str(Path(*p)) for p in parts]
+
+
+def show(result: dict[str, Any], console: Console | None = None) -> None:
+    """The totals, and perplexity by distance from the beginning."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    for head in ("tokens", "one pass", "windows", "a word", "bits/byte"):
+        table.add_column(head, justify="right")
+    for model in result["models"]:
+        one, parts = model["one_pass"], model["windows"]
+        table.add_row(
+            model["name"],
+            f"{model['tokens']:,}".replace(",", " "),
+            _cell(one["perplexity"], one["stderr"]),
+            _cell(parts["perplexity"], parts["stderr"]),
+            _cell(one["word_perplexity"]),
+            f"{one['bits_per_byte']:.3f}",
+        )
+    console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
+    console.print(table)
+    for model in result["models"]:
+        table = Table("tokens before", box=None, pad_edge=False)
+        for head in ("rows", "one pass", f"windows of {model['window']}", "one pass / windows"):
+            table.add_column(head, justify="right")
+        for point in model["ranges"]:
+            apart, error = math.exp(point["difference"]), point["difference_stderr"]
+            table.add_row(
+                f"{point['after']} – {point['up_to']}",
+                str(point["rows"]),
+                _cell(_exp(point["one_pass"])),
+                _cell(_exp(point["windows"])),
+                f"{apart:.4f}" + ("" if error is None else f" ± {apart * error:.4f}"),
+            )
+        console.print()
+        console.print(model["name"], style="bold", markup=False, soft_wrap=True)
+        console.print(table)
+    names = ", ".join(["perplexity.json", "perplexity.csv", *result["figures"]])
+    console.print(f"\n{names} in {result['directory']}", style="dim", markup=False, soft_wrap=True)
+
+
+def _cell(value: float | None, error: float | None = None) -> str:
+    if value is None or value >= 1e6:
+        return "> 1e6" if value is None else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")

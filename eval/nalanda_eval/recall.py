@@ -1,0 +1,749 @@
+"""What token mixers remember: small decoders, trained on generated tasks at equal parameters and equal state.
+
+A run is one model, task, seed and learning rate: `run` trains it and returns its record. `recall` plans a
+grid of them, trains what DIR/runs.jsonl has no record of, and leaves results.json, results.md and pictures.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.checkpoint import write_atomically
+from nalanda.config import _parse_yaml, nearest
+from nalanda.errors import InputError
+from nalanda.info import size
+from nalanda.metrics import read, versions
+from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.model.options import check_types
+from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
+from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda_eval.synthetic import (
+    IGNORED,
+    MQAR,
+    TASKS,
+    Copying,
+    ListOps,
+    Needle,
+    Regression,
+    StateTracking,
+    Task,
+)
+
+# Embeddings of this size are told apart from the first step on; at the 0.02 of wide models attention waits
+# for a thousand steps before it finds the pairs.
+MODEL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "initializer_range": 0.125,
+}
+SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
+STATES = (2048, 8192, 32768)  # bytes of a sequence's state
+CLOSE = 0.02  # parameters, and states where head sizes allow it
+FAR = 0.1  # a model whose state cannot come as near as this is left out
+
+# ------------------------------ one run
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: int = 600
+    batch_size: int = 32
+    lr: float = 5e-3
+    weight_decay: float = 0.0
+    rows: int = 512
+    """Of each case, in the tests and in the validation."""
+    points: int = 10
+    """Of the curve; each is the score of 64 rows of each case."""
+
+
+class Reader(nn.Module):
+    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` behind a linear read-in.
+
+    Gives the head's outputs where something is asked, `[asked, vocab_size]`.
+    """
+
+    def __init__(self, config: NalandaConfig, task: Task):
+        super().__init__()
+        self.decoder = NalandaForCausalLM(config)
+        self.read_in = nn.Linear(task.dim, config.hidden_size) if isinstance(task, Regression) else None
+
+    def forward(self, inputs: Tensor, asked: Tensor) -> Tensor:
+        given = {"input_ids": inputs} if self.read_in is None else {"inputs_embeds": self.read_in(inputs)}
+        h = self.decoder.model(**given, use_cache=False).last_hidden_state
+        return self.decoder.lm_head(h[asked])
+
+
+def asked(labels: Tensor) -> Tensor:
+    return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+
+
+def run(
+    model: dict[str, Any],
+    task: Task,
+    seed: int,
+    training: Training | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Trains a model on a task and returns the record, which JSON can hold.
+
+    The data and their order follow from task, seed and batch size alone: runs of one seed are paired. Tests
+    and validation have the same rows for all seeds. The random state of the caller is left as it is; on a
+    CPU equal calls with equally many threads give equal records, but for `seconds`.
+
+    Args:
+        model: keys of `NalandaConfig`, over those of `MODEL`.
+        task: one of `TASKS`, or another of their kinds.
+        seed: of the weights and of the training data.
+
+    Returns:
+        `settings` (all of the above, and the record's key), `scores` of the test, one for each of `cases`,
+        and their mean `score`: accuracies, or relative errors of a regression, beside those of `reference`,
+        least squares; `validation`, their mean on rows that are neither trained nor tested, for choosing
+        settings by; `curve`, [step, training loss since the last, score on a part of the test];
+        `parameters`; `state_bytes` after the longest trained length, and whether the state `grows`;
+        `flops_per_token` of a forward pass at that length; `seconds`, `device`, `versions`.
+
+    Raises:
+        ValueError: no model can be built from these keys.
+    """
+    training = training or Training()
+    start, config = time.perf_counter(), configured(model, task.vocab_size)
+    length = max(task.length(case) for case in task.trained)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = Reader(config, task).to(device)
+    optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
+    schedule = ScheduleConfig(warmup_steps=training.steps // 10)
+    optimizer = build_optimizer(net, optim)
+    tests = held_out(task, training.rows, "test")
+    part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
+    ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
+    data, losses, curve = task.batches(seed, training.batch_size, "train"), [], []
+    for step in range(1, training.steps + 1):
+        inputs, labels = (x.to(device) for x in next(data))
+        where = asked(labels)
+        loss = objective(net(inputs, where), labels[where])
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training.steps, training.lr, schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step in ends:
+            loss_now = torch.stack(losses).mean().item()
+            curve.append([step, loss_now, fmean(evaluate(net, part))])
+            losses.clear()
+    scores = evaluate(net, tests)
+    record = {
+        "settings": settings(model, task, seed, training),
+        "cases": list(task.cases),
+        "scores": scores,
+        "score": fmean(scores),
+        "validation": fmean(evaluate(net, held_out(task, training.rows, "validation"))),
+        "curve": curve,
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "state_bytes": config.state_bytes(length, torch.float32),
+        "state_grows": grows(config),
+        "flops_per_token": config.flops_per_token(length),
+        "seconds": time.perf_counter() - start,
+        "device": device,
+        "versions": versions(),
+    }
+    if isinstance(task, Regression):
+        record["reference"] = [
+            relative_error(task.least_squares(inputs), labels[:, -1]) for inputs, labels in tests
+        ]
+    return json.loads(json.dumps(record))  # as a file gives it back: tuples are lists
+
+
+def settings(model: dict[str, Any], task: Task, seed: int, training: Training) -> dict[str, Any]:
+    """All that a run follows from; as JSON it is the record's key."""
+    return {
+        "task": dataclasses.asdict(task),  # pyrefly: ignore[bad-argument-type]
+        "model": MODEL | model,
+        "seed": seed,
+        "training": dataclasses.asdict(training),
+    }
+
+
+def configured(model: dict[str, Any], vocab_size: int = 1) -> NalandaConfig:
+    keys: dict[str, Any] = MODEL | model | {"vocab_size": vocab_size}
+    return NalandaConfig(**keys | {"bos_token_id": None, "eos_token_id": None})
+
+
+def grows(config: NalandaConfig) -> bool:
+    return config.state_bytes(2) > config.state_bytes(1)
+
+
+def held_out(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tensor]]:
+    """The batch of each case, the same at every call."""
+    draw = torch.Generator().manual_seed(0)
+    return [task.batch(draw, rows, split, case) for case in task.cases]
+
+
+def objective(out: Tensor, labels: Tensor) -> Tensor:
+    """out `[asked, vocab_size]`, labels `[asked]`: cross-entropy, or the squared error of float labels."""
+    if labels.is_floating_point():
+        return F.mse_loss(out[:, 0], labels)
+    return F.cross_entropy(out, labels)
+
+
+def relative_error(guess: Tensor, y: Tensor) -> float:
+    return ((guess - y).square().sum() / y.square().sum()).item()
+
+
+@torch.no_grad()
+def evaluate(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """The score on each batch: the share of right answers, or the relative error of float ones."""
+    device, scores = net.decoder.device, []
+    net.eval()
+    for inputs, labels in batches:
+        where = asked(labels)
+        out, right = net(inputs.to(device), where.to(device)).cpu(), labels[where]
+        if right.is_floating_point():
+            scores.append(relative_error(out[:, 0], right))
+        else:
+            scores.append((out.argmax(-1) == right).double().mean().item())
+    net.train()
+    return scores
+
+
+# ------------------------------ equal parameters, equal state
+
+
+def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
+    """Model keys of `name` or `name:option=value:option=value`, with a map where the mixer has one."""
+    name, *options = mixer.split(":")
+    if name not in MIXERS:
+        raise InputError(f"--mixers: unknown mixer {name!r}{nearest(name, MIXERS)}")
+    if not all("=" in option for option in options):
+        raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
+    values = {name: _parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
+    return {"mixer": name, "mixer_options": values, "feature_map": feature_map}
+
+
+def label(model: dict[str, Any]) -> str:
+    """`deltanet + silu`, `deltanet(allow_neg_eigval) + silu`."""
+    options = [k if v is True else f"{k}={v}" for k, v in model["mixer_options"].items()]
+    name = model["mixer"] + (f"({', '.join(options)})" if options else "")
+    return " + ".join(filter(None, [name, model["feature_map"]]))
+
+
+def models(
+    mixers: Iterable[str], maps: Iterable[str], base: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every mixer with every map ("own": its own), and a line for each mixer about maps that its config
+    refuses. Mixers without a map come once."""
+    found: dict[str, dict] = {}
+    refused: dict[str, list[tuple[str, str]]] = {}
+    for mixer in mixers:
+        own = MIXERS[parse(mixer, None)["mixer"]].map_name
+        for feature_map in maps if own else (None,):
+            if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
+                raise InputError(f"--maps: unknown map {feature_map!r}{nearest(feature_map, FEATURE_MAPS)}")
+            model = parse(mixer, own if feature_map == "own" else feature_map)
+            try:
+                NalandaConfig(**base | model)
+            except ValueError as error:
+                refused.setdefault(mixer, []).append((feature_map or "no map", str(error)))
+            else:
+                found[label(model)] = model
+    notes = [
+        f"{mixer} is left out with {', '.join(name for name, _ in pairs)}: {pairs[0][1]}"
+        for mixer, pairs in refused.items()
+    ]
+    return list(found.values()), notes
+
+
+def count(model: dict[str, Any]) -> int:
+    """Parameters, those of a task's vocabulary left out: they are the same for all models."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in NalandaForCausalLM(configured(model)).parameters())
+
+
+def most_parameters(base: dict[str, Any]) -> int:
+    """Of the mixers with their own maps: what all models are brought to, whoever takes part."""
+    found = []
+    for name in MIXERS:
+        with contextlib.suppress(ValueError):  # one that these sizes do not fit
+            found.append(count(base | {"mixer": name}))
+    return max(found)
+
+
+def with_parameters(model: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The model with the GLU's width changed, to as nearly `wanted` parameters as whole columns allow."""
+    config = configured(model)
+    column = 3 * config.hidden_size * config.num_hidden_layers
+    width = config.intermediate_size + round((wanted - count(model)) / column)
+    if width < 1:
+        raise InputError("more parameters than the others, even without a GLU")
+    return model | {"intermediate_size": width}
+
+
+def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The model with head sizes K and V, even and at most 1 : 2, whose fp32 state comes nearest to `wanted`
+    bytes; the squarest of those within `CLOSE`. One whose state grows is left as it is."""
+
+    def sized(K: int, V: int) -> dict[str, Any]:
+        return model | {"head_dim": K, "expand_v": V / K}
+
+    def measured(K: int, V: int) -> int:
+        return configured(sized(K, V)).state_bytes(1, torch.float32)
+
+    if grows(configured(model)):
+        return model
+    # Bilinear in K and V, whatever the mixer: four sizes tell all.
+    b22, b24, b42, b44 = (measured(K, V) for K in (2, 4) for V in (2, 4))
+    by_k, by_v, by_both = (b42 - b22) / 2, (b24 - b22) / 2, (b44 - b42 - b24 + b22) / 4
+
+    def distance(sizes: tuple[int, int]) -> tuple[float, float]:
+        K, V = sizes
+        total = b22 + by_k * (K - 2) + by_v * (V - 2) + by_both * (K - 2) * (V - 2)
+        return max(CLOSE, abs(total / wanted - 1)), abs(math.log(V / K))
+
+    even = range(2, 258, 2)
+    fitting = ((K, V) for K in even for V in even if K <= 2 * V and V <= 2 * K and K * (V / K) == V)
+    K, V = min(fitting, key=distance)
+    if abs(measured(K, V) / wanted - 1) > FAR:
+        raise InputError(f"no head sizes come within {FAR:.0%} of a state of {size(wanted)}")
+    return sized(K, V)
+
+
+# ------------------------------ the grid
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the results: a model on a task, by the name of what it is matched in."""
+
+    task: Task
+    match: str
+    name: str
+    model: dict[str, Any]
+
+
+def plan(
+    tasks: Iterable[Task], candidates: list[dict[str, Any]], base: dict[str, Any],
+    match: str, states: Iterable[int],
+) -> tuple[list[Cell], list[str]]:  # fmt: skip
+    """The cells, all of them at equal parameters, and notes on what is left out."""
+    matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
+    if match != "parameters":
+        matches += [(f"state {size(wanted)}", wanted) for wanted in states]
+    most, matched, refused = most_parameters(base), [], {}
+    for (title, wanted), model in itertools.product(matches, candidates):
+        try:
+            sized = base | model if wanted is None else with_state(base | model, wanted)
+            matched.append((title, label(model), with_parameters(sized, most)))
+        except ValueError as error:
+            refused.setdefault(f"{title}: {error}", []).append(label(model))
+    notes = [f"left out at equal {reason}: {', '.join(names)}" for reason, names in refused.items()]
+    return [Cell(task, *model) for task in tasks for model in matched], notes
+
+
+Job = tuple[dict[str, Any], Task, int, Training]  # the arguments of `run`
+
+
+def key(chosen: dict[str, Any]) -> str:
+    return json.dumps(chosen, sort_keys=True)
+
+
+def sweep(jobs: Iterable[Job], file: Path, workers: int, device: str) -> Iterator[dict[str, Any]]:
+    """The jobs' records: those that the file has, then the others as their runs end.
+
+    A finished run is a line of the file; one that was killed leaves none, and is run again.
+    """
+    known = {key(record["settings"]): record for record in (read(file) if file.is_file() else ())}
+    wanted = {key(settings(*job)): job for job in jobs}
+    yield from (known[name] for name in wanted if name in known)
+    todo = [job for name, job in wanted.items() if name not in known]
+    if not todo:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "".join(json.dumps(record) + "\n" for record in known.values()))  # no torn line
+    with (
+        file.open("a", encoding="utf-8") as stream,
+        contextlib.closing(trained(todo, workers, device)) as new,
+    ):
+        for record in new:
+            stream.write(json.dumps(record) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+            yield record
+
+
+def trained(jobs: list[Job], workers: int, device: str) -> Generator[dict[str, Any]]:
+    """Records in the order in which runs end; each runs on one thread, here or in a process of its own."""
+    if min(workers, len(jobs)) < 2:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for job in jobs:
+                yield run(*job, device=device)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    context = get_context("spawn")  # a fork would inherit torch's threads
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_begin_worker) as pool:
+        try:
+            for done in as_completed([pool.submit(run, *job, device=device) for job in jobs]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted grid is said once, by the parent
+    torch.set_num_threads(1)
+
+
+# ------------------------------ results
+
+
+def summary(
+    cells: Iterable[Cell], records: Iterable[dict], seeds: int, trainings: list[Training]
+) -> list[dict]:
+    """A row for each cell: means over seeds and standard deviations, at the learning rate with the best
+    validation on average. Every run of the cells must be among the records."""
+    found = {key(record["settings"]): record for record in records}
+    rows = []
+    for cell in cells:
+        sign = 1 if cell.task.error else -1
+        by_lr = {
+            t.lr: [found[key(settings(cell.model, cell.task, seed, t))] for seed in range(seeds)]
+            for t in trainings
+        }
+        lr = min(by_lr, key=lambda lr: sign * fmean(record["validation"] for record in by_lr[lr]))
+        best = by_lr[lr]
+        columns = [[*record["scores"], record["score"]] for record in best]
+        means = [fmean(column) for column in zip(*columns, strict=True)]
+        spreads = [stdev(column) if seeds > 1 else 0.0 for column in zip(*columns, strict=True)]
+        rows.append(
+            {"task": cell.task.name, "match": cell.match, "model": cell.name, "lr": lr, "seeds": seeds}
+            | {"scores": means[:-1], "spreads": spreads[:-1], "score": means[-1], "spread": spreads[-1]}
+            | {name: best[0][name] for name in SHARED if name in best[0]}
+        )
+    return rows
+
+
+SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "reference")
+
+
+def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, cells) for each task."""
+    found = []
+    for name in dict.fromkeys(row["task"] for row in rows):
+        task, mine = tasks[name], [row for row in rows if row["task"] == name]
+
+        def value(mean: float, spread: float = 0.0, error: bool = task.error) -> str:
+            scale, form = (1, ".3f") if error else (100, ".1f")
+            return f"{scale * mean:{form}}" + (f" ± {scale * spread:{form}}" if spread else "")
+
+        what = (
+            "relative error; predicting 0 has 1"
+            if task.error
+            else f"accuracy, %; chance {value(task.chance)}"
+        )
+        title = f"{name}: {what}; by {task.axis}"
+        cases = [case_name(case) for case in task.cases]
+        header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
+        lines = [
+            [
+                row["model"],
+                row["match"],
+                *itertools.starmap(value, zip(row["scores"], row["spreads"], strict=True)),
+                value(row["score"], row["spread"]),
+                f"{row['lr']:g}",
+                f"{row['parameters']:,}",
+                size(row["state_bytes"]) + (", grows" if row["state_grows"] else ""),
+                f"{row['flops_per_token'] / 1e6:.3f}",
+            ]
+            for row in mine
+        ]
+        if reference := mine[0].get("reference"):
+            blank = ["–"] * 4
+            lines.append(["least squares", "–", *map(value, reference), value(fmean(reference)), *blank])
+        found.append((title, header, lines))
+    return found
+
+
+def case_name(case: Any) -> str:
+    return "–".join(map(str, case)) if isinstance(case, (tuple, list)) else f"{case:g}"
+
+
+def markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
+    """The tables in Markdown."""
+    blocks = []
+    for title, header, lines in tables(rows, tasks):
+        marks = ["---", "---", *("---:" for _ in header[2:])]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
+        blocks.append(f"## {title}\n\n{table}")
+    return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
+
+
+def show(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
+    """Print the tables."""
+    for title, header, lines in tables(rows, tasks):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+        table.title, table.title_justify = title, "left"
+        for i, head in enumerate(header):
+            table.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 0)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    for note in notes:
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def draw(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
+    """For each task the score by case, a panel for each way of matching, and, where states were matched, the
+    mean score by state size. Bars are standard deviations over seeds."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    looks: dict[str, dict[str, Any]] = {
+        name: {
+            "color": COLOURS[i % 7],
+            "marker": MARKERS[i % 7],
+            "linestyle": LINES[(i + i // 7) % 7],
+            "capsize": 2,
+            "clip_on": False,
+            "label": name,
+        }
+        for i, name in enumerate(names)
+    }
+    written = []
+
+    def finish(figure: Any, axes: list, task: Task, name: str) -> None:
+        first = axes[0]
+        for a in axes:
+            a.axhline(task.chance, color=GREY, linestyle=":", linewidth=1, label="chance")
+        if task.error:
+            first.set(ylabel="relative error (predicting 0: 1)", yscale="log")
+        else:
+            first.set(ylabel="accuracy", ylim=(0, 1.02))
+            first.yaxis.set_major_formatter(PercentFormatter(1))
+        shown = dict(zip(*reversed(first.get_legend_handles_labels()), strict=True))
+        figure.legend(shown.values(), shown.keys(), loc="outside right center")
+        for suffix in ("png", "pdf"):
+            written.append(directory / f"{task.name}_{name}.{suffix}")
+            figure.savefig(written[-1])
+
+    for task in (tasks[name] for name in dict.fromkeys(row["task"] for row in rows)):
+        mine = [row for row in rows if row["task"] == task.name]
+        matches = list(dict.fromkeys(row["match"] for row in mine))
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(3.4 + 3.2 * len(matches), 3.6), layout="constrained")
+            axes = figure.subplots(1, len(matches), sharey=True, squeeze=False)[0]
+            places = range(len(task.cases))  # evenly spaced: cases double, or are bands
+            for a, match in zip(axes, matches, strict=True):
+                for row in (row for row in mine if row["match"] == match):
+                    a.errorbar(places, row["scores"], row["spreads"], **looks[row["model"]])
+                if reference := mine[0].get("reference"):
+                    a.plot(places, [max(x, 1e-4) for x in reference], color=GREY, label="least squares")
+                a.set(xlabel=task.axis, title=f"{task.name}, equal {match}", xticks=list(places))
+                a.set_xticklabels([case_name(case) for case in task.cases])
+            finish(figure, list(axes), task, "cases")
+            matched = [row for row in mine if row["match"].startswith("state")]
+            if not matched:
+                continue
+            figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+            a = figure.subplots()
+            for name in dict.fromkeys(row["model"] for row in matched):
+                line = {
+                    row["state_bytes"]: row for row in matched if row["model"] == name
+                }  # one that grows: once
+                x = sorted(line)
+                y, bars = ([line[place][part] for place in x] for part in ("score", "spread"))
+                look = looks[name]
+                if any(row["state_grows"] for row in line.values()):
+                    look = look | {"linestyle": "", "markerfacecolor": "white", "label": f"{name} (grows)"}
+                a.errorbar(x, y, bars, **look)
+            a.set_xscale("log", base=2)
+            a.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".0 ", " ")))
+            a.set(xlabel="state of a sequence (fp32)", title=task.name)
+            a.margins(x=0.1)
+            finish(figure, [a], task, "state")
+    return written
+
+
+# ------------------------------ the command
+
+EVERY = [name for name in TASKS if name != "listops_lra"]
+QUICK: dict[str, Task] = {
+    task.name: task
+    for task in (
+        MQAR(pairs=(4, 8, 12), sequence=48, values=32),
+        Needle(sequence=32, values=16),
+        Copying(lengths=(4, 8, 16), longer=(24,), symbols=16),
+        StateTracking("parity", "Z2", trained_length=16),
+        StateTracking("modular", "Z5", trained_length=16),
+        StateTracking("s5", "S5", trained_length=8),
+        Regression(examples=(1, 2, 4, 8)),
+        ListOps(bands=((4, 12), (12, 24))),
+    )
+}
+QUICK_STATES, QUICK_STEPS = (4096, 8192), 500
+# (tasks, mixers, maps, match): what separates most in a few minutes, and one run of each other task. Softmax
+# attention is not among them: without convolutions it takes thousands of steps to find the pairs at all, and
+# a few hundred would show its optimisation in the place of its memory.
+QUICK_GRID = (
+    (["mqar"], ["linear_attention", "deltanet"], ["own"], "state"),
+    (["parity"], ["deltanet", SIGNED[0]], ["own"], "parameters"),
+    ([name for name in QUICK if name not in ("mqar", "parity")], ["deltanet"], ["own"], "parameters"),
+)
+
+
+def recall(
+    *,
+    tasks: list[str] | None = None,
+    mixers: list[str] | None = None,
+    maps: list[str] | None = None,
+    seeds: int | None = None,
+    match: str | None = None,
+    states: list[int] | None = None,
+    lrs: list[float] | None = None,
+    steps: int | None = None,
+    overrides: list[str] | None = None,
+    output: str | Path = "recall",
+    workers: int = 2,
+    device: str | None = None,
+    quick: bool = False,
+) -> list[dict[str, Any]]:
+    """Trains every mixer × map on every task, prints the tables, and leaves in `output`: runs.jsonl (a line a
+    run, which is never trained again), results.json, results.md and the pictures.
+
+    Args:
+        tasks: names from `TASKS`; by default all but the published size of ListOps.
+        mixers: names from `MIXERS`, with options as `deltanet:allow_neg_eigval=true`; by default all, and the
+            delta rules with negative eigenvalues.
+        maps: names from `FEATURE_MAPS`, or "own", each mixer's own; by default all.
+        seeds: 0 to seeds − 1; by default 3. Models are paired: a seed's data are the same for all.
+        match: "parameters", "state", or by default "both". All models of a task have equal parameters, by the
+            GLU's width; "state" chooses head sizes for equal bytes of state as well.
+        states: these bytes, of a sequence in fp32; a model once for each.
+        lrs: learning rates; the best by validation counts.
+        steps: of each run.
+        overrides: `SECTION.KEY=VALUE`, the section a task's name, `model` or `training`.
+        workers: processes, of a thread each.
+        device: the GPU if there is one, else the CPU.
+        quick: small tasks, one seed, and, unless mixers or maps are named, a few telling models.
+
+    Returns:
+        The rows of results.json.
+
+    Raises:
+        InputError: an unknown name, or values that cannot work.
+    """
+    console, output = Console(), Path(output)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    known, base, training = override(QUICK if quick else TASKS, overrides or [])
+    for name in tasks or ():
+        if name not in known:
+            raise InputError(f"--tasks: unknown task {name!r}{nearest(name, known)}")
+    if match not in (None, "parameters", "state", "both"):
+        raise InputError(f"--match: {match!r} is none of parameters, state, both")
+    training = dataclasses.replace(training, steps=steps or (QUICK_STEPS if quick else training.steps))
+    trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
+    seeds = seeds or (1 if quick else 3)
+    grid = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
+    cells: list[Cell] = []
+    notes: dict[str, None] = {}
+    for every, some_mixers, some_maps, default in QUICK_GRID if quick and not (mixers or maps) else grid:
+        asked_for = [known[name] for name in tasks or every if name in every or not quick]
+        sizes = states or (QUICK_STATES if quick else STATES)
+        candidates, refused = models(some_mixers, some_maps, base)
+        found, left_out = plan(asked_for, candidates, base, match or default, sizes)
+        cells += found
+        notes |= dict.fromkeys(refused + left_out)
+    jobs = [(cell.model, cell.task, seed, t) for seed in range(seeds) for cell in cells for t in trainings]
+    records = follow(jobs, output / "runs.jsonl", workers, device, console)
+    rows, lines = summary(cells, records, seeds, trainings), list(notes)
+    figures = draw(rows, known, output)
+    results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}
+    write_atomically(output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(output / "results.md", markdown(rows, known, lines))
+    show(rows, known, lines, console)
+    console.print(f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True)
+    return rows
+
+
+def follow(jobs: list[Job], file: Path, workers: int, device: str, console: Console) -> list[dict[str, Any]]:
+    """The records of `sweep`, behind a progress bar; without a terminal, a line for each run."""
+    total = len({key(settings(*job)) for job in jobs})
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    records = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(f"{total} runs", total=total)
+        for record in sweep(jobs, file, workers, device):
+            records.append(record)
+            chosen = record["settings"]
+            told = f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
+            progress.update(bar, advance=1, description=told)
+            if not console.is_terminal:
+                print(f"{len(records)}/{total}  {told}", flush=True)
+    return records
+
+
+def override(
+    tasks: dict[str, Task], overrides: Iterable[str]
+) -> tuple[dict[str, Task], dict[str, Any], Training]:
+    """Tasks, model keys and training as `SECTION.KEY=VALUE` changes them."""
+    changes: dict[str, dict[str, Any]] = {}
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        section, _, name = path.partition(".")
+        if not equals or not name:
+            raise InputError(f"{text!r}: write SECTION.KEY=VALUE")
+        if section not in (*tasks, "model", "training"):
+            raise InputError(f"unknown section {section!r}{nearest(section, [*tasks, 'model', 'training'])}")
+        changes.setdefault(section, {})[name] = listless(_parse_yaml(value, text))
+
+    def changed(section: str, thing: Any) -> Any:
+        known = {field.name: field.type for field in dataclasses.fields(thing)}
+        for name in changes.get(section, {}):
+            if name not in known:
+                raise InputError(f"unknown setting {section}.{name}{nearest(name, known)}")
+        try:
+            check_types(changes.get(section, {}), known, f"{section}.")
+            return dataclasses.replace(thing, **changes.get(section, {}))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    return (
+        {name: changed(name, task) for name, task in tasks.items()},
+        MODEL | changes.get("model", {}),
+        changed("training", Training()),
+    )
+
+
+def listless(value: Any) -> Any:
+    """Tuples in the place of lists: the settings of tasks do not change."""
+    return tuple(map(listless, value)) if isinstance(value, list) else value

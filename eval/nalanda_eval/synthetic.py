@@ -1,0 +1,382 @@
+"""Generated tasks that ask what a token mixer remembers and tracks.
+
+`task.batch(draw, n, split, case)` gives inputs `[n, T]` and labels `[n, T]`: what the model must say at each
+place, −100 where nothing is asked. A label stands at the place that answers, it is not shifted: the answer
+itself is no input. Batches follow from the generator's state alone.
+
+Train, validation and test never meet. The part of an instance that its answers come from is hashed, and the
+hash says which split it belongs to: `Task.kept` throws away what belongs elsewhere. Which part that is, each
+task says.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+SPLITS = {"test": (0,), "validation": (1,), "train": (2, 3, 4, 5, 6, 7)}  # of eight values of the hash
+
+
+def hash_rows(rows: Tensor) -> Tensor:
+    """0 to 7 for each row of integers `[n, L]`, evenly spread; a polynomial in the entries, then mixed."""
+    h = torch.zeros(len(rows), dtype=torch.int64)
+    for column in rows.to(torch.int64).unbind(1):
+        h = h * 6364136223846793005 + column + 1442695040888963407  # wraps around
+    for shift in (33, 29):
+        h = (h ^ (h >> shift)) * -49064778989728563  # 0xFF51AFD7ED558CCD of MurmurHash3
+    return (h >> 40) & 7
+
+
+class Task:
+    """A frozen dataclass of sizes. `trained` and `cases` are the cases of training and of the tests."""
+
+    name: str
+    axis: ClassVar[str]  # what a case is the size of, with its unit
+    error: ClassVar[bool] = False  # scores are relative squared errors, not accuracies
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, of questions and answers together."""
+        raise NotImplementedError
+
+    @property
+    def cases(self) -> tuple:
+        raise NotImplementedError
+
+    @property
+    def trained(self) -> tuple:
+        return self.cases
+
+    @property
+    def chance(self) -> float:
+        """The score of a guess among all answers that the task knows."""
+        raise NotImplementedError
+
+    def length(self, case) -> int:
+        """T of a batch of this case, at most."""
+        raise NotImplementedError
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def batches(self, seed: int, n: int, split: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training batches without end, each of one of the trained cases. They depend on the task, the seed
+        and the split alone: models trained with the same seed see the same data in the same order."""
+        draw = torch.Generator().manual_seed(seed)
+        while True:
+            case = self.trained[int(torch.randint(len(self.trained), (), generator=draw))]
+            yield self.batch(draw, n, split, case)
+
+    @staticmethod
+    def kept(rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
+        """The first n that belong to the split of what `rows(m)`, m integers or floats a row, gives."""
+        found, missing = [], n
+        while missing > 0:
+            new = rows(max(16, missing * 9 // len(SPLITS[split])))
+            bits = new.view(torch.int32) if new.is_floating_point() else new
+            found.append(new[torch.isin(hash_rows(bits), torch.tensor(SPLITS[split]))])
+            missing -= len(found[-1])
+        return torch.cat(found)[:n]
+
+
+def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
+    """n rows of `count` different numbers below `of`, in random order."""
+    return torch.rand(n, of, generator=draw).topk(count, 1).indices
+
+
+@dataclass(frozen=True)
+class MQAR(Task):
+    """Multi-query associative recall (Zoology, arXiv 2312.04927): P keys, each followed by its value; then
+
+    every key once more, its value asked there, among blanks. The gaps before the queries follow a power law
+    with density ∝ x^(power − 1). Case: P. Keys and values are two halves of the vocabulary, and no key or
+    value comes twice. Split by the pairs in their order: no list of pairs is trained and tested.
+    """
+
+    name: str = "mqar"
+    pairs: tuple[int, ...] = (4, 8, 16, 32)
+    sequence: int = 128
+    values: int = 64  # and as many keys
+    power: float = 0.01
+    axis: ClassVar[str] = "key–value pairs"
+
+    def __post_init__(self):
+        if max(self.pairs) > self.values or 4 * max(self.pairs) > self.sequence:
+            raise ValueError(
+                f"{self.name}: {max(self.pairs)} pairs need a sequence of {4 * max(self.pairs)} or more, "
+                f"and as many values; sequence is {self.sequence}, values {self.values}"
+            )
+
+    vocab_size = property(lambda self: 1 + 2 * self.values)
+    cases = property(lambda self: self.pairs)
+    chance = property(lambda self: 1 / self.values)
+
+    def length(self, case: int) -> int:
+        return self.sequence
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
+        def pairs(m: int) -> Tensor:
+            keys, values = (distinct(draw, m, case, self.values) for _ in range(2))
+            return torch.stack([1 + keys, 1 + self.values + values], 2).flatten(1)
+
+        told = self.kept(pairs, n, split)
+        slots = (self.sequence - 2 * case) // 2
+        density = torch.arange(1, slots + 1, dtype=torch.float64) ** (self.power - 1)
+        where = 2 * case + 2 * torch.multinomial(density.expand(n, -1), case, generator=draw)
+        ids = torch.zeros(n, self.sequence, dtype=torch.int64)
+        ids[:, : 2 * case] = told
+        labels = torch.full_like(ids, IGNORED)
+        return ids.scatter(1, where, told[:, ::2]), labels.scatter(1, where, told[:, 1::2])
+
+
+@dataclass(frozen=True)
+class Needle(Task):
+    """One key and its value in noise; the sequence ends with the key, and its value is asked.
+
+    Case: the depth, the share of the noise that stands before the needle. Split by the pair: a tested key was
+    never trained with that value.
+    """
+
+    name: str = "needle"
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    sequence: int = 128
+    values: int = 32  # and as many keys and kinds of noise
+    axis: ClassVar[str] = "depth (share of the noise before the needle)"
+
+    vocab_size = property(lambda self: 3 * self.values)
+    cases = property(lambda self: self.depths)
+    trained = property(lambda self: (None,))  # any depth
+    chance = property(lambda self: 1 / self.values)
+
+    def length(self, case: float | None) -> int:
+        return self.sequence
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: float | None) -> tuple[Tensor, Tensor]:
+        def pairs(m: int) -> Tensor:
+            return torch.randint(self.values, (m, 2), generator=draw) + torch.tensor([0, self.values])
+
+        pair, last = self.kept(pairs, n, split), self.sequence - 1
+        ids = torch.randint(2 * self.values, 3 * self.values, (n, last + 1), generator=draw)
+        if case is None:
+            where = torch.randint(last - 1, (n, 1), generator=draw)
+        else:
+            where = torch.full((n, 1), round(case * (last - 2)))
+        ids = ids.scatter(1, torch.cat([where, where + 1], 1), pair)
+        ids[:, last] = pair[:, 0]
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, last] = pair[:, 1]
+        return ids, labels
+
+
+@dataclass(frozen=True)
+class Copying(Task):
+    """A random string, a separator, and the string again: from the separator on, the next symbol is asked.
+
+    Case: the string's length. Split by the string.
+    """
+
+    name: str = "copying"
+    lengths: tuple[int, ...] = (8, 16, 32)
+    longer: tuple[int, ...] = (48,)  # tested only
+    symbols: int = 32
+    axis: ClassVar[str] = "symbols to copy"
+
+    vocab_size = property(lambda self: self.symbols + 1)
+    cases = property(lambda self: self.lengths + self.longer)
+    trained = property(lambda self: self.lengths)
+    chance = property(lambda self: 1 / self.symbols)
+
+    def length(self, case: int) -> int:
+        return 2 * case
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
+        text = self.kept(lambda m: torch.randint(self.symbols, (m, case), generator=draw), n, split)
+        ids = torch.cat([text, torch.full((n, 1), self.symbols), text[:, :-1]], 1)
+        return ids, torch.cat([torch.full_like(text, IGNORED), text], 1)
+
+
+@functools.cache
+def cayley(group: str) -> Tensor:
+    """The table `[G, G]` of a group: entry (a, b) is a·b. "Zp" for the numbers mod p; "S5" and the like for
+    the permutations in lexicographic order, (a·b)(i) = b(a(i)): a acts first."""
+    order = int(group[1:])
+    if group[0] == "Z":
+        return (torch.arange(order)[:, None] + torch.arange(order)) % order
+    elements = list(itertools.permutations(range(order)))
+    number = {element: i for i, element in enumerate(elements)}
+    return torch.tensor([[number[tuple(b[i] for i in a)] for b in elements] for a in elements])
+
+
+@dataclass(frozen=True)
+class StateTracking(Task):
+    """The word problem of a group (arXiv 2404.08819): after each element the product of all so far.
+
+    parity is that of Z2, modular addition of Zp; S5 is the smallest symmetric group that is not solvable.
+    Case: the length. Training asks at every place of the trained length; tests ask behind the first half of
+    that length only, up to the case's, which may be beyond it. Split by that first half: no word that is
+    asked in a test was asked in training.
+    """
+
+    name: str
+    group: str
+    trained_length: int = 32
+    times: tuple[int, ...] = (1, 2, 4)  # tested lengths, in trained ones
+    axis: ClassVar[str] = "length (elements)"
+
+    def __post_init__(self):
+        if self.group[:1] not in ("Z", "S") or not self.group[1:].isdecimal() or int(self.group[1:]) < 2:
+            raise ValueError(f"{self.name}: group={self.group!r} must be Z or S and a number, as Z2 or S5")
+
+    vocab_size = property(lambda self: len(cayley(self.group)))
+    cases = property(lambda self: tuple(k * self.trained_length for k in self.times))
+    trained = property(lambda self: (self.trained_length,))
+    chance = property(lambda self: 1 / self.vocab_size)
+
+    def length(self, case: int) -> int:
+        return case
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
+        table, head = cayley(self.group), self.trained_length // 2
+        ids = self.kept(lambda m: torch.randint(len(table), (m, head), generator=draw), n, split)
+        ids = torch.cat([ids, torch.randint(len(table), (n, case - head), generator=draw)], 1)
+        products = list(itertools.accumulate(ids.unbind(1), lambda a, b: table[a, b]))
+        labels = torch.stack(products, 1)
+        if split != "train":
+            labels[:, : max(head, case // 2)] = IGNORED  # of longer ones what training never reached
+        return ids, labels
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """In-context linear regression (arXiv 2208.01066): x₁, y₁, x₂, y₂, … with y = w·x, w and x ~ N(0, I).
+
+    Inputs are float `[n, T, dim]`: an x, or a y in the first of the features. Labels are float, the y that
+    each x has, NaN where nothing is asked: training asks for every y, tests for the last. Case: the examples
+    before the one that is asked. Split by the bits of w. Scores are relative errors: Σ(ŷ − y)² / Σy², that of
+    predicting 0 is 1.
+    """
+
+    name: str = "regression"
+    dim: int = 4
+    examples: tuple[int, ...] = (1, 2, 4, 8, 16)
+    axis: ClassVar[str] = "examples"
+    error: ClassVar[bool] = True
+
+    vocab_size = property(lambda self: 1)  # the head's one output is ŷ
+    cases = property(lambda self: self.examples)
+    trained = property(lambda self: self.examples[-1:])
+    chance = property(lambda self: 1.0)
+
+    def length(self, case: int) -> int:
+        return 2 * case + 1
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
+        w = self.kept(lambda m: torch.randn(m, self.dim, generator=draw), n, split)
+        x = torch.randn(n, case + 1, self.dim, generator=draw)
+        y = (x @ w[:, :, None]).squeeze(2)
+        inputs = torch.zeros(n, 2 * case + 2, self.dim)
+        inputs[:, ::2], inputs[:, 1::2, 0] = x, y
+        labels = torch.full((n, 2 * case + 1), torch.nan)
+        asked = slice(0, None, 2) if split == "train" else slice(2 * case, None)
+        labels[:, asked] = y if split == "train" else y[:, -1:]
+        return inputs[:, :-1], labels
+
+    @staticmethod
+    def least_squares(inputs: Tensor) -> Tensor:
+        """What the shortest w that fits the examples says of the last x, `[n]`."""
+        x, y = inputs[:, :-1:2].double(), inputs[:, 1::2, :1].double()
+        return (inputs[:, -1:].double() @ (torch.linalg.pinv(x) @ y)).flatten().float()
+
+
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: (sorted(values)[(len(values) - 1) // 2] + sorted(values)[len(values) // 2]) // 2,
+    "[SM": lambda values: sum(values) % 10,
+}
+LISTOPS_TOKENS = [*"0123456789", *OPERATORS, "]", "pad"]
+
+
+@dataclass(frozen=True)
+class ListOps(Task):
+    """Long Range Arena's ListOps (arXiv 2011.04006): the value of nested MIN, MAX, MED and SM (sum mod 10).
+
+    The published grammar: a node above `max_depth` is an operator of 2 to `max_arguments` arguments with
+    probability 0.25 and a digit otherwise; MED rounds a half down; the brackets of pairs are left out, as the
+    published reader does. Case: (low, high), expressions of more than low and fewer than high tokens; the
+    published size is (500, 2000). The digit is asked at the last bracket, and padding follows. Split by the
+    expression.
+    """
+
+    name: str = "listops"
+    bands: tuple[tuple[int, int], ...] = ((4, 12), (12, 24), (24, 48))
+    max_depth: int = 10
+    max_arguments: int = 10
+    axis: ClassVar[str] = "tokens, more and fewer than"
+
+    vocab_size = property(lambda self: len(LISTOPS_TOKENS))
+    cases = property(lambda self: self.bands)
+    chance = property(lambda self: 0.1)
+
+    def length(self, case: tuple[int, int]) -> int:
+        return case[1] - 1
+
+    def expression(self, draw: random.Random, depth: int, room: int) -> tuple[list[int], int] | None:
+        """(tokens, value) of a node; None for one of more than `room` tokens, given up as soon as known."""
+        if depth == self.max_depth or draw.random() > 0.25:
+            digit = draw.randrange(10)
+            return [digit], digit
+        tokens, values = [10 + draw.randrange(4)], []
+        for _ in range(draw.randint(2, self.max_arguments)):
+            part = self.expression(draw, depth + 1, room - len(tokens) - 1)
+            if part is None or len(tokens) + len(part[0]) >= room:
+                return None
+            tokens += part[0]
+            values.append(part[1])
+        return [*tokens, 14], OPERATORS[LISTOPS_TOKENS[tokens[0]]](values)
+
+    def batch(
+        self, draw: torch.Generator, n: int, split: str, case: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        low, high = case
+        source = random.Random(int(torch.randint(2**62, (), generator=draw)))
+
+        def rows(m: int) -> Tensor:
+            """Tokens, padding, and the value in the last column: its expression decides it."""
+            out = torch.full((m, high), len(LISTOPS_TOKENS) - 1)
+            for row in out:
+                made = None
+                while made is None or len(made[0]) <= low:
+                    made = self.expression(source, 1, high - 1)
+                row[: len(made[0])] = torch.tensor(made[0])
+                row[-1] = made[1]
+            return out
+
+        found = self.kept(rows, n, split)
+        ids, values = found[:, :-1], found[:, -1:]
+        last = (ids != len(LISTOPS_TOKENS) - 1).sum(1, keepdim=True) - 1
+        labels = torch.full_like(ids, IGNORED).scatter(1, last, values)
+        longest = int(last.max()) + 1
+        return ids[:, :longest], labels[:, :longest]
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        MQAR(),
+        Needle(),
+        Copying(),
+        StateTracking("parity", "Z2"),
+        StateTracking("modular", "Z5"),
+        StateTracking("s5", "S5", trained_length=16),
+        Regression(),
+        ListOps(),
+        ListOps("listops_lra", bands=((500, 2000),)),
+    )
+}

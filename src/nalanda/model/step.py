@@ -1,0 +1,89 @@
+"""One token of generation in torch: what a mixer does between its projections and o_proj, in few operators.
+
+With one token an operator's price is its launch, on a CPU as well: this is the chunkwise path's formula, and
+the fused kernel's signature, without what only longer inputs need.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .feature_maps import EPS
+from .layers import at_least_fp32
+from .ops import l2norm
+
+
+def step(
+    inputs: Callable[[], dict[str, Tensor]],
+    state: dict[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    num_heads: int,
+    num_v_heads: int,
+    feature_map: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    qk_norm: str | None = None,
+    scale: float | None = None,
+    delta: bool = False,
+    beta_scale: float = 1.0,
+    decay: tuple[Tensor, Tensor] | None = None,
+    denominator: bool = False,
+    filters: dict[str, Tensor] | None = None,
+    silu: bool = False,
+    norm: tuple[Tensor, float] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One token of N sequences through the delta rule or linear attention, with all that surrounds it.
+
+    inputs gives q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or with heads apart) as projected, and by the rule b
+    or beta's logits, a or the decay's g, positions, gate. state: recurrent `[N, HV, F, V (+ 1)]` and conv_q,
+    conv_k, conv_v `[N, W−1, ·]`; it is not changed. Options: as those of the kernel of this name.
+
+    Returns o `[N, 1, HV, V]` in dtype, or wider, and the new state under the same names.
+    """
+    x, new = inputs(), {}
+    q, k, v = x["q"], x["k"], x["v"]
+    if filters:
+        names, sizes = list(filters), [x[name].shape[-1] for name in filters]
+        past = torch.cat([state[f"conv_{name}"] for name in names], -1)
+        laid = torch.cat([past.to(q.dtype), torch.cat([x[name] for name in names], -1)], 1)
+        taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
+        q, k, v = (laid * taps).sum(1).split(sizes, -1)
+        # Clones: views would keep one another alive.
+        new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
+    q, k, v = (
+        at_least_fp32(y).view(-1, heads, size)
+        for y, heads, size in ((q, num_heads, key_dim), (k, num_heads, key_dim), (v, num_v_heads, value_dim))
+    )
+    if silu:
+        v = F.silu(v)
+    if feature_map is not None:
+        q, k = (y.squeeze(1) for y in feature_map(q[:, None], k[:, None]))
+    if qk_norm is not None:
+        q, k = l2norm(q), l2norm(k)
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if num_v_heads > num_heads:
+        q, k = (y.repeat_interleave(num_v_heads // num_heads, 1) for y in (q, k))
+    if denominator:
+        v = torch.cat([v, v.new_ones(*v.shape[:2], 1)], -1)
+
+    S, g = state["recurrent"], x.get("g")
+    if decay is not None:
+        A_log, dt_bias = decay
+        g = -A_log.exp() * F.softplus(at_least_fp32(x["a"]) + dt_bias)
+    if g is not None:
+        S = S * g.to(S.dtype).exp().view(len(S), -1, 1, 1)
+    if delta:
+        beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(S), -1, 1)
+        v = beta * (v - (k.unsqueeze(-2) @ S).squeeze(-2))
+    new["recurrent"] = S = torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2))
+    o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
+    if denominator:
+        o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1)[..., None, None])
+    if norm is not None:
+        o = F.rms_norm(o, (value_dim,), at_least_fp32(norm[0]), norm[1])
+    if "gate" in x:
+        o = o * F.silu(x["gate"]).view(o.shape)
+    return o if o.dtype == torch.float64 else o.to(dtype), new

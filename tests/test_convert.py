@@ -1,0 +1,597 @@
+"""Others' checkpoints made ours and ours made theirs; what a run's card says on the hub."""
+
+import base64
+import functools
+import http.server
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import torch.nn.functional as F
+import typer.testing
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import nalanda_cli
+from nalanda import NalandaConfig
+from nalanda import convert as converting
+from nalanda import export as exporting
+from nalanda.convert import convert
+from nalanda.errors import InputError, SourceUnavailable
+from nalanda.export import push
+from nalanda.model.state import fingerprint
+
+D, I, N, L = 32, 40, 50, 2  # hidden size, GLU, vocabulary, layers
+
+# As flash-linear-attention 0.6.0 builds and saves them: a config of each kind, and shapes of a layer's mixer.
+SIZES = {"hidden_size": D, "num_hidden_layers": L, "intermediate_size": I, "vocab_size": N, "norm_eps": 1e-5}
+FLA = {
+    "delta_net": (
+        {"num_heads": 2, "expand_k": 0.5, "use_gate": True, "qk_activation": "elu", "allow_neg_eigval": True},
+        {
+            **{"q_proj": (16, D), "k_proj": (16, D), "v_proj": (32, D), "b_proj": (2, D), "g_proj": (32, D)},
+            **{"q_conv1d": (16, 1, 4), "k_conv1d": (16, 1, 4), "v_conv1d": (32, 1, 4)},
+            **{"o_norm": (16,), "o_proj": (D, 32)},
+        },
+    ),
+    "gated_deltanet": (
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 0.5},
+        {
+            **{"A_log": (4,), "dt_bias": (4,), "a_proj": (4, D), "b_proj": (4, D), "g_proj": (24, D)},
+            **{"q_proj": (24, D), "k_proj": (24, D), "v_proj": (24, D)},
+            **{"q_conv1d": (24, 1, 4), "k_conv1d": (24, 1, 4), "v_conv1d": (24, 1, 4)},
+            **{"o_norm": (6,), "o_proj": (D, 24)},
+        },
+    ),
+    "gla": (
+        {"num_heads": 2, "expand_k": 0.5, "tie_word_embeddings": True},
+        {
+            **{"q_proj": (16, D), "k_proj": (16, D), "v_proj": (32, D), "g_proj": (32, D)},
+            **{"gk_proj.0": (16, D), "gk_proj.1": (16, 16), "gk_proj.1.bias": (16,)},
+            **{"g_norm_swish_gate": (16,), "o_proj": (D, 32)},
+        },
+    ),
+    "retnet": (
+        {"num_heads": 2, "expand_v": 2.0, "fuse_norm": False},
+        {
+            **{"q_proj": (32, D), "k_proj": (32, D), "v_proj": (64, D), "g_proj": (64, D)},
+            **{"g_norm": (32,), "o_proj": (D, 64)},
+        },
+    ),
+    "transformer": (
+        {"num_heads": 4, "num_kv_heads": 2, "window_size": 5, "rope_theta": 100.0},
+        {"q_proj": (32, D), "k_proj": (16, D), "v_proj": (16, D), "o_proj": (D, 32)},
+    ),
+}
+kinds = pytest.mark.parametrize("kind", FLA)
+
+
+def config_of(kind, **changes):
+    return {"model_type": kind, **SIZES, **FLA[kind][0], "eos_token_id": 7, "dtype": "float32", **changes}
+
+
+def tensors_of(kind, seed=0):
+    """Random weights under its names; norms and decays near where training leaves them."""
+    shapes = {"model.embeddings.weight": (N, D), "model.norm.weight": (D,)}
+    for i in range(L):
+        layer = {f"attn.{name}": shape for name, shape in FLA[kind][1].items()}
+        layer |= {"attn_norm": (D,), "mlp_norm": (D,)}
+        layer |= {"mlp.gate_proj": (I, D), "mlp.up_proj": (I, D), "mlp.down_proj": (D, I)}
+        bare = ("A_log", "dt_bias", "bias")
+        shapes |= {f"model.layers.{i}.{n}" + ".weight" * (not n.endswith(bare)): s for n, s in layer.items()}
+    if not FLA[kind][0].get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (N, D)
+    generator = torch.Generator().manual_seed(seed)
+    noise = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {n: 0.3 * x + (x.dim() == 1 and not n.endswith("bias")) for n, x in noise.items()}
+
+
+def write(folder, config, tensors, shards=1):
+    """A model folder as `save_pretrained` leaves it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    places = {
+        name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
+        for i, name in enumerate(sorted(tensors))
+    }
+    for file in set(places.values()):
+        save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def read(folder):
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+# ------------------------------ what a model of theirs computes, token by token
+
+
+def rms(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def conv(x, weight):
+    """Causal and depthwise: x `[T, C]`, weight `[C, 1, W]`."""
+    past = torch.cat([x.new_zeros(weight.shape[-1] - 1, x.shape[1]), x])
+    return torch.stack([(past[t : t + weight.shape[-1]].T * weight[:, 0]).sum(1) for t in range(len(x))])
+
+
+def rope(x, theta):
+    """x `[T, H, K]`; pairs are a feature and the one K/2 behind it."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None] * torch.complex(x[..., :half], x[..., half:])
+    return torch.cat([turn.real, turn.imag], -1)
+
+
+def mixed(kind, c, w, x):
+    """A layer's mixer: x `[T, D]` and its weights by name to `[T, heads, V]`."""
+    T, H = len(x), c["num_heads"]
+    q, k, v = (x @ w[f"{n}_proj.weight"].T for n in "qkv")
+    if "q_conv1d.weight" in w:
+        q, k, v = (conv(p, w[f"{n}_conv1d.weight"]) for n, p in zip("qkv", (q, k, v), strict=True))
+    q = q.view(T, H, -1)
+    k = k.view(T, -1, q.shape[-1])
+    scale = q.shape[-1] ** -0.5
+    if kind == "transformer":
+        q, k, v = rope(q, c["rope_theta"]), rope(k, c["rope_theta"]), v.view(T, k.shape[1], -1)
+        k, v = (p.repeat_interleave(H // p.shape[1], 1) for p in (k, v))
+        place = torch.arange(T)
+        seen = (place[:, None] >= place) & (place[:, None] - place < c["window_size"])
+        scores = torch.einsum("thk,shk->hts", q, k) * scale
+        return torch.einsum("hts,shv->thv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    HV = c.get("num_v_heads", H)
+    if "delta" in kind:
+        activation = F.silu if kind == "gated_deltanet" else (lambda p: F.elu(p) + 1)
+        q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in map(activation, (q, k)))
+        v, beta = F.silu(v), (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1)
+    if kind == "gated_deltanet":
+        g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+    elif kind == "gla":
+        rank = x @ w["gk_proj.0.weight"].T
+        g = F.logsigmoid(rank @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]).view(T, H, -1) / 16
+    elif kind == "retnet":
+        q, k = rope(q, 10000.0), rope(k, 10000.0)
+        g = (1 - 2.0 ** (-5 - torch.arange(H).double())).log().expand(T, H)
+    else:
+        g = x.new_zeros(T, H)
+    q, k = (p.repeat_interleave(HV // H, 1) for p in (q, k))
+    v = v.view(T, HV, -1)
+    S, out = x.new_zeros(HV, k.shape[-1], v.shape[-1]), []
+    for t in range(T):
+        S = S * g[t].exp().view(HV, -1, 1)
+        write = v[t]
+        if "delta" in kind:
+            write = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", S, k[t]))
+        S = S + k[t, :, :, None] * write[:, None]
+        out.append(torch.einsum("hkv,hk->hv", S, q[t]) * scale)
+    return torch.stack(out)
+
+
+def logits_of(kind, c, tensors, ids):
+    """[T] to [T, N] in float64."""
+    w = {name: t.double() for name, t in tensors.items()}
+    x, eps = w["model.embeddings.weight"][ids], c["norm_eps"]
+    for i in range(L):
+        layer = {n.removeprefix(p): t for n, t in w.items() if n.startswith(p := f"model.layers.{i}.")}
+        mixer = {n.removeprefix("attn."): t for n, t in layer.items() if n.startswith("attn.")}
+        y = rms(x, layer["attn_norm.weight"], eps)
+        o = mixed(kind, c, mixer, y)
+        for name in ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight"):
+            o = rms(o, mixer[name], eps) if name in mixer else o
+        o = o.flatten(1)
+        o = o * F.silu(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
+        x = x + o @ mixer["o_proj.weight"].T
+        y = rms(x, layer["mlp_norm.weight"], eps)
+        gate, up = (y @ layer[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    return rms(x, w["model.norm.weight"], eps) @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
+
+
+@kinds
+def test_ours_computes_what_theirs_does(kind, tmp_path):
+    source = write(tmp_path / "theirs", config_of(kind), tensors_of(kind), shards=2)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        convert(str(source), str(tmp_path / "ours")), output_loading_info=True
+    )
+    assert not any(report.values())
+    assert model.config.eos_token_id == 7
+    ids = torch.randint(N, (30,), generator=torch.Generator().manual_seed(1))
+    expected = logits_of(kind, config_of(kind), tensors_of(kind), ids)
+    with torch.no_grad():
+        found = model.eval()(ids[None]).logits[0]
+    assert expected.abs().max() > 3
+    assert (found.double() - expected).abs().max() < 1e-4
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
+    tensors = {name: t.to(dtype) for name, t in tensors_of(kind).items()}
+    config = config_of(kind, fuse_norm=True, dtype=str(dtype)[6:])
+    tensors = {name.replace(".g_norm.", ".g_norm_swish_gate."): t for name, t in tensors.items()}
+    source = write(tmp_path / "theirs", config, tensors, shards=3)
+    ours = convert(str(source), str(tmp_path / "ours"))
+    back = convert(str(ours), str(tmp_path / "back"), "fla")
+    assert same(read(back), tensors)
+    written = json.loads((back / "config.json").read_text())
+    assert {name: written[name] for name in config} == config
+    assert {p.name for p in back.iterdir()} == {p.name for p in source.iterdir()}
+    again = convert(str(back), str(tmp_path / "again"))
+    assert same(read(again), read(ours))
+    assert (again / "config.json").read_text() == (ours / "config.json").read_text()
+
+
+def test_what_we_train_goes_out_and_comes_back(tmp_path):
+    """Sizes that theirs puts another way, among them heads that do not divide the hidden size."""
+    for i, fields in enumerate(
+        [
+            {"mixer": "deltanet", "head_dim": 6, "expand_v": 2.0, "conv_size": 0, "feature_map": "identity"},
+            {"mixer": "gated_deltanet", "head_dim": 6, "expand_k": 2.0, "conv_size": 2, "use_gate": False},
+            {"mixer": "gla", "hidden_size": 30, "num_heads": 4, "head_dim": 6, "use_gate": False},
+            {"mixer": ["retention"] * 2, "expand_v": 2.0, "bos_token_id": None, "eos_token_id": [3, 4]},
+            {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
+        ]
+    ):
+        sizes = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 20}
+        config = NalandaConfig(**(sizes | {"intermediate_size": 12} | fields))
+        folder = tmp_path / str(i)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        model.save_pretrained(folder / "a")
+        convert(str(folder / "a"), str(folder / "b"), "fla")
+        ours = convert(str(folder / "b"), str(folder / "c"))
+        assert same(read(folder / "a"), read(ours))
+        ids = torch.arange(15)[None]
+        with torch.no_grad():
+            back = AutoModelForCausalLM.from_pretrained(ours).eval()
+            assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+def test_the_gate_and_up_projections_that_were_one(tmp_path):
+    tensors = tensors_of("retnet")
+    for i in range(L):
+        gate, up = (f"model.layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        tensors[gate] = torch.cat([tensors[gate], tensors.pop(up)])
+    a = convert(str(write(tmp_path / "old", config_of("retnet"), tensors)), str(tmp_path / "a"))
+    b = convert(str(write(tmp_path / "new", config_of("retnet"), tensors_of("retnet"))), str(tmp_path / "b"))
+    assert same(read(a), read(b))
+
+
+def test_decays_of_a_half_precision_checkpoint_are_fp32_in_use(tmp_path):
+    tensors = {name: t.bfloat16() for name, t in tensors_of("gated_deltanet").items()}
+    source = write(tmp_path / "theirs", config_of("gated_deltanet", dtype="bfloat16"), tensors)
+    model = AutoModelForCausalLM.from_pretrained(convert(str(source), str(tmp_path / "ours")), dtype="auto")
+    assert model.dtype == torch.bfloat16
+    decay = model.model.layers[1].mixer.decay
+    assert decay.A_log.dtype == torch.float32
+    assert torch.equal(decay.A_log.bfloat16(), tensors["model.layers.1.attn.A_log"])
+
+
+# ------------------------------ Llama
+
+LLAMA = {"vocab_size": N, "hidden_size": D, "intermediate_size": I, "num_hidden_layers": L} | {
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+        {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "head_dim": 12, "eos_token_id": [3, 4], "pad_token_id": 0},
+    ],
+)
+def test_llama_both_ways(fields, tmp_path):
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA, **fields)).eval()
+    with torch.no_grad():
+        for p in llama.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    llama.save_pretrained(tmp_path / "llama")
+    ours = convert(str(tmp_path / "llama"), str(tmp_path / "ours"))
+    back = convert(str(ours), str(tmp_path / "back"), "llama")
+    assert same(read(back), read(tmp_path / "llama"))
+    ids = torch.randint(N, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    with torch.no_grad():
+        expected = llama(ids, attention_mask=mask).logits[mask == 1]
+        assert expected.abs().max() > 3
+        for folder in (ours, back):
+            model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(report.values())
+            found = model.eval()(ids, attention_mask=mask).logits[mask == 1]
+            assert (found - expected).abs().max() < 1e-4, folder
+    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (back, tmp_path / "llama")]
+    assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
+
+
+def test_from_one_kind_of_theirs_to_another(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
+    fla = convert(str(tmp_path / "llama"), str(tmp_path / "fla"), "fla")
+    assert "model.layers.1.attn.q_proj.weight" in read(fla)
+    assert json.loads((fla / "config.json").read_text())["model_type"] == "transformer"
+    assert same(read(convert(str(fla), str(tmp_path / "back"), "llama")), read(tmp_path / "llama"))
+
+
+def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    llama.generation_config.max_new_tokens = 17
+    llama.save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "optimizer.pt").write_bytes(b"")
+    ours = convert(str(tmp_path / "llama"), str(tmp_path / "ours"))
+    assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == tokenizer("ab").input_ids
+    assert AutoModelForCausalLM.from_pretrained(ours).generation_config.max_new_tokens == 17
+    assert not (ours / "optimizer.pt").exists()
+    assert (ours / "modeling.py").is_file()
+
+
+# ------------------------------ what is refused
+
+
+def refused(source, tmp_path, to=None):
+    """The message, one line; nothing is left behind."""
+    before = set(tmp_path.iterdir())
+    with pytest.raises(InputError) as caught:
+        convert(str(source), str(tmp_path / "out"), to)
+    assert set(tmp_path.iterdir()) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("delta_net", {"qk_norm": "sum"}),
+        ("delta_net", {"use_beta": False}),
+        ("delta_net", {"qk_activation": "gelu"}),
+        ("delta_net", {"attn": {"layers": [1], "num_heads": 2}}),
+        ("delta_net", {"share_conv_kernel": True}),
+        ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
+        ("gated_deltanet", {"attnres_block_size": 2}),
+        ("gla", {"clamp_min": -1.0}),
+        ("gla", {"use_short_conv": True}),
+        ("gla", {"num_kv_heads": 1}),
+        ("retnet", {"feature_map": "relu"}),
+        ("retnet", {"hidden_act": "gelu"}),
+        ("transformer", {"qk_norm": True}),
+        ("transformer", {"qkv_bias": True}),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"attention_dropout": 0.1}),
+    ],
+)
+def test_options_that_we_lack(kind, changes, tmp_path):
+    config = LLAMA | {"model_type": "llama"} | changes if kind == "llama" else config_of(kind, **changes)
+    source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})
+    (name,) = changes
+    assert (name if name != "rope_scaling" else "rope_type='llama3'") in refused(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "fields", "message"),
+    [
+        ("fla", {"mixer": "deltanet", "feature_map": "nala"}, "feature_map='nala'"),
+        ("fla", {"mixer": "gated_deltanet", "feature_map": "relu"}, "feature_map='relu'"),
+        ("fla", {"mixer": "deltanet", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
+        ("fla", {"mixer": "deltanet", "use_bias": True}, "use_bias=True"),
+        ("fla", {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}}, "gate_temperature=8.0"),
+        ("fla", {"mixer": "retention", "mixer_options": {"rope_theta": 9.0}}, "rope_theta=9.0"),
+        ("fla", {"mixer": "retention", "dropout": 0.1}, "dropout=0.1"),
+        ("fla", {"mixer": "softmax", "head_dim": 6}, "key_dim=6"),
+        ("llama", {"mixer": "softmax", "mixer_options": {"window": 3}}, "window=3"),
+        ("llama", {"mixer": "softmax", "mixer_options": {"rope_theta": None}}, "rope_theta=None"),
+        ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
+        ("llama", {"mixer": "softmax", "scale_embeddings": True}, "scale_embeddings=True"),
+        ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
+        (None, {"mixer": "softmax"}, "can become fla or llama: choose by --to"),
+        (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
+        ("fla", {"mixer": ["gla", "softmax"]}, "mixer ['gla', 'softmax'] can become nothing else"),
+        ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
+        ("gguf", {"mixer": "gla"}, "can become fla: not gguf"),
+    ],
+)
+def test_options_that_they_lack(to, fields, message, tmp_path):
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "intermediate_size": 12}
+    config = NalandaConfig(**(sizes | fields))
+    assert message in refused(write(tmp_path / "ours", config.to_dict(), {"x": torch.zeros(1)}), tmp_path, to)
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    tensors = tensors_of("gla")
+    name = "model.layers.1.attn.gk_proj.1.bias"
+    cases = {
+        f"tensor {name} is missing": {n: t for n, t in tensors.items() if n != name},
+        "1 tensors have no counterpart, model.x for one": tensors | {"model.x": torch.zeros(1)},
+        f"tensor {name} is [15], the config says [16]": tensors | {name: tensors[name][:15]},
+        "lm_head.weight and model.embeddings.weight differ": tensors | {"lm_head.weight": torch.zeros(N, D)},
+    }
+    for i, (message, changed) in enumerate(cases.items()):
+        assert message in refused(write(tmp_path / str(i), config_of("gla"), changed), tmp_path)
+    harmless = tensors | {"lm_head.weight": tensors["model.embeddings.weight"].clone()}
+    harmless["model.layers.0.attn.rotary.inv_freq"] = torch.zeros(4)
+    ours = convert(str(write(tmp_path / "more", config_of("gla"), harmless)), str(tmp_path / "out"))
+    assert len(read(ours)) == len(tensors)
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    assert "no readable config.json" in refused(tmp_path / "nowhere", tmp_path)
+    source = write(tmp_path / "a", config_of("gla"), tensors_of("gla"))
+    with pytest.raises(InputError, match="exists; choose another folder"):
+        convert(str(source), str(tmp_path))
+    (source / "config.json").write_text('{"model_type": "mamba"}')
+    assert "model_type 'mamba' is none of nalanda, delta_net" in refused(source, tmp_path)
+    (source / "config.json").write_text(json.dumps(config_of("gla")))
+    (source / "model.safetensors").write_bytes(b"no")
+    assert "model.safetensors: " in refused(source, tmp_path)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in refused(source, tmp_path)
+
+
+# ------------------------------ a run on the hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of it as uploads of small files need; `server.status` answers all, `server.seen` was asked."""
+
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        while "chunked" in self.headers.get("Transfer-Encoding", "") and (
+            size := int(self.rfile.readline(), 16)
+        ):
+            body += self.rfile.read(size + 2)[:-2]
+        self.server.seen.append((self.path, self.headers.get("Authorization"), body))
+        url = f"http://127.0.0.1:{self.server.server_port}"
+        found = {"url": f"{url}/me/small", "id": "me/small", "name": "small", "private": False}
+        found |= {
+            "commitUrl": f"{url}/me/small/commit/0a1b",
+            "commitOid": "0a1b",
+            "warnings": [],
+            "errors": [],
+        }
+        if "preupload" in self.path:
+            files = [f["path"] for f in json.loads(body)["files"]]
+            found["files"] = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]
+        text = json.dumps(found if self.server.status == 200 else {"error": "no"}).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.status, server.seen = 200, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(exporting, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=url))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def evaluated(whole, tmp_path):
+    """The run, and results of `nalanda eval` for its model and for another one."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
+    tasks = {"copa": {"metrics": {"acc": 0.625, "ppl": None}, "stderr": {"acc": 0.0625}}}
+    mine = {"name": "x", "fingerprint": fingerprint(model), "tasks": tasks}
+    other = mine | {"fingerprint": "0" * 16, "tasks": {"piqa": {"metrics": {"acc": 0.5}, "stderr": {}}}}
+    (run / "eval").mkdir()
+    (run / "eval" / "results.json").write_text(json.dumps({"models": [mine, other]}))
+    return run
+
+
+def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert push(evaluated, out, "me/small").endswith("/me/small/commit/0a1b")
+    said = capsys.readouterr()
+    sizes = {str(p.relative_to(out)): p.stat().st_size for p in out.rglob("*") if p.is_file()}
+    assert f"{sizes['model.safetensors']:,}  model.safetensors" in said.err
+    assert f"{sum(sizes.values()):,}  bytes in {len(sizes)} files to me/small" in said.err
+    assert "hf_secret" not in said.out + said.err
+    assert {token for _, token, _ in hub.seen} == {"Bearer hf_secret"}
+    (made,) = (json.loads(body) for path, _, body in hub.seen if path == "/api/repos/create")
+    assert made["visibility"] == "public"
+    (commit,) = (body for path, _, body in hub.seen if path.endswith("/commit/main"))
+    lines = [json.loads(line)["value"] for line in commit.splitlines()]
+    sent = {line["path"]: base64.b64decode(line["content"]) for line in lines if "path" in line}
+    assert lines[0]["summary"] == "Step 24"
+    assert sent == {name: (out / name).read_bytes() for name in sizes}
+    card = huggingface_hub.ModelCard(sent["README.md"].decode())
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.metric_type, result.metric_value) == ("copa", "acc", 0.625)
+    assert card.data.model_name == "me/small"
+    assert "| copa | acc | 0.6250 | 0.0625 |" in card.text
+    assert 'from_pretrained("me/small", trust_remote_code=True)' in card.text
+    assert "piqa" not in card.content
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (401, InputError, "the hub refuses .*HF_TOKEN or `hf auth login`"),
+        (403, InputError, "the hub refuses .*HF_TOKEN or `hf auth login`"),
+        (400, InputError, "the hub refuses"),
+        (None, SourceUnavailable, "the hub does not answer"),
+    ],
+)
+def test_what_the_hub_refuses(hub, whole, tmp_path, status, kind, message):
+    hub.status = status
+    if status is None:
+        hub.server_close()
+    with pytest.raises(InputError, match=message) as caught:
+        push(whole, tmp_path / "out", "me/small")
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == (75 if kind is SourceUnavailable else 2)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_sent_at_all(hub, whole, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="is no repository of the hub: write OWNER/NAME"):
+        push(whole, tmp_path / "out", "small")
+    with pytest.raises(InputError, match="expected a run's folder"):
+        push(tmp_path, tmp_path / "out", "me/small")
+    with pytest.raises(InputError, match="exists; choose another folder"):
+        push(whole, tmp_path, "me/small")
+    assert hub.seen == []
+    with pytest.raises(InputError, match="exists and is public"):
+        push(whole, tmp_path / "out", "me/small", private=True)
+    assert json.loads(hub.seen[0][2])["visibility"] == "private"
+    hub.seen.clear()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="offline"):
+        push(whole, tmp_path / "out", "me/small")
+    monkeypatch.setattr(exporting, "get_token", lambda: None)
+    with pytest.raises(InputError, match="no token for the hub: set HF_TOKEN"):
+        push(whole, tmp_path / "out", "me/small")
+    assert hub.seen == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_the_hub_is_converted(monkeypatch, tmp_path):
+    source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
+    asked = []
+    monkeypatch.setattr(converting, "snapshot_download", lambda name, **_: asked.append(name) or str(source))
+    monkeypatch.chdir(tmp_path)
+    assert len(read(convert("fla-hub/gla", "ours"))) == len(tensors_of("gla"))
+    assert asked == ["fla-hub/gla"]
+
+
+def test_the_commands(tmp_path, monkeypatch):
+    source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
+    run = typer.testing.CliRunner().invoke(nalanda_cli.app, ["convert", str(source), str(tmp_path / "ours")])
+    assert run.output.strip() == str(tmp_path / "ours")
+    asked = []
+    monkeypatch.setattr(exporting, "push", lambda *args, **options: asked.append((args, options)) or "url")
+    command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
+    assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).output == "url\n"
+    assert asked == [((Path("a"), Path("b"), "me/small"), {"step": 3, "private": True})]

@@ -1,0 +1,231 @@
+"""`nalanda perplexity`: each token's −log p against a plain forward pass, at any length, in any batch."""
+
+import csv
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from nalanda_eval import perplexity as module
+from nalanda_eval.perplexity import measure, perplexity, ratio, score, spans, surprisal, tokenised
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import MambaForCausalLM as Mamba
+from typer.testing import CliRunner
+
+import nalanda_cli
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.data import DataConfig
+from nalanda.errors import InputError
+
+V = 320
+
+
+def build(mixer="gated_deltanet", **options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    settings = {"max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3}
+    return NalandaForCausalLM(NalandaConfig(**sizes, **settings, mixer=mixer, **options)).double().eval()
+
+
+def foreign(kind, config, **options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+    return kind(config(**sizes, **options)).double().eval()
+
+
+def texts(*lengths):
+    draw = np.random.default_rng(1)
+    return [draw.integers(1, V, length) for length in lengths]
+
+
+@torch.no_grad()
+def expected(model, tokens) -> np.ndarray:
+    tokens = torch.as_tensor(tokens)[None]
+    logp = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)[0, :-1]
+    return -logp.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+MODELS = {
+    "gated_deltanet": lambda: build(),
+    "nala": lambda: build("deltanet", feature_map="nala"),
+    "softmax": lambda: build("softmax"),
+    "diag": lambda: build("diag_attention", mixer_options={"block_size": 8}),
+    "llama": lambda: foreign(
+        LlamaForCausalLM, LlamaConfig, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_pass_are_one_pass(name, monkeypatch):
+    model, (text,) = MODELS[name](), texts(50)
+    monkeypatch.setattr(module, "AT_ONCE", 13)
+    found = surprisal(model, torch.from_numpy(text)[None])
+    np.testing.assert_allclose(found[0], expected(model, text), atol=1e-10)
+
+
+def test_every_token_is_scored_once_behind_its_row(monkeypatch):
+    model, many = build(), texts(2, 40, 7, 16, 17)
+    for at_once in (4096, 20):
+        monkeypatch.setattr(module, "AT_ONCE", at_once)
+        for length in (1, 16, 100):
+            for text, loss in zip(many, score(model, many, length), strict=True):
+                rows = [expected(model, text[a : b + 1]) for a, b in spans(len(text), length)]
+                np.testing.assert_allclose(loss, np.concatenate(rows), atol=1e-10)
+
+
+def test_spans_cover_a_text_without_overlap():
+    for tokens in (2, 3, 8, 9, 10, 100):
+        for length in (1, 2, 8, 1000):
+            covered = [i for first, last in spans(tokens, length) for i in range(first + 1, last + 1)]
+            assert covered == list(range(1, tokens))
+            assert all(0 < last - first <= length for first, last in spans(tokens, length))
+
+
+def test_totals_and_curve_are_the_tokens_own():
+    model, many = build(), texts(60, 9, 33, 90)
+    found = measure(model, [(text, 5, 11) for text in many], window=8, length=32)
+    whole, parts = score(model, many, 32), score(model, many, 8)
+    mean, tokens = np.concatenate(whole).mean(), sum(len(text) - 1 for text in many)
+    assert (found["tokens"], found["words"], found["bytes"], found["texts"]) == (tokens, 20, 44, 4)
+    assert found["one_pass"]["perplexity"] == pytest.approx(math.exp(mean))
+    assert found["windows"]["perplexity"] == pytest.approx(math.exp(np.concatenate(parts).mean()))
+    assert found["one_pass"]["word_perplexity"] == pytest.approx(math.exp(mean * tokens / 20))
+    assert found["one_pass"]["bits_per_byte"] == pytest.approx(mean * tokens / 44 / math.log(2))
+    for points in (found["curve"], found["ranges"]):
+        assert points[0]["after"] == 0
+        assert points[-1]["up_to"] == 32
+        assert all(a["up_to"] == b["after"] for a, b in pairwise(points))
+        assert sum(point["tokens"] for point in points) == tokens
+        assert sum(p["one_pass"] * p["tokens"] for p in points) == pytest.approx(mean * tokens)
+    position = np.concatenate([np.arange(len(loss)) % 32 for loss in whole])
+    for point in found["ranges"]:
+        here = (point["after"] <= position) & (position < point["up_to"])
+        one, part = np.concatenate(whole)[here].mean(), np.concatenate(parts)[here].mean()
+        assert (point["one_pass"], point["windows"]) == (pytest.approx(one), pytest.approx(part))
+        assert point["difference"] == pytest.approx(one - part)
+    assert [p["after"] for p in found["ranges"]] == [0, 8, 16]
+    assert found["ranges"][0]["difference"] == pytest.approx(0, abs=1e-12)
+    assert found["ranges"][0]["rows"] == len([row for text in many for row in spans(len(text), 32)])
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity():
+    model = build()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    found = measure(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
+    for kind in ("one_pass", "windows"):
+        assert found[kind]["perplexity"] == pytest.approx(V)
+        assert found[kind]["stderr"] == pytest.approx(0, abs=1e-9)
+        assert found[kind]["bits_per_byte"] == pytest.approx(68 * math.log2(V) / 200)
+
+
+def test_the_error_of_a_ratio():
+    values, weights = np.array([2.0, 3.0, 10.0]), np.array([1.0, 2.0, 4.0])
+    rest = values - 15 / 7 * weights
+    assert ratio(values, weights) == pytest.approx((15 / 7, math.sqrt((rest**2).sum() / 2 / 3) / (7 / 3)))
+    assert ratio(values[:1], weights[:1]) == (2.0, None)
+    assert ratio(3 * weights, weights) == pytest.approx((3, 0))
+
+
+def test_what_a_model_cannot_read_is_said(monkeypatch):
+    gpt = foreign(GPT2LMHeadModel, GPT2Config, n_head=2, n_positions=16)
+    many = [(text, 1, 1) for text in texts(40)]
+    assert measure(gpt, many, 8, 16)["tokens"] == 39
+    with pytest.raises(InputError, match="rows of 32 tokens: lower --length"):
+        measure(gpt, many, 8, 32)
+    monkeypatch.setattr(module, "AT_ONCE", 8)
+    with pytest.raises(InputError, match="mamba hands no state on: --length up to 8"):
+        surprisal(foreign(Mamba, MambaConfig, state_size=4), torch.from_numpy(many[0][0])[None])
+
+
+# ------------------------------ texts
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A checkpoint, and a corpus with a validation part."""
+    folder = tmp_path_factory.mktemp("perplexity")
+    build().float().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for part, lines in (("train", ["not this"] * 9), ("validation", ["the weir", "", "a  mill é"])):
+        (folder / "corpus" / part).mkdir(parents=True)
+        content = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (folder / "corpus" / part / "a.jsonl").write_text(content)
+    (folder / "novel.md").write_text("Below the weir the water is slow. " * 9)
+    recipe = {
+        "output_dir": "unset",
+        "model": {"mixer": "deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2},
+        "tokenizer": str(folder / "model"),
+        "train": {"steps": 1, "tokens_per_step": 2048, "micro_batch_size": 1},
+        "data": {"source": str(folder / "corpus"), "documents": "joined", "bos": False},
+    }
+    (folder / "lines.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def test_texts_begin_and_join_as_in_training(folder, tokenizer):
+    model, corpus = build(), str(folder / "corpus")
+
+    def read(data, model=model, limit=99):
+        return [(tokenizer.decode(t), w, b) for t, w, b in tokenised(model, tokenizer, data, limit=limit)]
+
+    apart = module.text_data(corpus, [], joined=False)
+    end = "<|endoftext|>"
+    assert read(apart) == [(f"{end}the weir", 2, 8), (f"{end}a  mill é", 3, 10)]
+    assert read(apart, limit=8) == [(f"{end}the weir", 2, 8)]
+    assert read(apart, model=foreign(GPT2LMHeadModel, GPT2Config, n_head=2))[0][0] == f"{end}the weir"
+    unmarked = build()
+    unmarked.config.bos_token_id = None
+    assert read(apart, model=unmarked)[0][0] == "the weir"
+    joined = module.text_data(str(folder / "lines.yaml"), ["seed=1"], joined=False)
+    assert joined.documents == "joined"
+    # The blank line is one of the text.
+    assert read(joined) == [(f"{end}the weir{end}{end}a  mill é{end}", 2 + 1 + 3, 18)]
+    assert read(module.text_data(corpus, [], joined=True)) == read(joined)
+    assert read(DataConfig(source=str(folder / "novel.md")))[0][2] == 34 * 9
+
+
+def test_the_command(folder):
+    arguments = [
+        "perplexity",
+        str(folder / "model"),
+        str(folder / "model"),
+        "--text",
+        str(folder / "novel.md"),
+    ]
+    done = CliRunner().invoke(nalanda_cli.app, [*arguments, "--output", str(folder / "out")])
+    assert done.exit_code == 0, done.output
+    assert "windows of 16" in done.stdout
+    assert "256" in done.stdout  # 16 windows
+    result = json.loads((folder / "out" / "perplexity.json").read_text())
+    first, second = result["models"]
+    assert first == second
+    assert (first["window"], first["length"], first["tokens"]) == (16, 256, 34 * 9)
+    rows = list(csv.DictReader((folder / "out" / "perplexity.csv").open()))
+    assert [float(row["one_pass"]) for row in rows[: len(rows) // 2]] == [
+        p["one_pass"] for p in first["curve"]
+    ]
+    for name in result["figures"]:
+        assert (folder / "out" / name).stat().st_size > 5000
+
+
+def test_bad_input_is_one_line(folder):
+    model = str(folder / "model")
+    for options, message in (
+        ({"text": "nowhere"}, "nowhere"),
+        ({"text": str(folder / "model" / "model.safetensors")}, "not UTF-8"),
+        ({"window": 9, "length": 5}, "--window 9 is longer than --length 5"),
+        ({"tokens": 0}, "--tokens 0"),
+        ({"overrides": ["data.eos=true"]}, "settings change a recipe"),
+        ({"output": str(folder / "novel.md" / "out")}, "--output"),
+    ):
+        with pytest.raises(InputError, match=message) as raised:
+            perplexity([model], **{"output": str(folder / "none")} | options)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match="no model"):
+        perplexity([])
+    with pytest.raises(InputError, match="no such model"):
+        perplexity(["./nowhere"])

@@ -1,0 +1,107 @@
+"""`transformers serve` with a checkpoint of ours, asked by OpenAI's client."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+SPOKEN = [{"role": "user", "content": "state"}, {"role": "assistant", "content": "gate"}]
+MESSAGES = [[SPOKEN[0]], [*SPOKEN, {"role": "user", "content": "decay"}]]
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A model whose text is letters: bytes that are no text would not be streamed one by one."""
+    torch.manual_seed(0)
+    config = NalandaConfig(
+        **{"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
+        **{"mixer": ["gated_deltanet", "softmax"], "bos_token_id": 0, "eos_token_id": 0},
+    )
+    model = NalandaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    letters = tokenizer("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False).input_ids
+    model.generation_config.suppress_tokens = [i for i in range(257) if i not in letters]
+    folder = tmp_path_factory.mktemp("served")
+    model.save_pretrained(folder)
+    tokenizer.chat_template, before = TEMPLATE, tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = before
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder, tmp_path_factory):
+    """Of a server that never imports this package, and is asked for batching that our states cannot have."""
+    home = tmp_path_factory.mktemp("home")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "*"}
+    with (home / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, *options, "--continuous-batching"],
+            **{"env": os.environ | environment, "cwd": home, "stdout": log, "stderr": subprocess.STDOUT},
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, (home / "log").read_text()[-3000:]
+                assert time.monotonic() < deadline, (home / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def greedy(folder, tokenizer, prompt, **options):
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False).input_ids])
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_chat_completions_are_streamed(client, folder, tokenizer, messages):
+    asked = {"model": str(folder), "messages": messages, "max_tokens": 16, "temperature": 0}
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    prompt = tokenizer.apply_chat_template(
+        messages, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    expected = greedy(folder, tokenizer, prompt, max_new_tokens=16)
+    assert "".join(pieces) == expected
+    assert len(expected) == 16
+    assert sum(map(bool, pieces)) > 4
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected
+
+
+def test_plain_completions_need_no_template_and_stop_at_words(client, folder, tokenizer):
+    expected = greedy(folder, tokenizer, "<|endoftext|>state", max_new_tokens=16)
+    asked = {"model": str(folder), "prompt": "state", "max_tokens": 16, "temperature": 0}
+    assert "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True)) == expected
+    word = expected[6:8]
+    stopped = client.completions.create(**asked, stop=[word]).choices[0].text
+    assert stopped == expected[: expected.index(word) + 2]
