@@ -305,6 +305,10 @@ def test_what_no_state_is_refused(small, tmp_path):
     with pytest.raises(ValueError, match="read with other weights") as error:
         other.load_state(path)
     assert "\n" not in str(error.value)
+    other = build()
+    other.config.norm_eps = 1e-5
+    with pytest.raises(ValueError, match=r"read with other settings: .*norm_eps"):
+        other.load_state(path)
     tensors = load_file(path)
     from safetensors import safe_open
 

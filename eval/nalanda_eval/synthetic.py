@@ -100,9 +100,9 @@ class MQAR(Task):
     """
 
     name: str = "mqar"
-    pairs: tuple[int, ...] = (4, 8, 16, 32)
-    sequence: int = 128
-    values: int = 64  # and as many keys
+    pairs: tuple[int, ...] = (2, 4, 8, 16)
+    sequence: int = 64
+    values: int = 32  # and as many keys
     power: float = 0.01
     axis: ClassVar[str] = "key–value pairs"
 

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from .cache import NalandaCache
 
 FORMAT = "nalanda-state-1"
-ESSENTIALS = ("mixer", "feature_map", "num_hidden_layers", "hidden_size", "num_heads")  # of the config
+# What a state depends on, of the config, and the weights' names and shapes do not tell.
+SETTINGS = (
+    *("mixer", "mixer_options", "feature_map", "feature_map_options", "num_heads", "conv_size"),
+    *("norm_eps", "position_embedding", "scale_embeddings"),
+)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -96,11 +100,10 @@ class State:
         tensors = {"last": self.last, "lengths": self.lengths}
         for i, state in enumerate(self.cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
-        config = self.model.config
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),
-            "model": json.dumps({name: getattr(config, name) for name in ESSENTIALS}),
+            "model": _settings(self.model),
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
         }
@@ -113,7 +116,7 @@ class State:
     def load(cls, path: str | Path, model: Any) -> "State":
         """A saved state of this very model, on its devices.
 
-        Raises ValueError for a file of another kind, other weights, or shapes that are not the model's.
+        Raises ValueError for a file of another kind, other weights or settings, or shapes that do not fit.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -128,6 +131,8 @@ class State:
                 f"{path} was read with other weights, {about['fingerprint']}, than this model has: "
                 f"{about['model']}"
             )
+        if about["model"] != _settings(model):
+            raise ValueError(f"{path} was read with other settings: {about['model']}")
         last, lengths = tensors.pop("last"), tensors.pop("lengths")
         cache = NalandaCache(len(model.model.layers))
         if tensors:
@@ -145,3 +150,7 @@ class State:
         state = cls(model, cache, last.to(model.device))
         state.notes = json.loads(about["notes"])
         return state
+
+
+def _settings(model: Any) -> str:
+    return json.dumps({name: getattr(model.config, name) for name in SETTINGS})
