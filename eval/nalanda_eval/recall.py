@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.checkpoint import write_atomically
-from nalanda.config import _parse_yaml, nearest
+from nalanda.config import parse_yaml, nearest
 from nalanda.errors import InputError
 from nalanda.info import size
 from nalanda.metrics import read, versions
@@ -243,7 +243,7 @@ def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
         raise InputError(f"--mixers: unknown mixer {name!r}{nearest(name, MIXERS)}")
     if not all("=" in option for option in options):
         raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
-    values = {name: _parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
+    values = {name: parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
     return {"mixer": name, "mixer_options": values, "feature_map": feature_map}
 
 
@@ -729,7 +729,7 @@ def override(
             raise InputError(f"{text!r}: write SECTION.KEY=VALUE")
         if section not in (*tasks, "model", "training"):
             raise InputError(f"unknown section {section!r}{nearest(section, [*tasks, 'model', 'training'])}")
-        changes.setdefault(section, {})[name] = listless(_parse_yaml(value, text))
+        changes.setdefault(section, {})[name] = listless(parse_yaml(value, text))
 
     def changed(section: str, thing: Any) -> Any:
         known = {field.name: field.type for field in dataclasses.fields(thing)}

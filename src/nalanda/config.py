@@ -146,7 +146,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             value of the wrong type, settings that contradict one another.
     """
     path = find_recipe(str(path))
-    values = _parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
     for override in overrides:
@@ -194,7 +194,7 @@ def _override(values: dict, override: str) -> None:
         if part == "tokenizer" and isinstance(child, str):
             child = {"path": child}
         values[part] = values = child if isinstance(child, dict) else {}
-    values[last] = _parse_yaml(text, override)
+    values[last] = parse_yaml(text, override)
 
 
 class _Loader(yaml.SafeLoader):
@@ -206,7 +206,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
