@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -209,11 +210,10 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def _print(console: Console, rows: list[dict]) -> None:
-    table = Table(
-        "", "context", "ms a token", f"{PEER}'s / its", f"growth from {CONTEXTS[0] // 1024} k", "state"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for head in ("context", "ms", "peer / it", "growth", "state"):
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["model"] if row["context"] == CONTEXTS[0] else "",
@@ -222,6 +222,7 @@ def _print(console: Console, rows: list[dict]) -> None:
             end_section=row["context"] == CONTEXTS[-1],
         )  # fmt: skip
     console.print(table)
+    console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
 
 
 def draw(rows: list[dict], png: str | Path) -> None:
