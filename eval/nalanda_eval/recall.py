@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.checkpoint import write_atomically
-from nalanda.config import parse_yaml, nearest
+from nalanda.config import nearest, parse_yaml
 from nalanda.errors import InputError
 from nalanda.info import size
 from nalanda.metrics import read, versions
