@@ -583,7 +583,7 @@ def recall(
     quick: Annotated[bool, typer.Option("--quick", help="a few models on small tasks, in minutes")] = False,
     output: Annotated[
         str, typer.Option(help="directory of runs, tables and pictures; finished runs in it are kept")
-    ] = "recall",
+    ] = "runs/recall",
     workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
     device: Device = None,
 ) -> None:

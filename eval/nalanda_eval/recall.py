@@ -637,7 +637,7 @@ def recall(
     lrs: list[float] | None = None,
     steps: int | None = None,
     overrides: list[str] | None = None,
-    output: str | Path = "recall",
+    output: str | Path = "runs/recall",
     workers: int = 2,
     device: str | None = None,
     quick: bool = False,
