@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from nalanda.generate import carried
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
@@ -197,16 +198,7 @@ def _peer() -> tuple[Step, int]:
 
     tokens = torch.randint(VOCABULARY, (1, CONTEXTS[0]))
     run(tokens)
-    tensors = [x for layer in cache.layers for x in _tensors(vars(layer))]
-    return lambda: run(tokens[:, :1]), sum(x.nbytes for x in tensors)
-
-
-def _tensors(found: Any) -> list[Tensor]:
-    """Those in dicts and lists, however deep."""
-    if isinstance(found, Tensor):
-        return [found]
-    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
-    return [tensor for x in inner for tensor in _tensors(x)]
+    return lambda: run(tokens[:, :1]), carried(cache)
 
 
 def _print(console: Console, rows: list[dict]) -> None:
