@@ -32,6 +32,10 @@ Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or 
 RemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="run code that comes with the checkpoint")
 ]
+Temperature = Annotated[float, typer.Option(help="0 is greedy")]
+TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")]
+TopK = Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")]
+SamplingSeed = Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")]
 
 
 @app.command()
@@ -187,10 +191,10 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(help="stop after so many, or at the end-of-text token")
     ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")] = 0,
-    seed: Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")] = None,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: SamplingSeed = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
@@ -221,10 +225,10 @@ def chat(
     system: Annotated[str, typer.Option(help="what the model is told first")] = "",
     state: Annotated[str | None, typer.Option(help="go on from a saved state or conversation")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="of an answer")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")] = 0,
-    seed: Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")] = None,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: SamplingSeed = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nalanda.generate import carried
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
+from nalanda.runs import FAINT, GREY, PALETTE
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -224,13 +225,7 @@ def draw(rows: list[dict], png: str | Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # Wong's palette (Nature Methods, 2011), which colour-blind readers tell apart.
-    looks = zip(
-        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#718096"),
-        "os^D ",
-        ("-", "--", ":", "-.", "-"),
-        strict=True,
-    )
+    looks = zip((*PALETTE[:4], GREY), "os^D ", ("-", "--", ":", "-.", "-"), strict=True)
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
     for name, (colour, marker, line) in zip(dict.fromkeys(row["model"] for row in rows), looks, strict=True):
         points = [(row["context"], row["ms"]) for row in rows if row["model"] == name]
@@ -241,7 +236,7 @@ def draw(rows: list[dict], png: str | Path) -> None:
     axes.minorticks_off()
     axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.grid(color="#e2e8f0", linewidth=0.6)
+    axes.grid(color=FAINT, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(png)

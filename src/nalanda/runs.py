@@ -144,6 +144,9 @@ class Curve:
 
 
 X = Literal["tokens", "steps", "hours"]
+# Wong's palette (Nature Methods, 2011), which colour-blind readers tell apart, without its yellow.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+GREY, FAINT = "#718096", "#e2e8f0"
 
 
 def curve(folder: str | Path) -> Curve:
@@ -221,13 +224,10 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     if not curves:
         raise InputError("name at least one run to draw")
     alone, axis = len(curves) == 1, {"steps": 0, "tokens": 1, "hours": 2}[x]
-    # Wong's palette (Nature Methods, 2011), which colour-blind readers tell apart, without its yellow.
-    palette = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"]
-    grey, faint = "#718096", "#e2e8f0"
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
     marked = set()
     for i, (c, label) in enumerate(zip(curves, labels(curves), strict=True)):
-        colour, style = palette[i % len(palette)], ("-", "--", ":")[i // len(palette) % 3]
+        colour, style = PALETTE[i % len(PALETTE)], ("-", "--", ":")[i // len(PALETTE) % 3]
         xs, losses = [point[axis] for point in c.train], [point[3] for point in c.train]
         drawn = _smooth(losses) if smooth else losses
         if smooth:
@@ -236,7 +236,7 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
         if c.validation:
             vx, vy = [point[axis] for point in c.validation], [point[3] for point in c.validation]
             end = f"validation, in the end {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g})"
-            look: dict[str, Any] = {"linewidth": 1.2, "label": end, "color": palette[1]}
+            look: dict[str, Any] = {"linewidth": 1.2, "label": end, "color": PALETTE[1]}
             if not alone:
                 look = {"linestyle": "", "markeredgecolor": "white", "color": colour}
             axes.plot(vx, vy, marker="o", markersize=4.5, zorder=3, **look)
@@ -250,9 +250,9 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
             axes.plot([place], [height], mark, color=colour, markersize=9, zorder=4, **edge)
             marked.add((kind, mark))
     if not alone and any(c.validation for c in curves):
-        axes.plot([], [], "o", color=grey, markersize=4.5, label="validation")
+        axes.plot([], [], "o", color=GREY, markersize=4.5, label="validation")
     for kind, mark in sorted(marked):
-        axes.plot([], [], mark, color=grey, markersize=7, label={"skipped": "skipped step"}.get(kind, kind))
+        axes.plot([], [], mark, color=GREY, markersize=7, label={"skipped": "skipped step"}.get(kind, kind))
 
     losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
     # The first steps fall from ln(vocabulary) and would flatten all that follows on a linear axis.
@@ -264,12 +264,12 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     if x == "tokens":
         axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_count))
     axes.set_xlim(left=0)
-    axes.set_xlabel({"tokens": "tokens", "steps": "steps", "hours": "hours of training"}[x], color=grey)
-    axes.set_ylabel("loss, nats a token", color=grey)
+    axes.set_xlabel({"tokens": "tokens", "steps": "steps", "hours": "hours of training"}[x], color=GREY)
+    axes.set_ylabel("loss, nats a token", color=GREY)
     title = curves[0].name if alone else f"{len(curves)} runs"
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    axes.grid(True, which="major", color=faint, linewidth=0.8)
-    axes.tick_params(colors=grey, which="both", length=0)
+    axes.grid(True, which="major", color=FAINT, linewidth=0.8)
+    axes.tick_params(colors=GREY, which="both", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#cbd5e0")
     axes.legend(frameon=False, loc="upper right", fontsize=10 if len(curves) < 6 else 8)
