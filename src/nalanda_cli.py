@@ -20,6 +20,8 @@ bench = typer.Typer(help="Measure speed beside a peer's, and recall.", no_args_i
 app.add_typer(bench, name="bench", rich_help_panel=None)
 data = typer.Typer(help="Tokenise a corpus once, and check what came of it.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=None)
+study = typer.Typer(help="Compare mixers and feature maps over many small runs.", no_args_is_help=True)
+app.add_typer(study, name="study", rich_help_panel=None)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe's file, or the name of one that ships with Nalanda")]
 Overrides = Annotated[
@@ -513,6 +515,51 @@ def fetch(
     if not to:
         raise typer.BadParameter("name the directory to fill: --to DIR")
     fetch(load_config(recipe, overrides or []), to, max_shards=max_shards)
+
+
+Folder = Annotated[
+    str | None,
+    typer.Argument(
+        help="with study.yaml and lm.yaml; a new one gets Nalanda's own study", show_default=False
+    ),
+]
+
+
+@study.command("run")
+def study_run(
+    directory: Folder = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="the corpus: a directory in SlimPajama's layout, …; by default lm.yaml's data.source"
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a small study, in minutes")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+) -> None:
+    """Train a study's models: all with one seed, the finalists with several; then report.
+
+    Run it again after an interruption, or with more seeds in study.yaml: finished runs stay. By default the
+    study is recipes/study, with --quick runs/study-quick.
+    """
+    from nalanda_eval.study import found, run
+    from nalanda_eval.study_report import report
+
+    folder = found(directory, quick=quick)
+    run(folder, text=text, workers=workers)
+    report(folder)
+
+
+@study.command("report")
+def study_report(directory: Folder = None) -> None:
+    """Remake a study's tables and pictures from its recorded runs.
+
+    Writes RESULTS.md, whose words between the marks stay, and the pictures beside it.
+    """
+    from nalanda_eval.study import found
+    from nalanda_eval.study_report import report
+
+    report(found(directory))
 
 
 @bench.callback()

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from nalanda_eval import recall as recall_module
+from nalanda_eval.grid import sweep
 from nalanda_eval.recall import (
     CLOSE,
     EVERY,
@@ -25,7 +26,7 @@ from nalanda_eval.recall import (
     plan,
     recall,
     run,
-    sweep,
+    runs,
     with_parameters,
     with_state,
 )
@@ -373,29 +374,29 @@ def timeless(records):
 
 
 def test_finished_runs_are_kept_and_a_killed_grid_goes_on(tmp_path, monkeypatch):
-    whole = list(sweep(GRID, tmp_path / "whole.jsonl", 1, "cpu"))
+    whole = list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1))
     trained = []
     monkeypatch.setattr(
         recall_module, "run", lambda *job, device: trained.append(job[2]) or run(*job, device=device)
     )
-    assert list(sweep(GRID, tmp_path / "whole.jsonl", 1, "cpu")) == whole
+    assert list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1)) == whole
     assert trained == []
 
     file = tmp_path / "killed.jsonl"
-    stopped = sweep(GRID, file, 1, "cpu")
+    stopped = sweep(runs(GRID, "cpu"), file, 1)
     next(stopped), next(stopped)
     stopped.close()
     lines = file.read_text().splitlines()
     assert len(lines) == 2
     file.write_text(lines[0] + "\n" + lines[1][:40])  # killed while it wrote
     trained.clear()
-    assert timeless(sweep(GRID, file, 1, "cpu")) == timeless(whole)
+    assert timeless(sweep(runs(GRID, "cpu"), file, 1)) == timeless(whole)
     assert trained == [1, 2]
     assert timeless(map(json.loads, file.read_text().splitlines())) == timeless(whole)
 
 
 def test_two_processes_give_the_records_of_one(tmp_path):
-    one, two = (list(sweep(GRID[:2], tmp_path / f"{n}.jsonl", n, "cpu")) for n in (1, 2))
+    one, two = (list(sweep(runs(GRID[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
     assert timeless(one) == sorted(timeless(two), key=lambda record: record["settings"]["seed"])
 
 

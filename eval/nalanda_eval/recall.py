@@ -9,13 +9,10 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import signal
 import time
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -24,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -33,11 +29,12 @@ from nalanda.checkpoint import write_atomically
 from nalanda.config import nearest, parse_yaml
 from nalanda.errors import InputError
 from nalanda.info import size
-from nalanda.metrics import read, versions
+from nalanda.metrics import versions
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.options import check_types
 from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda_eval.grid import Jobs, follow, key
 from nalanda_eval.synthetic import (
     IGNORED,
     MQAR,
@@ -369,57 +366,14 @@ def plan(
 Job = tuple[dict[str, Any], Task, int, Training]  # the arguments of `run`
 
 
-def key(chosen: dict[str, Any]) -> str:
-    return json.dumps(chosen, sort_keys=True)
+def runs(jobs: Iterable[Job], device: str) -> Jobs:
+    """The jobs as `grid` takes them."""
+    return {key(settings(*job)): partial(run, *job, device=device) for job in jobs}
 
 
-def sweep(jobs: Iterable[Job], file: Path, workers: int, device: str) -> Iterator[dict[str, Any]]:
-    """The jobs' records: those that the file has, then the others as their runs end.
-
-    A finished run is a line of the file; one that was killed leaves none, and is run again.
-    """
-    known = {key(record["settings"]): record for record in (read(file) if file.is_file() else ())}
-    wanted = {key(settings(*job)): job for job in jobs}
-    yield from (known[name] for name in wanted if name in known)
-    todo = [job for name, job in wanted.items() if name not in known]
-    if not todo:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(json.dumps(record) + "\n" for record in known.values()))  # no torn line
-    with (
-        file.open("a", encoding="utf-8") as stream,
-        contextlib.closing(trained(todo, workers, device)) as new,
-    ):
-        for record in new:
-            stream.write(json.dumps(record) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-            yield record
-
-
-def trained(jobs: list[Job], workers: int, device: str) -> Generator[dict[str, Any]]:
-    """Records in the order in which runs end; each runs on one thread, here or in a process of its own."""
-    if min(workers, len(jobs)) < 2:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for job in jobs:
-                yield run(*job, device=device)
-        finally:
-            torch.set_num_threads(threads)
-        return
-    context = get_context("spawn")  # a fork would inherit torch's threads
-    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_begin_worker) as pool:
-        try:
-            for done in as_completed([pool.submit(run, *job, device=device) for job in jobs]):
-                yield done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted grid is said once, by the parent
-    torch.set_num_threads(1)
+def told(record: dict[str, Any]) -> str:
+    chosen = record["settings"]
+    return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
 
 # ------------------------------ results
@@ -689,7 +643,7 @@ def recall(
         cells += found
         notes |= dict.fromkeys(refused + left_out)
     jobs = [(cell.model, cell.task, seed, t) for seed in range(seeds) for cell in cells for t in trainings]
-    records = follow(jobs, output / "runs.jsonl", workers, device, console)
+    records = follow(runs(jobs, device), output / "runs.jsonl", workers, console, told)
     rows, lines = summary(cells, records, seeds, trainings), list(notes)
     figures = draw(rows, known, output)
     results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}
@@ -698,23 +652,6 @@ def recall(
     show(rows, known, lines, console)
     console.print(f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True)
     return rows
-
-
-def follow(jobs: list[Job], file: Path, workers: int, device: str, console: Console) -> list[dict[str, Any]]:
-    """The records of `sweep`, behind a progress bar; without a terminal, a line for each run."""
-    total = len({key(settings(*job)) for job in jobs})
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    records = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"{total} runs", total=total)
-        for record in sweep(jobs, file, workers, device):
-            records.append(record)
-            chosen = record["settings"]
-            told = f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
-            progress.update(bar, advance=1, description=told)
-            if not console.is_terminal:
-                print(f"{len(records)}/{total}  {told}", flush=True)
-    return records
 
 
 def override(

@@ -151,7 +151,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
     for override in overrides:
         _override(values, override)
-    config = _section(RunConfig, values, "")
+    config = section(RunConfig, values, "")
     config.check()
     return config
 
@@ -167,9 +167,13 @@ def find_recipe(name: str) -> Path:
 
 def recipes() -> dict[str, Path]:
     """The recipes of this checkout or of the installed package, by name."""
+    return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
+
+
+def recipe_folders() -> tuple[Path, Path]:
+    """Where recipes are in an installed package and in a checkout; one of the two exists."""
     here = Path(__file__).parent
-    folders = here / "recipes", here.parents[1] / "recipes"
-    return {p.stem: p for folder in folders for p in sorted(folder.glob("*.yaml"))}
+    return here / "recipes", here.parents[1] / "recipes"
 
 
 def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:
@@ -216,7 +220,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise InputError(f"{redact(source)}: line {line}: not YAML: {problem}") from None
 
 
-def _section(cls: type, values: Any, where: str) -> Any:
+def section(cls: type, values: Any, where: str) -> Any:
     """An instance of dataclass `cls` from a mapping, its keys and types checked. `where`: `optim.` or
     empty."""
     if cls is TokenizerConfig and isinstance(values, str):
@@ -237,14 +241,14 @@ def _section(cls: type, values: Any, where: str) -> Any:
             # the section.
             if not is_dataclass(kinds[f.name]):
                 raise InputError(f"{where}{f.name}: missing from the recipe")
-            arguments[f.name] = _section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
+            arguments[f.name] = section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
     return cls(**arguments)
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
     """`value` as `kind`; numbers are taken from strings too."""
     if is_dataclass(kind):
-        return _section(typing.cast(type, kind), value, f"{where}.")
+        return section(typing.cast(type, kind), value, f"{where}.")
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

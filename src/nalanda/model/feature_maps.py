@@ -129,6 +129,10 @@ class NaLa(FeatureMap):
         constant.
     direction_scale: s = 1 (`unit`) or √K (`sqrt`). The same after L2 normalisation, but `sqrt`
         keeps the squares of the features above that norm's epsilon.
+    signs: what becomes of them: `drop`, |x|^p, as the paper; `keep`, sgn(x)|x|^p, whose φ_q·φ_k may be
+        negative: for the delta rules, whose readout has no denominator; `elu`, (1 + ELU(x))^p, which is
+        positive and rises with x.
+    key_power: the exponent of k where it is not λ; 1 leaves the norm-aware powers to q alone.
     """
 
     source = "arXiv 2506.21137"
@@ -144,12 +148,15 @@ class NaLa(FeatureMap):
         power: float = 2.0,
         power_norm: str = "rms",
         direction_scale: str = "sqrt",
+        signs: str = "drop",
+        key_power: float | None = None,
     ):
         super().__init__()
         for option, value, allowed in (
             ("angle", angle, self.ANGLES),
             ("power_norm", power_norm, ("raw", "rms")),
             ("direction_scale", direction_scale, ("unit", "sqrt")),
+            ("signs", signs, ("drop", "keep", "elu")),
         ):
             if value not in allowed:
                 raise ValueError(f"nala: {option}={value!r} is none of {', '.join(allowed)}")
@@ -162,7 +169,13 @@ class NaLa(FeatureMap):
                 "set power to 2 or more",
                 stacklevel=2,
             )
+        if signs != "drop" and angle == "relu_split":
+            raise ValueError("nala: angle=relu_split splits the signs: take another angle, or signs=drop")
+        if key_power is not None and not key_power > 0:
+            raise ValueError(f"nala: key_power={key_power} must be positive")
         self.angle, self.power_norm, self.power = angle, power_norm, float(power)
+        self.signs, self.key_power = signs, float(power if key_power is None else key_power)
+        self.nonnegative = signs != "keep"
         self.direction_scale = direction_scale
         self.root = math.sqrt(head_dim)
         self.scale = self.root if direction_scale == "sqrt" else 1.0
@@ -187,12 +200,20 @@ class NaLa(FeatureMap):
         d = q / n
         p = self.power * (0.5 + (n / self.root if self.power_norm == "rms" else n).tanh())
         if self.angle == "relu_split":
-            return self.split(self.scale * d, p), self.split(k, self.power)
-        phi_q = self.rotate(power((self.scale * d).abs(), p), q, d)
-        return phi_q, self.rotate(power(k.abs(), self.power), k, k / length(k))
+            return self.split(self.scale * d, p), self.split(k, self.key_power)
+        raised_q, raised_k = self.magnitude(self.scale * d, p), self.magnitude(k, self.key_power)
+        return self.rotate(raised_q, q, d), self.rotate(raised_k, k, k / length(k))
+
+    def magnitude(self, x: Tensor, exponent: Tensor | float) -> Tensor:
+        if self.signs == "elu":
+            return power(1 + F.elu(x), exponent)
+        raised = power(x.abs(), exponent)
+        return raised * x.sign() if self.signs == "keep" else raised
 
     @property
-    def fused(self) -> dict:
+    def fused(self) -> dict | None:
+        if self.signs != "drop" or self.key_power != self.power:
+            return None  # the kernels form the paper's map
         options = ("angle", "power", "power_norm", "direction_scale")
         return {"name": "nala"} | {option: getattr(self, option) for option in options}
 
