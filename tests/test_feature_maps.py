@@ -66,6 +66,29 @@ def test_nala_product(options):
     torch.testing.assert_close(phi_q.square().sum(-1), ((s * q / n).abs() ** (2 * p)).sum(-1))
 
 
+@pytest.mark.parametrize("angle", ["direction", "rms", "raw"])
+@pytest.mark.parametrize("key_power", [None, 1.0])
+@pytest.mark.parametrize("signs", ["keep", "elu"])
+def test_nalas_variants(signs, key_power, angle):
+    """Signs behind the powers, sgn(x)|x|^p, or in their base, (1 + ELU(x))^p; a power of its own for k."""
+    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    plain = nala({"angle": angle})(q, k)
+    features = nala({"angle": angle, "signs": signs, "key_power": key_power})
+    n = (q.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
+    p = 2 * (0.5 + torch.tanh(n / math.sqrt(K)))
+    r = 2 if key_power is None else key_power
+    for phi, before, x, exponent, plain_exponent in zip(
+        features(q, k), plain, (math.sqrt(K) * q / n, k), (p, r), (p, 2), strict=True
+    ):
+        base = torch.where(x > 0, 1 + x, x.exp()) if signs == "elu" else x.abs()
+        raised = base**exponent * (x.sign() if signs == "keep" else 1)
+        torch.testing.assert_close(phi, before * (raised / x.abs() ** plain_exponent).repeat(1, 1, 1, 2))
+    negative = (features(q, k)[0] * features(q, k)[1]).sum(-1) < 0
+    assert features.nonnegative is not bool(negative.any())
+    assert features.fused is None  # kernels form the paper's map alone
+    assert ("sgn" in features.equation, "ELU" in features.equation) == (signs == "keep", signs == "elu")
+
+
 def test_nala_presets_are_the_sources_readings():
     q, k = draw(1, 3, 2, K), draw(1, 3, 2, K, seed=1)
     for preset, angle in (("nala_paper", "direction"), ("nala_released", "relu_split")):
@@ -277,6 +300,9 @@ def test_small_powers_warn():
         ("softmax", {}, "choose one of"),
         ("nala", {"power": 0}, "positive"),
         ("nala", {"angle": "cosine"}, "direction, rms, raw"),
+        ("nala", {"signs": "lost"}, "drop, keep, elu"),
+        ("nala", {"signs": "keep", "angle": "relu_split"}, "take another angle"),
+        ("nala", {"key_power": 0.0}, "key_power=0.0 must be positive"),
         ("relu", {"norm": "l1"}, "l2, sum"),
         ("pola", {"alpha": 0}, "positive"),
         ("soft", {"landmarks": 0}, "must be"),

@@ -55,7 +55,7 @@ TINY = {
                   "systems": {"twin": {"mixer": "deltanet", "feature_map": "silu", "mixer_options": {}}}},
     },
     "finals": {"seeds": [1, 2], "systems": [SILU, NALA], "best": ["readings"],
-               "match": {"recall": "parameters"}},
+               "match": {"recall": "parameters"}, "recall": {"steps": 3}},
     "decision": {"question": "readings", "default": "nala(power=2)", "against": "silu"},
     "claims": [{"claim": "NaLa wins", "a": "deltanet + best:readings", "b": SILU},
                {"claim": "NaLa is as good", "a": NALA, "b": SILU, "says": "equal"}],
@@ -151,7 +151,8 @@ def test_equal_models_have_equal_runs_of_a_seed_and_no_others(finished):
         assert here["twin"]["settings"] != here[SILU]["settings"]
         assert here["twin"]["curve"] == here[SILU]["curve"]
         assert here["twin"]["scores"] == here[SILU]["scores"]
-        others = [r for r in got.values() if r["settings"]["model"] == here[SILU]["settings"]["model"]]
+        mine = here[SILU]["settings"]
+        others = [r for r in got.values() if r["settings"]["model"] == mine["model"]]
         assert len({str(record["curve"]) for record in others}) == len(others) == 3
 
 
@@ -466,6 +467,10 @@ def test_the_shipped_records_give_the_shipped_results(tmp_path):
         ({"questions": {"q": {"ask": "?", "tasks": ["lm", "vision"]}}}, "questions.q.tasks"),
         ({"recall": {"task": {"pairs": [64]}}}, "64 pairs need a sequence"),
         ({"recall": {"training": {"step": 3}}}, r"recall.training.step: no such key; did you mean steps"),
+        (
+            {"finals": {"seeds": [1], "systems": [SILU], "recall": {"step": 3}}},
+            "finals.recall.step: no such key",
+        ),
         ({"seeds": 3}, "seeds: no such key"),
     ],
 )

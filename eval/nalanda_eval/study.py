@@ -76,6 +76,8 @@ class Finals:
     """Questions of which the best form takes part as well, with all their mixers; `ranking` says which."""
     match: dict[str, Any] = field(default_factory=dict)
     """As a question's."""
+    recall: dict[str, Any] = field(default_factory=dict)
+    """Settings of recall's training that are other than the screening's."""
 
 
 @dataclass
@@ -154,7 +156,12 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
         name: section(Question, asked, f"questions.{name}.") for name, asked in study.questions.items()
     }
     load_config(files[1])
-    mqar(study.recall), section(recall.Training, study.recall.get("training", {}), "recall.training.")
+    mqar(study.recall)
+    for place, training in (
+        ("recall.training", study.recall.get("training", {})),
+        ("finals.recall", study.finals.recall),
+    ):
+        section(recall.Training, training, f"{place}.")
     for name, part in [*((f"questions.{n}", q) for n, q in questions.items()), ("finals", study.finals)]:
         for task, match in part.match.items():
             if task not in TASKS or match not in (*MATCHES, "both"):
@@ -437,6 +444,8 @@ def finalists(
     names = [*study.finals.systems]
     names += [name for q, won in best.items() for name in questions[q].expand() if form(name) == won]
     asked = {name: known[name] for name in dict.fromkeys(names)}
+    training = study.recall.get("training", {}) | study.finals.recall
+    study = dataclasses.replace(study, recall=study.recall | {"training": training})
     return plan("finals", asked, TASKS, study.finals.match, study.finals.seeds, study, lm)
 
 

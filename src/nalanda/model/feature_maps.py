@@ -181,11 +181,15 @@ class NaLa(FeatureMap):
         self.scale = self.root if direction_scale == "sqrt" else 1.0
         self.feature_dim = 2 * head_dim
         s = "√K " if direction_scale == "sqrt" else ""
+        of_k = "λ" if key_power is None else f"{key_power:g}"
         if angle == "relu_split":
-            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^p, [relu(k); relu(−k)]^λ"
+            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^p, [relu(k); relu(−k)]^{of_k}"
         else:
             argument = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}[angle]
-            parts = f"|{s}d(q)|^p ⊙ [cos θ; sin θ], |k|^λ ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
+            powers = {"drop": "|{x}|^{p}", "keep": "sgn({x}) |{x}|^{p}", "elu": "(1 + ELU({x}))^{p}"}[signs]
+            of_q = powers.format(x=f"{s}d(q)", p="p")
+            parts = f"{of_q} ⊙ [cos θ; sin θ], {powers.format(x='k', p=of_k)} ⊙ [cos θ; sin θ]"
+            parts += f", θ = π/4 tanh({argument})"
         n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
         self.equation = f"{parts}, p = λ(½ + tanh({n})), λ = {power:g}"
 
