@@ -399,7 +399,8 @@ def test_the_report_has_all_of_it_and_keeps_the_words(finished, tmp_path):
     assert all(path.stat().st_size > 1000 for path in written)
     text = (folder / "RESULTS.md").read_text()
     assert text == (finished / "RESULTS.md").read_text()  # no text, no training: the records are enough
-    assert text.startswith("# nala(power=")
+    assert text.startswith("# The best reading by the screening is nala(power=")
+    assert "in deltanet it" in text.splitlines()[0]
     assert text.splitlines()[0].count("±") == 2
     runs = len(records(folder / "runs.jsonl"))
     assert f"{runs} runs" in text
@@ -464,6 +465,10 @@ def test_the_shipped_records_give_the_shipped_results(tmp_path):
             "parameters, state or both",
         ),
         ({"questions": {"q": {"over": {}}}}, "questions.q.ask: missing"),
+        (
+            {"questions": {q: {"ask": "?", "systems": {"x": {"mixer": m}}} for q, m in ("ab", "cd")}},
+            "'x' is two systems",
+        ),
         ({"questions": {"q": {"ask": "?", "tasks": ["lm", "vision"]}}}, "questions.q.tasks"),
         ({"recall": {"task": {"pairs": [64]}}}, "64 pairs need a sequence"),
         ({"recall": {"training": {"step": 3}}}, r"recall.training.step: no such key; did you mean steps"),

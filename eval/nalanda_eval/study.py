@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -156,6 +157,7 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
         name: section(Question, asked, f"questions.{name}.") for name, asked in study.questions.items()
     }
     load_config(files[1])
+    names = systems(questions)
     mqar(study.recall)
     for place, training in (
         ("recall.training", study.recall.get("training", {})),
@@ -171,7 +173,6 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
     for name in (*study.finals.best, *decided):
         if name not in questions:
             raise InputError(f"finals.best: no question {name!r}{nearest(name, questions)}")
-    names = systems(questions)
     for name in study.finals.systems:
         if name not in names:
             raise InputError(f"finals.systems: no system {name!r}{nearest(name, names)}")
@@ -181,8 +182,13 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
 
 
 def systems(questions: dict[str, Question]) -> dict[str, dict[str, Any]]:
-    """Every question's systems by name."""
-    return {name: keys for question in questions.values() for name, keys in question.expand().items()}
+    """Every question's systems by name. Raises `InputError` where one name stands for two."""
+    found: dict[str, dict[str, Any]] = {}
+    for question in questions.values():
+        for name, keys in question.expand().items():
+            if found.setdefault(name, keys) != keys:
+                raise InputError(f"questions: {name!r} is two systems: give one another name")
+    return found
 
 
 # ------------------------------ the plan
@@ -205,19 +211,20 @@ def plan(
 ) -> tuple[list[Cell], list[str]]:  # fmt: skip
     """The cells of systems on tasks, and a note on each that cannot be had: a state that no sizes give."""
     found, notes = [], []
-    for task, (name, keys) in itertools.product(tasks, asked.items()):
-        for equal in matches(match, task):
-            try:
-                model = sized(task, equal, keys, study, lm)
-            except ValueError as error:
-                notes.append(f"{name} is left out of {task} at equal {equal}: {error}")
-                continue
-            if recall.grows(recall.configured(model)):  # it has no state to match, and a row all the same
-                equal = "parameters"
-            if (name, task, equal) in {(cell.system, cell.task, cell.match) for cell in found}:
-                continue
-            runs = tuple(settings(task, model, keys.get("rate", 1), seed, study, lm) for seed in seeds)
-            found.append(Cell(question, name, task, equal, runs))
+    with warnings.catch_warnings(action="ignore"):  # a study may ask about what a map warns of
+        for task, (name, keys) in itertools.product(tasks, asked.items()):
+            for equal in matches(match, task):
+                try:
+                    model = sized(task, equal, keys, study, lm)
+                except ValueError as error:
+                    notes.append(f"{name} is left out of {task} at equal {equal}: {error}")
+                    continue
+                if recall.grows(recall.configured(model)):  # it has no state to match, and a row all the same
+                    equal = "parameters"
+                if (name, task, equal) in {(cell.system, cell.task, cell.match) for cell in found}:
+                    continue
+                runs = tuple(settings(task, model, keys.get("rate", 1), seed, study, lm) for seed in seeds)
+                found.append(Cell(question, name, task, equal, runs))
     return found, notes
 
 
@@ -335,7 +342,8 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
     config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
     work.mkdir(parents=True, exist_ok=True)
     failed = None
-    with folder.with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
+    log = folder.with_suffix(".log").open("a")
+    with log, contextlib.redirect_stdout(log), warnings.catch_warnings(action="ignore"):
         try:
             train(config)
         except InputError as error:
@@ -382,8 +390,9 @@ def text_facts(text: Path) -> dict[str, Any]:
     """A prepared text's name, the fingerprint of its documents and tokens, and its vocabulary."""
     index = read_index(text)
     made = [index["settings"]["corpus"], index["tokenizer"]["fingerprint"]]
+    source = index["settings"]["source"]
     return {
-        "name": Path(index["settings"]["source"]).name,
+        "name": Path(source).name if isinstance(source, str) else ", ".join(source),
         "fingerprint": sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16],
         "vocab_size": index["tokenizer"]["vocab_size"],
         "tokens": index["train"]["tokens"],
