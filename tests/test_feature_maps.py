@@ -292,6 +292,7 @@ def test_small_powers_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build("nala", power=2)
+        build("nala", power=1, signs="elu")  # whose base is above 0
 
 
 @pytest.mark.parametrize(

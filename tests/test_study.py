@@ -54,7 +54,7 @@ TINY = {
         "twins": {"ask": "Are runs paired?", "match": {"lm": "parameters", "recall": "parameters"},
                   "systems": {"twin": {"mixer": "deltanet", "feature_map": "silu", "mixer_options": {}}}},
     },
-    "finals": {"seeds": [1, 2], "systems": [SILU, NALA], "best": ["readings"],
+    "finals": {"seeds": [1, 2], "systems": [SILU, NALA], "best": ["readings"], "lm": ["twin"],
                "match": {"recall": "parameters"}, "recall": {"steps": 3}},
     "decision": {"question": "readings", "default": "nala(power=2)", "against": "silu"},
     "claims": [{"claim": "NaLa wins", "a": "deltanet + best:readings", "b": SILU},
@@ -127,6 +127,8 @@ def test_every_seed_and_system_has_its_line(finished):
     wanted = {key(asked) for cell in (*first, *last) for asked in cell.settings}
     assert set(got) == wanted
     assert {record["settings"]["seed"] for record in got.values()} == {0, 1, 2}
+    assert {c.task for c in last if c.system == "twin"} == {"lm"}
+    assert {c.task for c in last if c.system == SILU} == {"lm", "recall"}
     for record in got.values():
         assert record["parameters"] > 0
         assert record["state_bytes"] > 0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -74,7 +75,8 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
 
 
 def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted grid is said once, by the parent
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted grid is said once, by the parent,
+    warnings.simplefilter("ignore")  # and so is what a map warns of
     torch.set_num_threads(1)
 
 

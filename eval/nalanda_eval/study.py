@@ -73,6 +73,8 @@ class Finals:
     """Other than the screening's: who was chosen by a seed is not judged by it."""
     systems: list[str]
     """That take part whatever the screening says."""
+    lm: list[str] = field(default_factory=list)
+    """That take part as language models alone."""
     best: list[str] = field(default_factory=list)
     """Questions of which the best form takes part as well, with all their mixers; `ranking` says which."""
     match: dict[str, Any] = field(default_factory=dict)
@@ -173,9 +175,9 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
     for name in (*study.finals.best, *decided):
         if name not in questions:
             raise InputError(f"finals.best: no question {name!r}{nearest(name, questions)}")
-    for name in study.finals.systems:
+    for name in (*study.finals.systems, *study.finals.lm):
         if name not in names:
-            raise InputError(f"finals.systems: no system {name!r}{nearest(name, names)}")
+            raise InputError(f"finals: no system {name!r}{nearest(name, names)}")
     if study.seed in study.finals.seeds:
         raise InputError(f"finals.seeds: {study.seed} chose the finalists and cannot judge them")
     return study, questions, lm
@@ -342,8 +344,7 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
     config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
     work.mkdir(parents=True, exist_ok=True)
     failed = None
-    log = folder.with_suffix(".log").open("a")
-    with log, contextlib.redirect_stdout(log), warnings.catch_warnings(action="ignore"):
+    with folder.with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
         try:
             train(config)
         except InputError as error:
@@ -452,10 +453,15 @@ def finalists(
     known = systems(questions)
     names = [*study.finals.systems]
     names += [name for q, won in best.items() for name in questions[q].expand() if form(name) == won]
-    asked = {name: known[name] for name in dict.fromkeys(names)}
     training = study.recall.get("training", {}) | study.finals.recall
     study = dataclasses.replace(study, recall=study.recall | {"training": training})
-    return plan("finals", asked, TASKS, study.finals.match, study.finals.seeds, study, lm)
+    final, found, notes = study.finals, [], []
+    for some, tasks in ((dict.fromkeys(names), TASKS), (final.lm, ["lm"])):
+        asked = {name: known[name] for name in some}
+        more, left_out = plan("finals", asked, tasks, final.match, final.seeds, study, lm)
+        found += more
+        notes += left_out
+    return found, notes
 
 
 # ------------------------------ the command

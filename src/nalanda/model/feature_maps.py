@@ -162,7 +162,7 @@ class NaLa(FeatureMap):
                 raise ValueError(f"nala: {option}={value!r} is none of {', '.join(allowed)}")
         if not power > 0:
             raise ValueError(f"nala: power={power} must be positive")
-        if power < 2:
+        if power < 2 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
             slope = power / 2 * EPS ** (power / 2 - 1)
             warnings.warn(
                 f"nala: power={power} has exponents below 1, with slopes at 0 of up to {slope:.3g}: "
