@@ -516,12 +516,14 @@ def show(lines: list[str], claims: list[Judged], finals: dict[Place, Row], conso
     for header, body in ((CLAIMS, claim_lines(claims)), (HEADER[:4] + HEADER[8:9], None)):
         if body is None:
             body = [line[:4] + line[8:9] for line in table(finals)]
+        names = [line[0] for line in body]  # each once, in front of its first line
+        body = [["" if i and names[i - 1] == line[0] else line[0], *line[1:]] for i, line in enumerate(body)]
         if not body:
             continue
         shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
         for name in header:
             numeric = name in ("loss", "perplexity", "recall, %", "difference")
-            shown.add_column(name, justify="right" if numeric else "left", overflow="fold")
+            shown.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
         for line in body:
             shown.add_row(*line)
         console.print(shown)
