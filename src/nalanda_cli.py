@@ -540,14 +540,15 @@ def study_run(
     """Train a study's models: all with one seed, the finalists with several; then report.
 
     Run it again after an interruption, or with more seeds in study.yaml: finished runs stay. By default the
-    study is recipes/study, with --quick runs/study-quick.
+    study is recipes/study of a checkout, elsewhere runs/study; with --quick it is runs/study-quick.
     """
-    from nalanda_eval.study import found, run
+    from nalanda_eval.study import begin, folder, run
     from nalanda_eval.study_report import report
 
-    folder = found(directory, quick=quick)
-    run(folder, text=text, workers=workers)
-    report(folder)
+    place = folder(directory, quick=quick)
+    begin(place, quick=quick)
+    run(place, text=text, workers=workers)
+    report(place)
 
 
 @study.command("report")
@@ -556,10 +557,10 @@ def study_report(directory: Folder = None) -> None:
 
     Writes RESULTS.md, whose words between the marks stay, and the pictures beside it.
     """
-    from nalanda_eval.study import found
+    from nalanda_eval.study import folder
     from nalanda_eval.study_report import report
 
-    report(found(directory))
+    report(folder(directory))
 
 
 @bench.callback()

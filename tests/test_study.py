@@ -16,9 +16,10 @@ from nalanda_eval.study import (
     Cell,
     Claim,
     Question,
+    begin,
     chosen,
     finalists,
-    found,
+    folder,
     language,
     load,
     plan,
@@ -430,6 +431,20 @@ def test_a_report_of_half_a_study_decides_nothing(finished, tmp_path):
     assert (folder / "RESULTS.md").read_text().startswith("# The finals are not finished")
 
 
+def test_a_study_may_decide_and_claim_nothing_and_ask_twice(finished, tmp_path):
+    study = {name: part for name, part in TINY.items() if name not in ("decision", "claims")}
+    again = {"ask": "Once more?", "over": {"mixer": "deltanet", "feature_map": "silu"},
+             "match": {"lm": "parameters", "recall": "parameters"}}  # fmt: skip
+    folder = write(tmp_path / "plain", study | {"questions": TINY["questions"] | {"again": again}})
+    shutil.copy(finished / "runs.jsonl", folder)
+    written = {path.name for path in report(folder)}
+    assert {"finals.png", "again.png"} <= written
+    assert "claims.png" not in written
+    text = (folder / "RESULTS.md").read_text()
+    assert text.startswith("# What the runs say")
+    assert "## Finals" in text
+
+
 def test_claims_name_the_chosen_form(finished):
     study, questions, lm = load(finished)
     got = records(finished / "runs.jsonl")
@@ -488,16 +503,20 @@ def test_what_cannot_work_is_said_in_a_line(tmp_path, change, says):
 
 def test_a_new_folder_gets_the_shipped_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert found(quick=True) == Path("runs/study-quick")
-    assert load(Path("runs/study-quick"))[0].finals.seeds
-    assert found("mine") == Path("mine")
-    for name in ("study.yaml", "lm.yaml"):
-        assert (tmp_path / "mine" / name).read_text() == (SHIPPED / name).read_text()
-        assert (tmp_path / "runs/study-quick" / name).read_text() == (SHIPPED / "quick" / name).read_text()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("")
+    assert folder(quick=True) == Path("runs/study-quick")
+    assert folder() == Path("runs/study")
+    assert folder("mine") == Path("mine")
+    for place, source in ((folder("mine"), SHIPPED), (folder(quick=True), SHIPPED / "quick")):
+        begin(place, quick=place.name == "study-quick")
+        assert load(place)[0].finals.seeds
+        for name in ("study.yaml", "lm.yaml"):
+            assert (place / name).read_text() == (source / name).read_text()
+    Path("full").mkdir()
+    Path("full/thesis.tex").write_text("")
     with pytest.raises(InputError, match="holds files and no study"):
-        found("full")
+        begin(folder("full"))
+    monkeypatch.chdir(SHIPPED.parents[1])
+    assert folder() == Path("recipes/study")
 
 
 def test_the_command_reports_and_refuses_in_one_line(finished, tmp_path):
@@ -505,4 +524,7 @@ def test_the_command_reports_and_refuses_in_one_line(finished, tmp_path):
     assert done.exit_code == 0, done.output
     assert "NaLa wins" in done.output
     with pytest.raises(InputError, match="no run is recorded"):
-        report(write(tmp_path))
+        report(write(tmp_path / "new"))
+    with pytest.raises(InputError, match="no such file; a study's folder has"):
+        report(tmp_path / "recipes")
+    assert not (tmp_path / "recipes").exists()

@@ -339,19 +339,19 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
         `device`, `versions`. A run that diverged has `failed`, why, and no scores.
     """
     start = time.perf_counter()
-    folder = work / sha256(key(settings).encode()).hexdigest()[:16]
-    recipe = lm | settings | {"output_dir": str(folder), "tokenizer": str(text / "tokenizer")}
+    place = work / sha256(key(settings).encode()).hexdigest()[:16]
+    recipe = lm | settings | {"output_dir": str(place), "tokenizer": str(text / "tokenizer")}
     config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
     work.mkdir(parents=True, exist_ok=True)
     failed = None
-    with folder.with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
+    with place.with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
         try:
             train(config)
         except InputError as error:
             failed = str(error)
-            if not (folder / "metrics.jsonl").is_file():  # bad input, not training that diverged
+            if not (place / "metrics.jsonl").is_file():  # bad input, not training that diverged
                 raise
-    facts, lines = read_facts(folder), list(read(folder / "metrics.jsonl"))
+    facts, lines = read_facts(place), list(read(place / "metrics.jsonl"))
     length = config.data.seq_len
     shape = recall.configured(settings["model"], text_facts(text)["vocab_size"])
     record = {
@@ -372,15 +372,15 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
     else:
         measured = next(line for line in reversed(lines) if "val_loss" in line)
         named = {k.removeprefix("val_ppl/"): v for k, v in measured.items() if k.startswith("val_ppl/")}
-        model = AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(place / "final", dtype=torch.float32)
         tokens = torch.as_tensor(open_set(text, "validation").read(0, SPREAD_ROWS * length))
         record |= {
             "score": measured["val_loss"],
             "scores": named,
             "gradient_spread": gradient_spread(model, tokens.view(SPREAD_ROWS, length)),
         }
-    shutil.rmtree(folder)
-    folder.with_suffix(".log").unlink()
+    shutil.rmtree(place)
+    place.with_suffix(".log").unlink()
     return json.loads(json.dumps(record))
 
 
@@ -467,17 +467,22 @@ def finalists(
 # ------------------------------ the command
 
 
-def found(directory: str | None = None, *, quick: bool = False) -> Path:
-    """The study's folder. A new one gets the study.yaml and lm.yaml that ship with Nalanda."""
-    own = next(folder / "study" for folder in recipe_folders() if (folder / "study").is_dir())
-    place = Path(directory or ("runs/study-quick" if quick else "recipes/study"))
-    if not (place / "study.yaml").is_file():
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise InputError(f"{place} holds files and no study.yaml; choose another folder")
-        place.mkdir(parents=True, exist_ok=True)
-        for name in ("study.yaml", "lm.yaml"):
-            shutil.copy(own / ("quick" if quick else "") / name, place / name)
-    return place
+def folder(directory: str | None = None, *, quick: bool = False) -> Path:
+    """The study's place: recipes/study of a checkout, elsewhere runs/study; if `quick`, runs/study-quick."""
+    usual = Path("recipes/study") if Path("recipes/study/study.yaml").is_file() else Path("runs/study")
+    return Path(directory) if directory else Path("runs/study-quick") if quick else usual
+
+
+def begin(place: Path, *, quick: bool = False) -> None:
+    """Puts the study.yaml and lm.yaml that ship with Nalanda into a new folder. Raises `InputError`."""
+    if (place / "study.yaml").is_file():
+        return
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise InputError(f"{place} holds files and no study.yaml; choose another folder")
+    shipped = next(recipes / "study" for recipes in recipe_folders() if (recipes / "study").is_dir())
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("study.yaml", "lm.yaml"):
+        shutil.copy(shipped / ("quick" if quick else "") / name, place / name)
 
 
 def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:

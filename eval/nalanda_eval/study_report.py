@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,11 +376,8 @@ def draw_curves(places: dict[Place, Row], directory: Path) -> Path:
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(place[0] for place in places))
-    panels = [
-        (task, match)
-        for task, match in itertools.product(TASKS, MATCHES)
-        if sum(place[1:] == (task, match) for place in places) > 1
-    ]
+    counts = Counter(place[1:] for place in places)  # one alone is there for what its state grows to
+    panels = [panel for panel in itertools.product(TASKS, MATCHES) if counts[panel] > 1] or [*counts]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4 * len(panels), 5), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -436,20 +434,19 @@ def report(directory: Path) -> list[Path]:
     if not found:
         raise InputError(f"{directory / 'runs.jsonl'}: no run is recorded; `nalanda study run` trains them")
     first, notes = screening(study, questions, lm)
-    screened = rows(first, found)
+    screened = all(key(asked) in found for cell in first for asked in cell.settings)
     everything, finals, claims, lines, best = list(first), {}, [], ["The screening is not finished."], {}
-    if len(screened) == len(first):
+    if screened:
         best = chosen(study, first, found)
         last, more = finalists(study, questions, lm, best)
         notes += more
         finals = rows(last, found)
         everything += last
         claims = judged(study, best, finals)
-        lines = decided(study, questions, first, found, finals)
+        lines = decided(study, questions, first, found, finals) or ["What the runs say"]
     written, blocks = [], []
     if claims:
-        written += [draw_claims(claims, directory), draw_curves(finals, directory)]
-        chose = [f"- best of {question}: {won}" for question, won in best.items()]
+        written.append(draw_claims(claims, directory))
         seeds = ", ".join(map(str, study.finals.seeds))
         blocks += [
             "## Claims",
@@ -458,6 +455,11 @@ def report(directory: Path) -> list[Path]:
             f"higher. Equal means within {EQUAL['lm']} nats or {EQUAL['recall']:g} points.",
             "![paired differences](claims.png)",
             markdown(CLAIMS, claim_lines(claims), left=3),
+        ]
+    if finals:
+        written.append(draw_curves(finals, directory))
+        chose = [f"- best of {question}: {won}" for question, won in best.items()]
+        blocks += [
             "## Finals",
             "\n".join(["Chosen by the screening:", "", *chose]),
             "![curves](finals.png)",
