@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import recall, study_report
+from nalanda_eval.figures import STYLE
 from nalanda_eval.grid import key, records
 from nalanda_eval.study import (
     NEAR,
@@ -94,6 +95,14 @@ def texts(folder: Path, seed: int = 0) -> str:
                 source = {"redpajama_set_name": ("web", "books")[i % 2]}
                 file.write(json.dumps({"text": words, "meta": source}) + "\n")
     return str(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse():
+    """Pictures of few pixels: that they are drawn is what is asked here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STYLE, "savefig.dpi", 30)
+        yield
 
 
 @pytest.fixture(scope="module")
