@@ -224,7 +224,7 @@ def test_one_runs_picture(tmp_path):
 
 def test_smoothing_keeps_the_fall_and_calms_the_end():
     values = [10.0, 8.0, 6.0, *[3.0, 5.0] * 60]
-    smooth = runs._smooth(values)
+    smooth = runs.smoothed(values)
     assert smooth[:3] == [10.0, 8.0, pytest.approx(6.4)]
     assert all(3.5 < value < 4.5 for value in smooth[-20:])
 

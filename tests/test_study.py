@@ -29,7 +29,7 @@ from nalanda_eval.study import (
     screening,
     tokenised,
 )
-from nalanda_eval.study_report import Interval, Row, difference, judged, pooled, report, rows, table, verdict
+from nalanda_eval.study_report import Interval, Row, differences, judged, pooled, report, rows, table, verdict
 from typer.testing import CliRunner
 
 import nalanda_cli
@@ -324,10 +324,10 @@ def test_differences_are_paired_by_seed():
         Row(c, tuple({"score": s} for s in scores))
         for c, scores in ((a, (5.0, 6.0, 7.0)), (b, (5.2, 6.2, 7.2)))
     )
-    gap = difference(first, second)
+    gap = Interval.of(differences(first, second))
     assert gap.mean == pytest.approx(-0.2)
     assert gap.half < 1e-9
-    assert difference(first, Row(b, ({"score": 1.0}, {}, {"score": 2.0}))) is None
+    assert differences(first, Row(b, ({"score": 1.0}, {}, {"score": 2.0}))) is None
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from nalanda.model.options import check_types
 from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.grid import Jobs, follow, key
+from nalanda_eval.report import markdown_table
 from nalanda_eval.synthetic import (
     IGNORED,
     MQAR,
@@ -454,11 +455,9 @@ def case_name(case: Any) -> str:
 
 def markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
     """The tables in Markdown."""
-    blocks = []
-    for title, header, lines in tables(rows, tasks):
-        marks = ["---", "---", *("---:" for _ in header[2:])]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
-        blocks.append(f"## {title}\n\n{table}")
+    blocks = [
+        f"## {title}\n\n{markdown_table(header, lines)}" for title, header, lines in tables(rows, tasks)
+    ]
     return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
 
 

@@ -115,12 +115,17 @@ def markdown(results: dict[str, Any]) -> str:
     if table4 := suite(results):
         header, literature, ours = table4
         bold = [[row[0] and f"**{row[0]}**", *row[1:]] for row in ours]
-        blocks.append([header, ["---", *("---:" for _ in header[1:])], *literature, *bold])
+        blocks.append(markdown_table(header, [*literature, *bold], left=1))
     if rest := others(results):
         header, rows = rest
-        blocks.append([header, ["---", "---", *("---:" for _ in header[2:])], *rows])
-    tables = ["\n".join(f"| {' | '.join(line)} |" for line in block) for block in blocks]
-    return "\n\n".join([*tables, *notes(results)]) + "\n"
+        blocks.append(markdown_table(header, rows))
+    return "\n\n".join([*blocks, *notes(results)]) + "\n"
+
+
+def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> str:
+    """A table in Markdown, its columns to the right but for the first `left`."""
+    marks = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
 
 
 def show(results: dict[str, Any], console: Console | None = None) -> None:

@@ -18,8 +18,10 @@ from nalanda.checkpoint import write_atomically
 from nalanda.errors import InputError
 from nalanda.info import size
 from nalanda.metrics import duration
+from nalanda.runs import smoothed
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.grid import Record, key, records
+from nalanda_eval.report import markdown_table
 from nalanda_eval.study import (
     MATCHES,
     TASKS,
@@ -101,12 +103,12 @@ def rows(cells: Iterable[Cell], found: dict[str, Record]) -> dict[Place, Row]:
 # ------------------------------ the claims
 
 
-def difference(a: Row | None, b: Row | None) -> Interval | None:
-    """a − b, paired by seed; None where there is no such row or a run diverged."""
+def differences(a: Row | None, b: Row | None) -> list[float] | None:
+    """a − b by seed; None where there is no such row or a run diverged."""
     if a is None or b is None:
         return None
     pairs = [x - y for x, y in zip(a.values, b.values, strict=True)]
-    return None if any(map(math.isnan, pairs)) else Interval.of(pairs)
+    return None if any(map(math.isnan, pairs)) else pairs
 
 
 def opponent(places: dict[Place, Row], name: str, task: str, match: str) -> Row | None:
@@ -135,8 +137,9 @@ def judged(study: Study, best: dict[str, str], places: dict[Place, Row]) -> list
         for task, match in itertools.product(TASKS, MATCHES):
             if (a, task, match) not in places:
                 continue
-            gap = difference(places[a, task, match], opponent(places, b, task, match))
-            if gap:
+            pairs = differences(places[a, task, match], opponent(places, b, task, match))
+            if pairs:
+                gap = Interval.of(pairs)
                 found.append((claim, task, match, gap, verdict(claim, task, gap)))
     return found
 
@@ -156,10 +159,10 @@ def pooled(
     where a run is missing."""
     gaps = []
     for mixer, match in itertools.product(mixers, equal):
-        first, second = (opponent(places, mixer + name, task, match) for name in (a, b))
-        if first is None or second is None or difference(first, second) is None:
+        pairs = differences(*(opponent(places, mixer + name, task, match) for name in (a, b)))
+        if pairs is None:
             return None
-        gaps.append([x - y for x, y in zip(first.values, second.values, strict=True)])
+        gaps.append(pairs)
     return Interval.of([fmean(column) for column in zip(*gaps, strict=True)])
 
 
@@ -289,11 +292,6 @@ def every_run(cells: Iterable[Cell], found: dict[str, Record]) -> list[list[str]
     return list(lines.values())
 
 
-def markdown(header: list[str], lines: list[list[str]], left: int = 2) -> str:
-    marks = ["---"] * left + ["---:"] * (len(header) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
-
-
 def claim_lines(claims: list[Judged]) -> list[list[str]]:
     return [
         [claim.claim, TITLES[task], match, measure(task, {task: gap}), said]
@@ -391,7 +389,9 @@ def draw_curves(places: dict[Place, Row], directory: Path) -> Path:
                     steps = [[point[0] for point in record["curve"]] for record in row.records]
                     x = max(steps, key=len)
                     curves = [[point[1] for point in record["curve"]] for record in row.records]
-                    lines = [smooth(curve) for curve in curves if len(curve) == len(x)]  # not the diverged
+                    lines = [
+                        smoothed(curve, 3) for curve in curves if len(curve) == len(x)
+                    ]  # not the diverged
                 else:
                     x = list(range(len(row.records[0]["cases"])))
                     lines = [[100 * score for score in record["scores"]] for record in row.records]
@@ -411,11 +411,6 @@ def draw_curves(places: dict[Place, Row], directory: Path) -> Path:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
         figure.savefig(directory / "finals.png")
     return directory / "finals.png"
-
-
-def smooth(values: Sequence[float], width: int = 7) -> list[float]:
-    half = width // 2
-    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 # ------------------------------ the command
@@ -454,7 +449,7 @@ def report(directory: Path) -> list[Path]:
             "by the order of the data, with 95 % intervals by Student's t. Losses are better lower, recall "
             f"higher. Equal means within {EQUAL['lm']} nats or {EQUAL['recall']:g} points.",
             "![paired differences](claims.png)",
-            markdown(CLAIMS, claim_lines(claims), left=3),
+            markdown_table(CLAIMS, claim_lines(claims), left=3),
         ]
     if finals:
         written.append(draw_curves(finals, directory))
@@ -463,11 +458,11 @@ def report(directory: Path) -> list[Path]:
             "## Finals",
             "\n".join(["Chosen by the screening:", "", *chose]),
             "![curves](finals.png)",
-            markdown(HEADER, table(finals)),
+            markdown_table(HEADER, table(finals)),
             "Perplexity by source:",
-            markdown(*by_source(finals)),
+            markdown_table(*by_source(finals)),
             "Recall by the number of pairs, %:",
-            markdown(*by_case(finals)),
+            markdown_table(*by_case(finals)),
         ]
     blocks.append("## Screening")
     blocks.append(f"Seed {study.seed}, every system.")
@@ -476,13 +471,13 @@ def report(directory: Path) -> list[Path]:
         if not mine:
             continue
         written.append(draw_screening(name, asked, mine, directory))
-        blocks += [f"### {asked.ask}", f"![{name}]({name}.png)", markdown(HEADER, table(mine))]
+        blocks += [f"### {asked.ask}", f"![{name}]({name}.png)", markdown_table(HEADER, table(mine))]
     if notes:
         blocks.append("\n".join(f"- {note}" for note in dict.fromkeys(notes)))
     runs = every_run(everything, found)
     header = ["task", "equal", "system", "seed", "score", "s", "training loss by step"]
     blocks += ["## Every run", facts(runs, found), f"<details><summary>{len(runs)} runs</summary>"]
-    blocks += [markdown(header, runs, left=3), "</details>"]
+    blocks += [markdown_table(header, runs, left=3), "</details>"]
     file = directory / "RESULTS.md"
     text = "\n\n".join(["# " + lines[0], *lines[1:], words(file), *blocks]) + "\n"
     write_atomically(file, text)

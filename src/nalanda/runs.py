@@ -229,7 +229,7 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     for i, (c, label) in enumerate(zip(curves, labels(curves), strict=True)):
         colour, style = PALETTE[i % len(PALETTE)], ("-", "--", ":")[i // len(PALETTE) % 3]
         xs, losses = [point[axis] for point in c.train], [point[3] for point in c.train]
-        drawn = _smooth(losses) if smooth else losses
+        drawn = smoothed(losses) if smooth else losses
         if smooth:
             axes.plot(xs, losses, color=colour, alpha=0.35 if alone else 0.18, linewidth=0.8)
         axes.plot(xs, drawn, style, color=colour, linewidth=1.8, label="training" if alone else label)
@@ -371,14 +371,14 @@ def _between(step: float, steps: Sequence[float], values: Sequence[float]) -> fl
     return float(np.interp(step, steps, values))
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Means over a fortieth of the curve to either side. At the beginning centred on fewer, so that the fall
-    is not drawn late; at the end over those that there are."""
-    half, smoothed = max(1, len(values) // 40), []
+def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
+    """Means over `half` values to either side, by default a fortieth of the curve. At the beginning centred
+    on fewer, so that the fall is not drawn late; at the end over those that there are."""
+    half, means = half or max(1, len(values) // 40), []
     for i in range(len(values)):
         window = values[i - min(half, i) : i + min(half, i) + 1]
-        smoothed.append(math.fsum(window) / len(window))
-    return smoothed
+        means.append(math.fsum(window) / len(window))
+    return means
 
 
 def _count(number: float, place: int | None = None) -> str:
