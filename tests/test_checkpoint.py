@@ -114,7 +114,7 @@ def test_a_half_written_checkpoint_is_none(tmp_path):
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
-    checkpoint.prune(tmp_path, CheckpointConfig())
+    checkpoint.prune(tmp_path, CheckpointConfig(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -292,7 +292,7 @@ def test_a_step_saved_again_takes_the_place_of_the_other(tmp_path):
     model, optimizer = made(updates=2)
     path = save(tmp_path, 1, model, optimizer)
     assert torch.equal(checkpoint.weights(path)["bias"], model.bias)
-    checkpoint.prune(tmp_path, CheckpointConfig())
+    checkpoint.prune(tmp_path, CheckpointConfig(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -318,7 +318,7 @@ def test_retention(tmp_path):
     model, optimizer = made()
     for step in range(10, 110, 10):
         save(tmp_path, step, model, optimizer)
-        checkpoint.prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40))
+        checkpoint.prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40), step)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-40", "step-80", "step-90", "step-100"]
 
 

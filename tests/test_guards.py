@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from training import configured, outcome
 
 from nalanda import checkpoint, guards, metrics
 from nalanda import train as loop
-from nalanda.errors import InputError, SourceUnavailable
+from nalanda.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.guards import GuardConfig, Spikes
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -185,7 +186,9 @@ def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkey
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
     lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
-    (event,) = [line for line in lines if "event" in line]
+    *skipped, event = [line for line in lines if "event" in line]
+    # The bad steps' own events stay, although the run went back before them.
+    assert [(line["event"], line["step"]) for line in skipped] == [("skipped", s) for s in (17, 18, 19)]
     assert (event["event"], event["to"], event["at"], len(event["reasons"])) == ("rollback", 15, 19, 3)
     rows = [tuple(row.tolist()) for batch in read for row in batch["input_ids"]]
     assert len(rows) == 8 * (24 + 4)
@@ -197,13 +200,93 @@ def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):
     poisoned(monkeypatch, dict.fromkeys(range(8, 99), "nan loss"))
     settings = ("guard.max_bad_steps=2", "guard.max_rollbacks=2", *NO_VALIDATION)
     with pytest.raises(
-        InputError, match=r"step 7: 2 steps in a row were left out .*nan.*step-5 is unharmed"
+        InputError,
+        match=r"step 7: 2 steps in a row were left out .*nan.*going back to .*step-5.*did not help",
     ) as e:
         loop.train(configured(recipe, tmp_path / "run", *settings))
     assert "\n" not in str(e.value)
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["state"] == "failed"
     assert "left out" in facts["reason"]
+
+
+def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, monkeypatch, capsys):
+    """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
+    poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
+    loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=2", *NO_VALIDATION))
+    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
+    folder = tmp_path / "run" / "checkpoints"
+    assert all(checkpoint.unusable(path) is None for path in checkpoint.steps(folder))  # 15 was made again
+
+
+def spoil(model, optimizer, kind: str) -> None:
+    """One value of a weight or of a moment, as a broken machine or kernel leaves it."""
+    weight = next(p for p in model.parameters() if p.ndim == 2)
+    where, _, value = kind.partition(" ")
+    tensor = weight.data if where == "weight" else optimizer.state[weight]["exp_avg_sq"]
+    tensor.view(-1)[5] = float(value)
+
+
+SPOILT = ["weight nan", "weight inf", "weight 1e30", "moment nan", "moment inf", "moment 1e30"]
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatch, kind):
+    """They go bad between the update of step 15 and its save, in which only the save could have seen them."""
+    asked, unsound = [], checkpoint.Saver.unsound
+
+    def struck(saver, model, optimizer):
+        asked.append(1)
+        if len(asked) == 3:
+            spoil(model, optimizer, kind)
+        return unsound(saver, model, optimizer)
+
+    monkeypatch.setattr(checkpoint.Saver, "unsound", struck)
+    run = tmp_path / "run"
+    loop.train(configured(recipe, run, "checkpoint.keep_last=1", *NO_VALIDATION))
+    found = [line for line in metrics.read(run / "metrics.jsonl") if "event" in line]
+    assert [(line["event"], line["step"]) for line in found] == [("unsound", 15), ("rollback", 11)]
+    assert re.search("exp_avg_sq" if "moment" in kind else "weight", found[0]["reason"])
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 24).values())
+
+
+def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
+    """One that an older version saved, or that went bad on its way to the disk: its sums fit."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "unsound", lambda *_: None)
+        patch.setattr(
+            checkpoint,
+            "_contents",
+            lambda step, m, o, *rest, f=checkpoint._contents: (
+                spoil(m, o, "moment inf") if step == 10 else None,
+                f(step, m, o, *rest),
+            )[1],
+        )
+        loop.train(configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION))
+    assert checkpoint.unusable(run / "checkpoints" / "step-10") is None
+    capsys.readouterr()
+    loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
+    out = capsys.readouterr().out
+    assert re.search(r"step-10: unsound, passed over: .*exp_avg_sq has values of inf", out)
+    assert "goes on from step-5" in out
+    loop.train(
+        configured(recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION)
+    )
+    assert outcome(run) == outcome(tmp_path / "other")
+
+
+def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
+    settings = ("train.steps=3", *NO_VALIDATION)
+    poisoned(monkeypatch, dict.fromkeys(range(1, 4), "nan loss"))
+    for _ in range(2):  # and when it is started again
+        with pytest.raises(NothingTrained, match="all 3 steps were left out") as error:
+            loop.train(configured(recipe, tmp_path / "run", *settings))
+        assert error.value.exit_code == 65
+        assert metrics.read_facts(tmp_path / "run")["state"] == "failed"
+        assert not (tmp_path / "run" / "final").exists()
 
 
 def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
@@ -269,9 +352,26 @@ def test_a_process_that_moves_is_left_alone():
 def test_two_runs_never_share_a_folder(recipe, tmp_path):
     config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
     loop.train(config)
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     longer = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
-    with loop.alone(tmp_path / "run"), pytest.raises(InputError, match="another process is training there"):
-        loop.train(longer)
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    # Begun, with nothing saved yet, and another tokenizer: what the refused one would change.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "run.json").write_text('{"saved": 0}')
+    moved = configured(
+        recipe,
+        tmp_path / "run",
+        "train.steps=4",
+        f"data.source={shutil.copytree(recipe.parent, tmp_path / 'copy')}",
+    )
+
+    def content() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+    before = content()
+    for other in (longer, moved):
+        with (
+            loop.alone(tmp_path / "run"),
+            pytest.raises(InputError, match="another process is training there"),
+        ):
+            loop.train(other)
+        assert content() == before
     loop.train(longer)

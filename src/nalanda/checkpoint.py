@@ -9,6 +9,7 @@
         rank-R.pt                           one a process: random states and position in the data
         lanes-R.safetensors                 with `data.long_documents: carry`, the states of its rows
         manifest.json                       size and SHA-256 of every file; written last
+        unsound.txt                         only in one that must not be resumed from: why (`mark`)
 
 All of it is written into `.tmp-step-N`, synced to the disk, and renamed: a name `step-N` means that every
 byte was there. `latest` believes a checkpoint only if the manifest's sums hold. Nothing is pickled:
@@ -23,8 +24,10 @@ the disk said.
 
 import errno
 import hashlib
+import inspect
 import io
 import json
+import math
 import os
 import pickle
 import platform
@@ -58,6 +61,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """safetensors' names."""
+
+LARGEST = 1e15
+"""Weights and moments beyond this are spoilt: the sum of their squares, in a norm, overflows fp32."""
+
+MARK = "unsound.txt"
 
 Content = list[bytes | torch.Tensor]
 """What a file will hold, piece after piece."""
@@ -143,6 +151,11 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+        """Why these weights and moments are worth nothing (`spoilt`), or None; alike on all processes."""
+        mine = spoilt({**_unique(model), **_optimizer_tensors(model, optimizer)})
+        return next(filter(None, self._exchange(mine)), None)
+
     @property
     def failed(self) -> bool:
         """Whether `wait` would raise, as far as this process knows by now."""
@@ -189,13 +202,14 @@ def load(
         InputError: the checkpoint is of another model.
     """
     trainer_state = json.loads((path / "trainer.json").read_text())
-    load_weights(_part(path, "model"), model)
-    names, source = dict(model.named_parameters()), _part(path, "optimizer")
+    load_weights(source_of(path, "model"), model)
+    names, source = dict(model.named_parameters()), source_of(path, "optimizer")
+    saved = shapes(source)
+    check_moments(source, saved, model, optimizer, trainer_state.pop("without_moments", None))
     targets: dict[str, torch.Tensor] = {}
-    for key, (shape, dtype) in shapes(source).items():
+    optimizer.state.clear()
+    for key, (shape, dtype) in saved.items():
         name, _, state = key.rpartition(".")
-        if name not in names:
-            raise InputError(f"{source}: a checkpoint of another shape: this model has no {name}")
         parameter = names[name]
         if shape == parameter.shape and shape:
             targets[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -207,14 +221,73 @@ def load(
         optimizer.state[parameter][state] = targets[key]
     read(source, targets)
     own = path / f"rank-{rank}.pt"
-    file = own if own.exists() else path / "rank-0.pt"
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(f"{file}: it holds more than numbers and text, and was not loaded") from None
+    state = load_rank(own if own.exists() else path / "rank-0.pt")
     if own.exists():
         set_random_state(state["random"])
     return trainer_state, state["data"]
+
+
+def load_rank(file: Path) -> dict[str, Any]:
+    """What `rank-R.pt` holds: `random` and `data`. Raises `InputError`."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(f"{file}: it holds more than numbers and text, and was not loaded") from None
+
+
+def check_moments(
+    source: Path,
+    saved: dict[str, tuple[torch.Size, torch.dtype]],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    without: list[str] | None,
+) -> None:
+    """Raises `InputError` unless `saved` are the moments of `optimizer`: all that it keeps of each parameter,
+    each of the shape that it keeps. Its kernels would write past a tensor of another shape.
+
+    without: the parameters that had no moments when they were saved; None: not recorded, by an older version.
+    """
+
+    def refuse(problem: str) -> None:
+        raise InputError(f"{source}: moments of another optimizer or model: {problem}")
+
+    found: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    for key, kind in saved.items():
+        name, _, state = key.rpartition(".")
+        found.setdefault(name, {})[state] = kind
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        expected = _kept_of_a_parameter(optimizer, group)
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            own = found.pop(name, None)
+            if own is None:
+                if without is not None and name not in without:
+                    refuse(f"it lacks those of {name}")
+                continue
+            if own.keys() != expected.keys():
+                refuse(f"{name} has {', '.join(sorted(own))}; expected {', '.join(sorted(expected))}")
+            for state, (shape, dtype) in own.items():
+                wanted = torch.Size() if expected[state] else parameter.shape
+                if shape != wanted or not dtype.is_floating_point:
+                    there = f"{dtype} of {list(shape)}".removeprefix("torch.")
+                    refuse(f"{name}.{state} is {there}; expected {list(wanted)}")
+    if found:
+        refuse(f"this model trains no {next(iter(found))}")
+
+
+def _kept_of_a_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+    """What `optimizer` keeps of a parameter of `group`, by name, and whether that is a scalar: seen in a step
+    with a parameter of 2 × 2."""
+    probe = torch.nn.Parameter(torch.zeros(2, 2))
+    probe.grad = torch.zeros(2, 2)
+    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    parts = getattr(bare, "parts", [bare])  # of `optim.Joined`
+    kind = next(type(part) for part in parts if any(own is group for own in part.param_groups))
+    settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
+    fresh = kind([probe], **{key: group[key] for key in settings})
+    fresh.step()
+    return {key: tensor.ndim == 0 for key, tensor in fresh.state[probe].items()}
 
 
 def load_weights(source: Path, model: torch.nn.Module) -> None:
@@ -223,6 +296,15 @@ def load_weights(source: Path, model: torch.nn.Module) -> None:
     Raises `InputError` where names or shapes differ.
     """
     own, saved = model.state_dict(), shapes(source)
+    check_weights(source, saved, model)
+    read(source, {name: own[name] for name in saved})
+
+
+def check_weights(
+    source: Path, saved: dict[str, tuple[torch.Size, torch.dtype]], model: torch.nn.Module
+) -> None:
+    """Raises `InputError` unless `saved` are the names and shapes of the weights of `model`."""
+    own = model.state_dict()
     for name, (shape, _) in saved.items():
         if name not in own:
             raise InputError(f"{source}: a checkpoint of another shape: this model has no {name}")
@@ -234,12 +316,11 @@ def load_weights(source: Path, model: torch.nn.Module) -> None:
     absent = sorted(_unique(model).keys() - saved.keys())
     if absent:
         raise InputError(f"{source}: a checkpoint of another shape: it lacks {absent[0]}")
-    read(source, {name: own[name] for name in saved})
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's weights, whole, in host memory."""
-    source = _part(path, "model")
+    source = source_of(path, "model")
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()}
     read(source, found)
     return found
@@ -284,13 +365,51 @@ def read(source: Path, targets: dict[str, torch.Tensor]) -> None:
         raise InputError(f"{source}: it lacks parts of {short[0]}")
 
 
+def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, values) of every tensor of a safetensors file, or of every part in a folder of them."""
+    for file in _files(source):
+        for name, _, part in _parts(file):
+            yield name, part[...]
+
+
 def latest(directory: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; a damaged one is named and passed over."""
+    """The newest checkpoint that can be resumed from; each newer one, being `unusable`, is named."""
     for path in reversed(steps(directory)):
-        problem = verify(path)
+        problem = unusable(path)
         if problem is None:
             return path
-        say(f"{path}: damaged, passed over: {problem}")
+        say(f"{path}: {problem.replace(':', ', passed over:', 1)}")
+    return None
+
+
+def unusable(path: Path) -> str | None:
+    """`damaged: …` where a byte is not as it was written, `unsound: …` where `mark` says so, or None."""
+    if (problem := verify(path)) is not None:
+        return f"damaged: {problem}"
+    if (file := path / MARK).is_file():
+        return f"unsound: {(file.read_text(errors='replace').strip().splitlines() or ['?'])[0]}"
+    return None
+
+
+def mark(path: Path, reason: str) -> None:
+    """Lets nobody resume from a checkpoint. It stays, and counts again once the file is removed."""
+    write_atomically(path / MARK, f"{reason}\n")
+
+
+def spoilt(tensors: dict[str, torch.Tensor]) -> str | None:
+    """Names a tensor, of those that this process has, whose values are not finite or beyond `LARGEST`."""
+    values = {name: _local(tensor)[0].detach() for name, tensor in tensors.items()}
+    values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
+    if not values:
+        return None
+    # One fused reduction and one synchronisation; which of them it is, only a bad one needs to know.
+    largest = torch.nn.utils.get_total_norm(values.values(), norm_type=math.inf)
+    if largest <= LARGEST:
+        return None
+    for name, tensor in values.items():
+        worst = tensor.abs().max().item()
+        if not worst <= LARGEST:
+            return f"{name} has values of {worst:g}"
     return None
 
 
@@ -333,6 +452,16 @@ def manifest_text(manifest: dict[str, Any]) -> str:
     return json.dumps(body, indent=1) + "\n"
 
 
+def write_manifest(folder: Path) -> None:
+    """Syncs the files of `folder` and gives it a manifest that `verify` holds them to."""
+    files = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        sync(file)
+        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    _write(folder / "manifest.json", [manifest_text({"format": 2, "files": files}).encode()])
+    sync(folder)
+
+
 def steps(directory: Path) -> list[Path]:
     """Checkpoint folders, oldest first, damaged ones included."""
     found = [p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
@@ -343,9 +472,10 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def prune(directory: Path, config: CheckpointConfig) -> None:
-    """Removes all but the last `keep_last`, every `keep_every`-th, and what interrupted saves left."""
-    for path in steps(directory)[: -config.keep_last]:
+def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
+    """Removes all but the last `keep_last` up to `step`, every `keep_every`-th, and what interrupted saves
+    left. Later ones, which the run went back over, count for nothing: they may be damaged."""
+    for path in [p for p in steps(directory) if step_of(p) <= step][: -config.keep_last]:
         if not (config.keep_every and step_of(path) % config.keep_every == 0):
             # Renamed first: killed half-way, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
@@ -376,16 +506,16 @@ def set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """`file` has the old text or the new, never a part of it."""
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """`file` has the old content or the new, never a part of it."""
     part = file.with_name(f".tmp-{file.name}")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(part)
     part.rename(file)
     sync(file.parent)
 
 
-def _part(path: Path, name: str) -> Path:
+def source_of(path: Path, name: str) -> Path:
     """`model` or `optimizer` of a checkpoint: its folder of parts, or its file."""
     return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
 
@@ -461,7 +591,10 @@ def _contents(
     if rank == 0:
         if hasattr(model, "config"):
             files["config.json"] = [model.config.to_json_string().encode()]  # type: ignore[union-attr]
-        files["trainer.json"] = [(json.dumps({**trainer_state, "step": step}, indent=1) + "\n").encode()]
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        without = [n for n, p in model.named_parameters() if id(p) in trained and not optimizer.state.get(p)]
+        record = {**trainer_state, "step": step, "without_moments": without}
+        files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
     return files
 
 
@@ -551,7 +684,7 @@ def _commit(
 
     def clear() -> None:
         if rank == 0 and config is not None:
-            prune(directory, config)
+            prune(directory, config, step)
 
     def together(act: Callable[[], Any]) -> list[Any]:
         """What `act` gives on each process; if it fails on one, that is raised on all."""

@@ -47,6 +47,9 @@ class TrainConfig:
     """hybrid: processes that hold one model among them; null is the processes of a node."""
     gradient_checkpointing: bool = False
     compile: bool = False
+    resume: str | int | None = None
+    """step-N: resumes from that checkpoint and not from the newest. Once: later starts with the same value
+    resume from the newest again. Checkpoints behind it are set aside."""
     cpu_threads: int | None = None
     """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
 

@@ -23,6 +23,12 @@ class SourceUnavailable(InputError):
     exit_code = 75
 
 
+class NothingTrained(InputError):
+    """A run came to its end and no step of it reached the weights."""
+
+    exit_code = 65
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """At a command line: an `InputError` becomes one line on stderr and its exit code, never a traceback."""

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -78,7 +79,8 @@ def export(
     with written(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
         if (run_dir / "tokenizer").is_dir():
-            shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True)
+            sums = shutil.ignore_patterns("manifest.json")  # of the folder in the run
+            shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
         facts = facts if facts is not None else metrics.read_facts(run_dir)
@@ -238,7 +240,10 @@ def card(
             "validation loss",
             last["val_loss"]
             and f"{last['val_loss']['val_loss']:.4f}, perplexity {last['val_loss']['val_ppl']:.2f}, "
-            f"at step {last['val_loss']['step']}",
+            f"at step {last['val_loss']['step']}"
+            + (
+                "" if math.isfinite(last["val_loss"]["val_loss"]) else ": NOT FINITE, this model is of no use"
+            ),
         ),
         ("written with", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items())),
     ]

@@ -65,11 +65,21 @@ class LogConfig:
 class RunLog:
     """One process's view of the run: metrics.jsonl, TensorBoard, tracker and console, kept together.
 
-    A log opened at a step forgets everything beyond it: after a resume no step is reported twice. Processes
-    other than the main one pass `quiet=True` and write nothing.
+    A log opened at a step forgets everything beyond it: after a resume no step is reported twice. With
+    `keep_events`, as after a rollback, it keeps the events. Processes other than the main one pass
+    `quiet=True` and write nothing.
     """
 
-    def __init__(self, run_dir: Path, config: LogConfig, *, step: int, steps: int, quiet: bool = False):
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        step: int,
+        steps: int,
+        quiet: bool = False,
+        keep_events: bool = False,
+    ):
         self.quiet, self.steps = quiet, steps
         self.board = self.progress = self.tracker = None
         if quiet:
@@ -77,7 +87,8 @@ class RunLog:
         self.file = run_dir / "metrics.jsonl"
         if config.tracker != "none":
             self.tracker = Tracker(config, run_dir, self.say)
-        cut(self.file, step)
+        if bad := cut(self.file, step, keep_events):
+            self.say(f"{self.file}: {bad} line(s) cannot be read; they stay there and are passed over")
         self.stream = self.file.open("a", encoding="utf-8")
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -249,8 +260,17 @@ def announce(
 
 
 def read_facts(run_dir: Path) -> dict:
+    """run.json, {} without one. Raises `InputError` where it cannot be read."""
     file = run_dir / "run.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no facts")
+    except ValueError as error:
+        raise InputError(f"{file}: unreadable: {error}") from None
+    return facts
 
 
 @torch.no_grad()
@@ -289,20 +309,43 @@ def versions() -> dict[str, str]:
 
 
 def read(file: Path) -> Iterator[dict]:
-    """The lines of a metrics.jsonl; a last one that a killed process left unfinished is not a line."""
-    with file.open(encoding="utf-8") as stream:
+    """The lines of a metrics.jsonl; what is no line of ours, such as one that a kill tore, is passed over.
+    Numbers that JSON has no form for are floats again: nan, inf, -inf."""
+    for _, values in _lines(file):
+        if values is not None:
+            yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
+
+
+def cut(file: Path, step: int, keep_events: bool = False) -> int:
+    """Takes the lines beyond `step`, with `keep_events` all but events, and a torn last line out of a
+    metrics.jsonl. Returns how many of the others cannot be read; they stay."""
+    if not file.exists():
+        return 0
+    kept, bad, beyond = [], 0, False
+    for line, values in _lines(file):
+        if values is None:
+            if line.endswith(b"\n") and not beyond:
+                bad += 1
+                kept.append(line)
+            continue
+        beyond = values["step"] > step
+        if not beyond or (keep_events and "event" in values):
+            kept.append(line)
+    write_atomically(file, b"".join(kept))
+    return bad
+
+
+def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
+    """Every line of a metrics.jsonl as it stands, and what it says; None for one that cannot be read."""
+    with file.open("rb") as stream:
         for line in stream:
+            values = None
             try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def cut(file: Path, step: int) -> None:
-    """Takes the lines beyond `step`, and a torn last line, out of a metrics.jsonl."""
-    if file.exists():
-        kept = [json.dumps(values) for values in read(file) if values.get("step", 0) <= step]
-        write_atomically(file, "".join(f"{line}\n" for line in kept))
+                values = json.loads(line)
+                readable = isinstance(values, dict) and isinstance(values["step"], int)
+            except (ValueError, KeyError):
+                readable = False
+            yield line, values if readable and line.endswith(b"\n") else None
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -87,11 +88,13 @@ def build_tokenizer(
     config.check()
     directory = Path(directory)
     if config.train:
-        if not (directory / "tokenizer_config.json").exists():
-            partial = directory.with_name(directory.name + ".partial")
-            (_train_words if config.train == "words" else _train_bpe)(config, data).save_pretrained(partial)
-            partial.replace(directory)  # a run killed while saving leaves no half tokenizer
-        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
+        if not is_whole(directory):
+            save_tokenizer((_train_words if config.train == "words" else _train_bpe)(config, data), directory)
+        try:
+            return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
+        except Exception as error:  # one that an older version saved, without sums
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{directory}: damaged: {reason}; delete it and it is trained again") from None
     name = config.path or ""
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
@@ -110,6 +113,34 @@ def build_tokenizer(
             f"tokenizer {name!r} cannot be loaded: give a directory, a Hub id, a tokenizer.json, "
             f"a SentencePiece model, or train: bpe or words ({reason})"
         ) from None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """`directory` has all of the tokenizer, on the disk and with its sums, or is what it was."""
+    from nalanda import checkpoint
+
+    part, old = (directory.with_name(f".tmp-{directory.name}{end}") for end in ("", "-old"))
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
+    tokenizer.save_pretrained(part)
+    checkpoint.write_manifest(part)
+    if directory.exists():
+        directory.rename(old)
+    part.rename(directory)
+    checkpoint.sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether a tokenizer is there with the bytes that `save_tokenizer` wrote, or one of an older version,
+    without sums. Prints what is wrong with one that is there."""
+    from nalanda import checkpoint
+
+    if not directory.is_dir() or not (directory / "manifest.json").exists():
+        return (directory / "tokenizer_config.json").exists()
+    if problem := checkpoint.verify(directory):
+        print(f"{directory}: damaged, made again: {problem}", flush=True)
+    return problem is None
 
 
 def mistral_model() -> Path:

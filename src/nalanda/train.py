@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,11 @@ from transformers import (
 from nalanda import NalandaConfig, carry, checkpoint, guards, metrics, parallel
 from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
 from nalanda.data import PackedBatches, validation_batches
-from nalanda.errors import InputError
+from nalanda.errors import InputError, NothingTrained
 from nalanda.export import export
 from nalanda.fetch import offline
 from nalanda.optim import build_optimizer, learning_rate
-from nalanda.tokenizer import build_tokenizer, check_vocabulary
+from nalanda.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 
 
 def train(config: RunConfig) -> Path:
@@ -53,6 +53,7 @@ def train(config: RunConfig) -> Path:
     Raises:
         InputError: the settings, the data or the folder cannot work, or training diverges. Where it is the
             data that fails, a checkpoint of the last step was saved.
+        NothingTrained: every step was left out.
         SystemExit: 128 + signal after a SIGTERM, SIGINT or SIGUSR1 on any process: the step was finished, a
             checkpoint saved, and the same command goes on from there. A second signal ends the process.
     """
@@ -61,30 +62,27 @@ def train(config: RunConfig) -> Path:
     sharing = parallel.choose(config.train.parallel, os.environ)
     accelerator = launch(config)
     if not accelerator.is_main_process:
-        return _train(config, accelerator, sharing, {})
-    changes = claim(Path(config.output_dir), config)
+        return _train(config, accelerator, sharing, None)
     with alone(Path(config.output_dir)):
-        return _train(config, accelerator, sharing, changes)
+        return _train(config, accelerator, sharing, claim(Path(config.output_dir), config))
 
 
-def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, changes: dict) -> Path:
-    """`train`, once the processes are there and the folder is held."""
+def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, claimed: Any) -> Path:
+    """`train`, once the processes are there and the folder is held. claimed: the main one's from `claim`."""
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    config = offline(config)
-    resume = agree(checkpoint.latest(run_dir / "checkpoints") if main else None)
+    config, (changes, facts, resume) = offline(config), agree(claimed)
     done = checkpoint.step_of(resume) if resume else 0
-    facts = metrics.read_facts(run_dir)
-    if facts.get("state") == "finished" and done >= config.train.steps:
+    if facts.get("state") == "finished" and done >= config.train.steps and exported(run_dir / "final"):
         if main:
             print(f"{run_dir} is finished, {done} steps: raise train.steps to go on", flush=True)
         return run_dir
 
     with accelerator.main_process_first():
         tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
-        if main and not (run_dir / "tokenizer").exists():
-            tokenizer.save_pretrained(run_dir / "tokenizer")
+        if main and not is_whole(run_dir / "tokenizer"):
+            save_tokenizer(tokenizer, run_dir / "tokenizer")
     batches, validation = open_batches(config, tokenizer, rank, processes)
 
     set_seed(config.seed)
@@ -102,8 +100,26 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     if config.data.long_documents == "carry":
         carry.check(model)
         states = carry.RowStates()
+    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
+
+    def load(path: Path | None, other: Callable[[], Path | None]) -> tuple[Path | None, dict, dict]:
+        """Loads `path`, or if its weights or moments are spoilt marks it and loads what `other` then finds.
+        Returns the path that was loaded, its trainer state and its data state; None where nothing is left."""
+        while path := agree(path):
+            state, data_state = checkpoint.load(path, model=model, optimizer=optimizer, rank=rank)
+            problem = saver.unsound(model, optimizer)
+            if problem is None:
+                return path, state, data_state
+            if main:
+                print(f"{path}: unsound, passed over: {problem}", flush=True)
+                checkpoint.mark(path, problem)
+                path = other()
+        return None, {}, {}
+
     if resume:
-        state, data_state = checkpoint.load(resume, model=model, optimizer=optimizer, rank=rank)
+        resume, state, data_state = load(resume, partial(checkpoint.latest, saver.directory))
+        if resume is None:
+            raise InputError(no_way_back(run_dir))
         batches.load_state_dict(data_state)
         at = restored(state, spikes)
         if states:
@@ -111,7 +127,6 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             states.load(carry.read_lanes(resume.glob("lanes-*"), own), own, accelerator.device)
 
     random_state = checkpoint.random_state()  # the loop's; what lies between may draw, as importing rich does
-    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
 
     def save(data_state: dict) -> Path:
         trainer_state = {**asdict(at), "spikes": spikes.state_dict(), "processes": processes}
@@ -122,6 +137,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     facts = {
         "state": "running",
         "step": at.step,
+        "saved": done,
         "steps": config.train.steps,
         "parameters": model.num_parameters(),
         "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
@@ -140,7 +156,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
         "pid": os.getpid(),
     }
     open_log = partial(metrics.RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    log, rollbacks = open_log(step=at.step), Counter()
+    log, rollbacks, back = open_log(step=at.step), Counter(), None
     seconds, since = 0.0, at.tokens  # of training since the last line: neither validation nor saving counts
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(guards.interruptible())
@@ -169,7 +185,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                     resume = save(before)
                     saver.wait()
                 if resume:
-                    log.say(f"stopped: saved {resume}; the same command goes on from there")
+                    log.say(f"stopped: saved; the same command resumes from {resume}")
                 raise failure or SystemExit(code // failed)
             watch.beat(f"step {step}, forward and backward")
             loss = torch.zeros((), device=accelerator.device)
@@ -195,7 +211,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
                 optimizer.step()
-                at.bad = []
+                at.bad, back = [], None
             else:  # nothing was multiplied by 0: weights, moments and their counts are as they were
                 at.bad, at.skipped = [*at.bad, problem], at.skipped + 1
                 log.event(step, "skipped", reason=problem)
@@ -206,21 +222,31 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             facts["step"] = step
             seconds += time.perf_counter() - began
 
-            if len(at.bad) >= config.guard.max_bad_steps and not stop:
+            end = step == config.train.steps
+            due = config.checkpoint.every and step % config.checkpoint.every == 0
+            saving = stop or end or (due and not at.bad)
+            # Nothing spoilt is ever saved: it would take the place of a checkpoint that is not.
+            spoilt = saver.unsound(model, optimizer) if saving else None
+            if spoilt:
+                log.event(step, "unsound", reason=spoilt)
+            if (spoilt or len(at.bad) >= config.guard.max_bad_steps) and not stop:
+                why = spoilt or f"{len(at.bad)} steps in a row were left out ({at.bad[-1]})"
                 saver.wait()
-                resume, why = agree(last_good(run_dir / "checkpoints") if main else None), at.bad
+                good = partial(last_good, saver.directory)
+                # Where no step was good behind the checkpoint that it went back to, one before that is taken.
+                resume, state, _ = load(good(suspect=back, reason=why) if main else None, good)
                 if resume is None or rollbacks[resume] == config.guard.max_rollbacks:
                     raise InputError(gave_up(step, why, resume))
                 rollbacks[resume] += 1
-                # The data stays where it is: the run goes on past the rows that spoilt it.
-                at = restored(checkpoint.load(resume, model=model, optimizer=optimizer, rank=rank)[0], spikes)
+                # The data stays where it is: the run resumes behind the rows that spoilt it.
+                reasons = at.bad or [why]
+                at, back = restored(state, spikes), resume
                 log.close()
-                log, seconds, since = open_log(step=at.step), 0.0, at.tokens
-                reason = f"{len(why)} bad steps ({why[-1]}): back to {resume.name}, on past their data"
-                log.event(at.step + 1, "rollback", reason=reason, to=at.step, at=step, reasons=why)
+                log, seconds, since = open_log(step=at.step, keep_events=True), 0.0, at.tokens
+                reason = f"{why}: back to {resume.name}, on past their data"
+                log.event(at.step + 1, "rollback", reason=reason, to=at.step, at=step, reasons=reasons)
                 continue
 
-            end = step == config.train.steps
             rate = (at.tokens - since) / seconds
             log.step(step, loss, rate)
             if problem is None and (end or step % config.log.every == 0):
@@ -234,16 +260,23 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 values |= metrics.negative_share(model, next(iter(validation.values()))[0]["input_ids"])
                 log.write(step=step, tokens=at.tokens, **values)
                 log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {perplexities(values)}")
-            due = config.checkpoint.every and step % config.checkpoint.every == 0
-            if stop or end or (due and not at.bad):
+            if saving and not spoilt:
                 watch.beat(f"step {step}, saving")
                 resume = save(batches.state_dict())
                 if stop or end:
                     saver.wait()
-            if stop and not end:
-                log.say(f"interrupted: saved {resume}; the same command goes on from there")
+                if main:  # an asynchronous save is not there yet, the one before it is
+                    facts["saved"] = max([0, *map(checkpoint.step_of, checkpoint.steps(saver.directory))])
+                    metrics.write_facts(run_dir, facts)
+            if stop and (spoilt or not end):
+                saved = f"not saved, {spoilt}" if spoilt else "saved"
+                log.say(f"interrupted: {saved}; the same command resumes from {resume or 'the beginning'}")
                 raise SystemExit(128 + stop)
 
+        if at.skipped >= at.step:
+            raise NothingTrained(
+                f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each"
+            )
         watch.beat("writing the model")
         facts |= {"state": "finished", "step": at.step}
         if main:
@@ -285,20 +318,49 @@ def take(
     return taken, None
 
 
-def last_good(directory: Path) -> Path | None:
-    """The newest whole checkpoint that was not saved between bad steps."""
+def last_good(directory: Path, suspect: Path | None = None, reason: str = "") -> Path | None:
+    """The newest usable checkpoint that was not saved between bad steps.
+
+    suspect: one that the run went back to in vain. One before it is preferred; if there is one, the suspect
+    is marked with `reason`.
+    """
     for path in reversed(checkpoint.steps(directory)):
-        if checkpoint.verify(path) is None and not json.loads((path / "trainer.json").read_text()).get("bad"):
-            return path
-    return None
+        if suspect is not None and checkpoint.step_of(path) >= checkpoint.step_of(suspect):
+            continue
+        if checkpoint.unusable(path) is not None or json.loads((path / "trainer.json").read_text())["bad"]:
+            continue
+        if suspect is not None:
+            checkpoint.mark(suspect, f"no step behind it was good: {reason}")
+        return path
+    return suspect
 
 
-def gave_up(step: int, why: list[str], back: Path | None) -> str:
-    last = f"{back} is unharmed and the run went back to it before" if back else "no checkpoint was saved yet"
+def gave_up(step: int, why: str, back: Path | None) -> str:
+    last = "no checkpoint was saved yet"
+    if back:
+        last = f"going back to {back}, whose weights and moments are finite, did not help"
     return (
-        f"step {step}: {len(why)} steps in a row were left out ({why[-1]}); none reached the weights. Lower "
-        f"optim.lr or lengthen schedule.warmup_steps; {last}"
+        f"step {step}: {why}; {last}. Lower optim.lr or lengthen schedule.warmup_steps; "
+        "train.resume=step-N resumes from a checkpoint of your choice"
     )
+
+
+def no_way_back(run_dir: Path) -> str:
+    """Why a run that has saved something cannot be resumed, and what to do."""
+    found = [f"{p.name} is {checkpoint.unusable(p)}" for p in checkpoint.steps(run_dir / "checkpoints")]
+    return (
+        f"{run_dir}: no checkpoint can be resumed from ({'; '.join(found) or 'none is left'}). Put one back "
+        f"from a copy, or move {run_dir} away to start over; nothing was changed"
+    )
+
+
+def exported(final: Path) -> bool:
+    """Whether the model folder has weights that can be read, and a config."""
+    try:
+        files = list(final.glob("*.safetensors"))
+        return bool(files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size)
+    except (InputError, OSError):
+        return False
 
 
 @contextlib.contextmanager
@@ -347,42 +409,118 @@ def launch(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def claim(run_dir: Path, config: RunConfig) -> dict[str, list]:
-    """Makes `run_dir` this run's; returns the settings that changed since it stopped, `{key: [old, new]}`.
+def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path | None]:
+    """Makes `run_dir`, which is held, this run's.
+
+    Returns the settings that changed since it stopped, `{key: [old, new]}`; what run.json says; and the
+    checkpoint to resume from, None at the beginning.
 
     Raises:
-        InputError: it holds another run, or something that is no run.
+        InputError: it holds another run, or one that cannot be resumed. Nothing in the folder was changed.
     """
-    file, changes = run_dir / "config.yaml", {}
+    file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
+    changes: dict[str, tuple] = {}
+    others: list[str] = []
+    saved, begun = checkpoint.steps(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
     if file.is_file():
-        changes = differences(load_config(file).to_dict(), config.to_dict())
+        changes = differences(recorded_recipe(file).to_dict(), config.to_dict())
         changes.pop("output_dir", None)  # the folder was moved
         others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
-        begun = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
         if others and begun:
             old, new = changes[others[0]]
             raise InputError(
                 f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; "
                 "choose another output_dir"
             )
-        if not checkpoint.steps(run_dir / "checkpoints") and (others or MOVABLE & changes.keys()):
-            # Stopped before anything was kept, by bad data for one: there is nothing to lose.
-            shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
-            changes = {}
-    elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise InputError(f"{run_dir} holds files that are no run of Nalanda's; choose another output_dir")
+    elif begun:
+        raise InputError(
+            f"{file} is missing: put it back, or write there the recipe that the run was begun with"
+        )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        facts = metrics.read_facts(run_dir)
+    except InputError as error:
+        print(f"{error}; it is written anew", flush=True)
+        facts = {}
+    if config.train.resume is not None and ("train.resume" in changes or not saved):
+        go_back_to(folder, config.train.resume)
+    resume = checkpoint.latest(folder)
+    if resume is None and (saved or ever_saved(run_dir, facts)):
+        raise InputError(no_way_back(run_dir))
+    if not saved and changes.keys() & {*others, *MOVABLE}:
+        # Stopped before anything was kept, by bad data for one: there is nothing to lose.
+        shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
+        changes = {}
+    try:
         checkpoint.write_atomically(file, config.to_yaml())
     except OSError as error:
         raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
-    return {key: list(values) for key, values in changes.items()}
+    return {key: list(values) for key, values in changes.items()}, facts, resume
+
+
+def recorded_recipe(file: Path) -> RunConfig:
+    """The recipe that a run recorded. Raises `InputError`, which names the file as damaged."""
+    try:
+        return load_config(file)
+    except (InputError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{file}: the run's own record of its recipe is damaged ({error}); put a copy back, or write "
+            "there the recipe that the run was begun with"
+        ) from None
+
+
+def ever_saved(run_dir: Path, facts: dict) -> bool:
+    """Whether the run has saved a checkpoint, by run.json, or without one by how far metrics.jsonl goes."""
+    if "saved" in facts:
+        return facts["saved"] > 0
+    file = run_dir / "metrics.jsonl"
+    every = recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
+    if every is None or not every.every:
+        return False
+    # A line behind a step means that its save has returned; an asynchronous one ends before the next begins.
+    last = max((line["step"] for line in metrics.read(file)), default=0)
+    return last > every.every * (2 if every.asynchronous else 1)
+
+
+def go_back_to(directory: Path, name: str | int) -> None:
+    """Makes checkpoint `name`, `step-N` or N, the newest one; later ones stay there as `later-step-M`.
+
+    Raises:
+        InputError: there is no such checkpoint, or it is damaged. Nothing was changed.
+    """
+    there = checkpoint.steps(directory)
+    chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
+    if chosen is None:
+        names = ", ".join(p.name for p in there) or "none"
+        raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
+    if (problem := checkpoint.verify(chosen)) is not None:
+        raise InputError(f"train.resume: {chosen} is damaged: {problem}")
+    (chosen / checkpoint.MARK).unlink(missing_ok=True)
+    for path in there[there.index(chosen) + 1 :]:
+        aside = path.with_name(f"later-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        print(f"{path} is set aside as {aside.name}", flush=True)
 
 
 @contextlib.contextmanager
 def alone(run_dir: Path) -> Iterator[None]:
-    """Holds the run's folder. Raises `InputError` while another process does: one that a launcher left behind
-    would go on writing beside this one."""
+    """Holds the run's folder, which is made where there is none. One who does not hold it changes nothing
+    there: a process that a launcher left behind would go on writing beside this one.
+
+    Raises:
+        InputError: another process holds it, it cannot be made, or it holds something that is no run.
+    """
+    try:
+        foreign = run_dir.is_file()
+        if run_dir.is_dir():
+            names = {path.name for path in run_dir.iterdir()} - {".lock"}
+            foreign = names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
+        if not foreign:
+            run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
+    if foreign:
+        raise InputError(f"{run_dir} holds files that are no run of Nalanda's; choose another output_dir")
     lock = FileLock(run_dir / ".lock")  # the system's kind, which ends with the process, however that ends
     try:
         lock.acquire(timeout=5)
@@ -390,7 +528,10 @@ def alone(run_dir: Path) -> Iterator[None]:
         raise InputError(
             f"{run_dir}: another process is training there; stop it or choose another output_dir"
         ) from None
-    except (OSError, NotImplementedError):  # a file system without locks
+    except PermissionError as error:
+        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
+    except (OSError, NotImplementedError):
+        print(f"{run_dir}: this file system has no locks: nothing keeps a second run out of it", flush=True)
         yield
         return
     try:
