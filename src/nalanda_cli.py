@@ -348,6 +348,30 @@ def runs(
 
 
 @app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="a run's folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, for other programs")] = False,
+) -> None:
+    """Check every checkpoint of a run: is it whole, finite, loadable?
+
+    Exit code 1 where one is not. Reads all of their bytes.
+    """
+    from pathlib import Path
+
+    from nalanda.verify import show, to_json, verify
+
+    verdicts = []
+    for verdict in verify(Path(run)):
+        verdicts.append(verdict)
+        if not as_json:
+            show(verdict)
+    if as_json:
+        print(to_json(verdicts))
+    if not all(verdict.good for verdict in verdicts):
+        raise SystemExit(1)
+
+
+@app.command()
 def plot(
     folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs")],
     output: Annotated[

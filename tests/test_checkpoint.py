@@ -424,3 +424,115 @@ def test_a_pickle_with_the_right_sums_is_refused_in_one_line(tmp_path, name):
 class Harm:
     def __reduce__(self):
         return pytest.fail, ("it was unpickled",)
+
+
+def resaved(file: Path, change) -> None:
+    """The moments of a checkpoint as `change` leaves them, with sums that fit."""
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
+    reseal(file.parent, **{file.name: None})
+
+
+MISFITS = {
+    "longer": (
+        lambda t: t.update({"bias.exp_avg": torch.zeros(4096)}),
+        r"bias\.exp_avg is float32 of \[4096\]",
+    ),
+    "shorter": (lambda t: t.update({"bias.exp_avg": torch.zeros(1)}), r"\[1\]; expected \[8\]"),
+    "transposed": (
+        lambda t: t.update({"embedding.weight.exp_avg_sq": torch.zeros(4, 8)}),
+        r"\[4, 8\]; expected \[8, 4\]",
+    ),
+    "a scalar": (lambda t: t.update({"bias.exp_avg_sq": torch.zeros(())}), r"of \[\]; expected \[8\]"),
+    "a long count": (lambda t: t.update({"bias.step": torch.zeros(8)}), r"bias\.step is float32 of \[8\]"),
+    "integers": (lambda t: t.update({"bias.exp_avg": torch.zeros(8, dtype=torch.int64)}), "int64"),
+    "one less": (lambda t: t.pop("bias.exp_avg_sq"), "bias has exp_avg, step; expected exp_avg, exp_avg_sq"),
+    "one more": (lambda t: t.update({"bias.other": torch.zeros(8)}), "bias has exp_avg, exp_avg_sq, other"),
+    "none": (
+        lambda t: [t.pop(f"bias.{k}") for k in ("step", "exp_avg", "exp_avg_sq")],
+        "it lacks those of bias",
+    ),
+    "a stranger": (lambda t: t.update({"stranger.step": torch.zeros(())}), "this model trains no stranger"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_moments_of_another_shape_are_refused(tmp_path, kind):
+    """Adam's kernels would write past them."""
+    change, words = MISFITS[kind]
+    model, optimizer = made(updates=1)
+    path = save(tmp_path, 1, model, optimizer)
+    resaved(path / "optimizer.safetensors", change)
+    assert checkpoint.verify(path) is None
+    with pytest.raises(InputError, match=words) as error:
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    assert "\n" not in str(error.value)
+
+
+def test_moments_that_were_never_there_are_not_missed(tmp_path):
+    """Of a parameter that got no gradient; and before the first update none has any."""
+    model, optimizer = made()
+    path = save(tmp_path, 1, model, optimizer)
+    stepped, other = made(updates=1)
+    checkpoint.load(path, model=stepped, optimizer=other)
+    assert not any(other.state[p] for p in stepped.parameters())
+    model.bias.requires_grad_(False)
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    model.bias.requires_grad_(True)
+    checkpoint.load(save(tmp_path, 2, model, optimizer), model=stepped, optimizer=other)
+    assert [name for name, p in stepped.named_parameters() if other.state[p]] == ["embedding.weight"]
+
+
+def test_muons_moments_are_held_to_their_own_shape(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, 1, model, optimizer)
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    resaved(
+        path / "optimizer.safetensors", lambda t: t.update({"0.weight.momentum_buffer": torch.zeros(4, 5)})
+    )
+    with pytest.raises(InputError, match=r"0\.weight\.momentum_buffer is float32 of \[4, 5\]"):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])
+def test_one_spoilt_value_is_found(value):
+    sound = {
+        "w": torch.randn(40, 5),
+        "h": torch.randn(9).bfloat16(),
+        "n": torch.arange(3),
+        "e": torch.zeros(0),
+    }
+    assert checkpoint.spoilt(sound) is None
+    for name, place in (("w", (39, 4)), ("h", 8)):
+        harmed = {key: tensor.clone() for key, tensor in sound.items()}
+        harmed[name][place] = value
+        assert checkpoint.spoilt(harmed).startswith(f"{name} has values of ")
+    assert checkpoint.spoilt({}) is None
+
+
+def test_a_mark_keeps_a_checkpoint_from_being_resumed_until_it_is_removed(tmp_path):
+    model, optimizer = made()
+    for step in (1, 2):
+        save(tmp_path, step, model, optimizer)
+    checkpoint.mark(tmp_path / "step-2", "w has values of nan")
+    said = []
+    assert checkpoint.latest(tmp_path, said.append) == tmp_path / "step-1"
+    assert said == [f"{tmp_path / 'step-2'}: unsound, passed over: w has values of nan"]
+    (tmp_path / "step-2" / checkpoint.MARK).unlink()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+
+
+def test_a_damaged_later_checkpoint_never_makes_retention_drop_a_whole_one(tmp_path):
+    model, optimizer = made()
+    for step in (5, 10):
+        save(tmp_path, step, model, optimizer)
+    (tmp_path / "step-10" / "trainer.json").write_text("")
+    config = CheckpointConfig(keep_last=1)
+    state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
+    checkpoint.Saver(tmp_path, config).save(6, **state)  # stopped behind the step that it went back to
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-6"

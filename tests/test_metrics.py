@@ -91,6 +91,44 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 1
 
 
+def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
+    """One flipped byte costs its own line, not all behind it."""
+    file = tmp_path / "metrics.jsonl"
+    bad = (b'{"step": 2, "lo\xffss": 1.5\n', b"17\n", b'{"loss": 1}\n')
+    good = [json.dumps(line(step)).encode() + b"\n" for step in (1, 3, 4, 5)]
+    file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
+    assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=4, steps=9)
+    log.train(**line(5))
+    log.close()
+    assert file.read_bytes().startswith(good[0] + b"".join(bad) + good[1] + good[2])
+    assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]
+    assert "3 line(s) cannot be read" in capsys.readouterr().out
+
+
+def test_a_rollback_keeps_the_events(tmp_path):
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=9)
+    log.train(**line(1))
+    for step in (2, 3):
+        log.event(step, "skipped", reason="the loss is nan")
+        log.train(**line(step))
+    log.close()
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
+    log.event(2, "rollback")
+    log.close()
+    found = [(m["step"], m.get("event")) for m in metrics.read(tmp_path / "metrics.jsonl")]
+    assert found == [(1, None), (2, "skipped"), (3, "skipped"), (2, "rollback")]
+
+
+def test_numbers_that_are_not_finite_come_back_as_numbers(tmp_path):
+    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=9)
+    log.write(step=1, val_loss=math.nan, val_ppl=math.inf, low=-math.inf, name="nan nan")
+    log.close()
+    (found,) = metrics.read(tmp_path / "metrics.jsonl")
+    assert math.isnan(found["val_loss"])
+    assert (found["val_ppl"], found["low"], found["name"]) == (math.inf, -math.inf, "nan nan")
+
+
 def tracked(monkeypatch, name: str) -> list[tuple]:
     """A wandb or trackio that notes what it is called with."""
     calls, module = [], types.ModuleType(name)

@@ -1,7 +1,12 @@
 """The loop: what its loss is a mean of, that nothing a run was told or did is lost, and what it refuses."""
 
+import hashlib
 import json
+import math
+import os
 import random
+import re
+import shutil
 import signal
 import sys
 import time
@@ -16,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mamba
 
 from nalanda import checkpoint, metrics
 from nalanda import train as loop
-from nalanda.config import load_config
+from nalanda.config import RunConfig, load_config
 from nalanda.errors import InputError
+from nalanda.verify import verify
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -371,6 +377,181 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     assert facts["changes"][0]["step"] == 4
     assert facts["changes"][0]["optim.lr"] == [0.003, 0.001]
     assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() != model
+
+
+@pytest.fixture
+def stopped(recipe, whole, tmp_path) -> tuple[Path, RunConfig]:
+    """A copy of the whole run, as if it had been killed behind its last checkpoint."""
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(run / "final")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "state": "running"}))
+    return run, configured(recipe, run)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("kept", ["run.json", "metrics.jsonl"])
+def test_a_run_without_a_usable_checkpoint_is_refused_and_stays_as_it_is(stopped, kept):
+    run, config = stopped
+    for path in checkpoint.steps(run / "checkpoints"):
+        (path / "trainer.json").write_text("{}")
+    before = contents(run)
+    with pytest.raises(
+        InputError, match=r"step-5 is damaged: trainer\.json.*step-24 is damaged.* over"
+    ) as error:
+        loop.train(config)
+    assert "\n" not in str(error.value)
+    assert contents(run) == before
+    # And where they are gone altogether, which run.json knows or the metrics tell.
+    shutil.rmtree(run / "checkpoints")
+    (run / "run.json").unlink() if kept == "metrics.jsonl" else (run / "metrics.jsonl").unlink()
+    (run / "checkpoints").mkdir()
+    before = contents(run)
+    with pytest.raises(InputError, match="none is left"):
+        loop.train(config)
+    assert contents(run) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, tmp_path, whole):
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(configured(recipe, run))
+    assert max(line["step"] for line in metrics.read(run / "metrics.jsonl")) == 5
+    loop.train(configured(recipe, run))
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
+    run, _ = stopped
+    chosen = configured(recipe, run, "train.resume=step-10")
+    checkpoint.mark(run / "checkpoints" / "step-10", "no step behind it was good")
+    loop.train(configured(recipe, run, "train.resume=10", "train.steps=24"))
+    out = capsys.readouterr().out
+    assert "goes on from step-10" in out
+    assert "step-24 is set aside as later-step-24" in out
+    assert outcome(run) == outcome(whole)
+    assert checkpoint.verify(run / "checkpoints" / "later-step-24") is None
+    for again in range(2):  # the choice is made once, however often a scheduler repeats the command
+        config = configured(recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0")
+        loop.train(config)
+        assert f"goes on from step-{(24, 26)[again]}" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"train\.resume: .* has no step-7; there are .*step-24"):
+        loop.train(configured(recipe, run, "train.resume=step-7"))
+    (run / "checkpoints" / "step-10" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match=r"train\.resume: .*step-10 is damaged: model\.safetensors"):
+        loop.train(chosen)
+
+
+HARMS = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "emptied": lambda file: os.truncate(file, 0),
+    "flipped": lambda file: flip(file),
+    "gone": Path.unlink,
+}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "manifest.json"])
+def test_a_damaged_tokenizer_is_made_again(stopped, whole, harm, name, capsys):
+    """From the same documents; the checkpoint knows whether it is the same."""
+    run, config = stopped
+    HARMS[harm](run / "tokenizer" / name)
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+    assert contents(run / "tokenizer") == contents(whole / "tokenizer") or name == "manifest.json"
+    if harm != "gone":
+        assert f"tokenizer: damaged, made again: {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):
+    run, config = stopped
+    HARMS[harm](run / "run.json")
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+    assert metrics.read_facts(run)["state"] == "finished"
+
+
+@pytest.mark.parametrize("harm", ["emptied", "cut", "gone"])
+def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
+    run, config = stopped
+    HARMS[harm](run / "config.yaml")
+    before = contents(run)
+    words = "is missing: put it back" if harm == "gone" else "own record of its recipe is damaged"
+    with pytest.raises(InputError, match=rf"{run / 'config.yaml'}.* {words}") as error:
+        loop.train(config)
+    assert "\n" not in str(error.value)
+    assert contents(run) == before
+    shutil.copy(recipe, run / "config.yaml")  # as the message says
+    loop.train(config)
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_path):
+    config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
+    final = loop.train(config) / "final"
+    expected = (final / "model.safetensors").read_bytes()
+    for harm in (lambda: shutil.rmtree(final), lambda: os.truncate(final / "model.safetensors", 999)):
+        harm()
+        loop.train(config)
+        assert (final / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_loses_no_model(recipe, tmp_path, monkeypatch, capsys, value):
+    monkeypatch.setattr(loop, "loss_sums", lambda *_: (value, 100))
+    run = loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
+    assert AutoModelForCausalLM.from_pretrained(run / "final").config.model_type == "nalanda"
+    assert metrics.read_facts(run)["state"] == "finished"
+    card = (run / "final" / "README.md").read_text()
+    assert re.search(rf"validation loss \| {value:g}, perplexity .* at step 2: NOT FINITE", card)
+    assert "not finite" in capsys.readouterr().out
+
+
+def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
+    from nalanda_cli import app
+
+    run, _ = stopped
+    folder = run / "checkpoints"
+    with pytest.raises(SystemExit) as ended:
+        app(["verify", str(run)])
+    assert not ended.value.code
+    assert capsys.readouterr().out.splitlines()[0] == "step-5: whole, finite, loadable"
+    flip(folder / "step-5" / "rank-0.pt")
+    for step, file, harm in (
+        (10, "model.safetensors", lambda t: t["lm_head.weight"].view(-1)[3].fill_(math.nan)),
+        (15, "optimizer.safetensors", lambda t: t.update({"lm_head.weight.exp_avg": torch.zeros(7)})),
+    ):
+        tensors = safetensors.torch.load_file(folder / f"step-{step}" / file)
+        harm(tensors)
+        safetensors.torch.save_file(tensors, folder / f"step-{step}" / file)
+        manifest = json.loads((folder / f"step-{step}" / "manifest.json").read_text())
+        content = (folder / f"step-{step}" / file).read_bytes()
+        manifest["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / f"step-{step}" / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    checkpoint.mark(folder / "step-20", "no step behind it was good")
+    with pytest.raises(SystemExit) as ended:
+        app(["verify", str(run), "--json"])
+    assert ended.value.code == 1
+    found = {v["step"]: v for v in json.loads(capsys.readouterr().out)}
+    assert [step for step, v in found.items() if v["good"]] == [24]
+    assert "rank-0.pt" in found[5]["whole"]
+    assert found[10]["finite"] == "lm_head.weight has values of nan"
+    assert "expected [320, 32]" in found[15]["loadable"]
+    assert found[20]["marked"] == "no step behind it was good"
+    with pytest.raises(InputError, match="no checkpoints here"):
+        next(verify(run.parent))
 
 
 # ----------------------------------------------------------------------------------------------- refusals

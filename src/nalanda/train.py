@@ -260,6 +260,8 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 values |= metrics.negative_share(model, next(iter(validation.values()))[0]["input_ids"])
                 log.write(step=step, tokens=at.tokens, **values)
                 log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {perplexities(values)}")
+                if not math.isfinite(at.val_loss):
+                    log.say("WARNING    the validation loss is not finite: this model is of no use")
             if saving and not spoilt:
                 watch.beat(f"step {step}, saving")
                 resume = save(batches.state_dict())

@@ -90,5 +90,15 @@ def _misfit(path: Path, optim: OptimConfig) -> str | None:
     return None
 
 
+def show(verdict: Verdict) -> None:
+    """A line for each checkpoint, and one for each thing that is wrong with it."""
+    parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
+    said = ", ".join(name if answer == "yes" else f"not {name}" for name, answer in parts.items())
+    print(f"step-{verdict.step}: {said}{', marked' * (verdict.marked is not None)}", flush=True)
+    for name, answer in [*parts.items(), ("marked", verdict.marked or "yes")]:
+        if answer != "yes":
+            print(f"    {name}: {answer}", flush=True)
+
+
 def to_json(verdicts: list[Verdict]) -> str:
     return json.dumps([{**asdict(v), "good": v.good} for v in verdicts], indent=1)
