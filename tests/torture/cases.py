@@ -14,12 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from harness import (
+    PRETRAIN,
     Torn,
     Trainer,
     checkpoints,
@@ -31,12 +33,15 @@ from harness import (
     rows_given,
     same,
     stream,
+    tensors,
 )
+from safetensors.torch import load_file, save_file
 
 from nalanda import checkpoint
 from nalanda import train as loop
 from nalanda.config import load_config
 from nalanda.prepared import open_set
+from nalanda.verify import verify
 
 
 @dataclass
@@ -518,12 +523,44 @@ def bad_steps(work: Work) -> str:
     events = [line for line in lines(run) if "event" in line]
     skipped = [line["step"] for line in events if line["event"] == "skipped"]
     rollbacks = [line for line in events if line["event"] == "rollback"]
-    need(skipped == [20, 24, 28, 32], f"skipped steps in metrics.jsonl: {skipped}")
+    need(skipped == [20, 24, 28, 32, *range(40, 45)], f"skipped steps in metrics.jsonl: {skipped}")
     need(len(rollbacks) == 1 and rollbacks[0]["to"] == 35, f"rollbacks: {rollbacks}")
     made, meant = stream(run), stream(whole)
     need(all(made[s] == meant[s] for s in range(1, 36)), "other rows before the rollback")
     need(all(made[s] == meant[s + 9] for s in range(36, 72)), "it did not go on past the bad rows")
     return "4 bad steps changed nothing; 5 in a row: from step 44 back to 35, on with the rows of step 45"
+
+
+def spoilt_at_a_save(work: Work) -> str:
+    """A weight or a moment that has gone NaN, inf or 1e30 when a checkpoint is due: nothing of it is saved,
+    the run goes back to the last sound checkpoint and ends with sound weights; so on one rank of two"""
+    kinds = ["weight nan", "weight 1e30", "moment inf"]
+    for kind, processes in [*((kind, 1) for kind in kinds), ("moment nan", 2)]:
+        run = work.run(f"spoilt-{kind.replace(' ', '-')}")
+        orders = {"processes": processes, "spoil": {"nth": 4, "kind": kind, "rank": processes - 1}}
+        finish(work.recipe, run, "train.steps=28", "checkpoint.keep_last=1", **orders)
+        events = [(line["event"], line["step"]) for line in lines(run) if "event" in line]
+        need(events == [("unsound", 28), ("rollback", 22)], f"{kind}: {events}")
+        check_sound(run)
+    return f"{len(kinds) + 1} harms at the save of step 28: back to 21, and the model is sound"
+
+
+def check_sound(run: Path) -> None:
+    """Weights and moments of every checkpoint are finite."""
+    for verdict in verify(run):
+        need(verdict.good, f"step-{verdict.step}: {verdict}")
+
+
+def nan_validation(work: Work) -> str:
+    """A validation loss that is NaN or inf: the run ends well, the model is there and its card says it"""
+    for value in ("nan", "inf"):
+        run = work.run(f"validation-{value}")
+        text = finish(work.recipe, run, "train.steps=16", validation=value)
+        need("not finite" in text, text[-400:])
+        card = (run / "final" / "README.md").read_text()
+        need("NOT FINITE" in card, card[:800])
+        need(checkpoint.shapes(run / "final" / "model.safetensors"), "no weights")
+    return "2 runs; final/ is whole, its card says NOT FINITE"
 
 
 def bad_step_on_one_rank(work: Work) -> str:
@@ -742,6 +779,152 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return (difference / sum(g.square().sum() for g in expected.values())).sqrt().item()
 
 
+# ------------------------------ two at once, and a folder that was harmed
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`; parts of files that are being written are left out."""
+    found = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file() and ".tmp-" not in str(p)):
+        with contextlib.suppress(FileNotFoundError):
+            found[str(file.relative_to(folder))] = file.read_bytes()
+    return found
+
+
+def two_at_once(work: Work) -> str:
+    """A second start in the folder of a running one, with the same settings, others, and another corpus:
+    refused with code 2, it changes not a byte; the first run ends as if it had been alone"""
+    run, refused = work.run("twice"), 0
+    pause, elsewhere = {"at": "forward", "after_step": 3}, work.folder / "corpus-copy"
+    shutil.copytree(work.folder / "corpus", elsewhere)
+    parts = [f"{{name: {n}, source: {elsewhere / n}, weight: {w}}}" for n, w in (("web", 2), ("code", 1))]
+    with Trainer(work.recipe, run, pause=pause) as first:
+        first.paused()  # before its first checkpoint: then a tokenizer would be made anew
+        before = snapshot(run)
+        for settings in ((), ("optim.lr=1",), (f"data.mixture=[{', '.join(parts)}]",), ("seed=9",)):
+            command = [sys.executable, str(PRETRAIN), str(work.recipe), f"output_dir={run}", *settings]
+            done = subprocess.run(command, capture_output=True, text=True)
+            need(done.returncode == 2, f"exit code {done.returncode}: {done.stderr[-400:]}")
+            need("another process is training there" in done.stderr, done.stderr[-400:])
+            need(snapshot(run) == before, "the refused start changed the folder")
+            refused += 1
+        first.go()
+        first.end()
+    return f"{refused} refused; {same(run, work.whole())}"
+
+
+def no_checkpoint_left(work: Work) -> str:
+    """Every checkpoint damaged, or all of them gone: refused with code 2 and a line that names each; not a
+    byte changes, however often it is started; with one put back the run goes on"""
+    run = work.run("none-left")
+    with Trainer(work.recipe, run) as trainer:
+        trainer.until(lambda: 21 in checkpoints(run), "checkpoint 21")
+        trainer.kill()
+    shutil.copytree(run / "checkpoints", kept := work.run("none-left.kept"))
+    named = {path.name for path in checkpoints(run).values()}
+    for path in checkpoints(run).values():
+        flip(path / "model.safetensors")
+    for gone in (False, True):
+        if gone:
+            shutil.rmtree(run / "checkpoints")
+        before = snapshot(run)
+        for _ in range(2):
+            with Trainer(work.recipe, run) as trainer:
+                text = trainer.end(2)
+            said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+            need(len(said) == 1 and "Traceback" not in text, text[-600:])
+            need(gone or all(name in said[0] for name in named), said[0])
+            need(snapshot(run) == before, "the refused start changed the folder")
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    shutil.copytree(kept, run / "checkpoints")
+    finish(work.recipe, run)
+    return f"4 starts refused; then {same(run, work.whole())}"
+
+
+def other_moments(work: Work) -> str:
+    """Moments of other shapes, too few or too many, with sums that fit: refused in a line with code 2, where
+    Adam's kernels would write past them"""
+    run = work.run("moments")
+    with Trainer(work.recipe, run, "train.steps=20") as trainer:
+        trainer.until(lambda: 7 in checkpoints(run), "checkpoint 7")
+        trainer.kill()
+    last = checkpoints(run)[max(checkpoints(run))]
+    file, kept = last / "optimizer.safetensors", (last / "optimizer.safetensors").read_bytes()
+    moments = load_file(file)
+    name = next(key for key in moments if key.endswith(".exp_avg") and moments[key].ndim == 2)
+    harms: dict[str, dict[str, torch.Tensor | None]] = {
+        "longer": {name: torch.zeros(1 << 20)},
+        "shorter": {name: torch.zeros(1)},
+        "transposed": {name: torch.zeros(*reversed(moments[name].shape), 2)},
+        "a scalar": {name: torch.zeros(())},
+        "gone": {name: None},
+        "more": {"no.such.weight.exp_avg": torch.zeros(4)},
+        "integers": {name: torch.zeros(moments[name].shape, dtype=torch.int64)},
+    }
+    for harm, change in harms.items():
+        changed = {**moments, **change}
+        save_file({key: t for key, t in changed.items() if t is not None}, file)
+        reseal(last)
+        need(checkpoint.verify(last) is None, "the sums do not fit")
+        with Trainer(work.recipe, run, "train.steps=20") as trainer:
+            text = trainer.end(2)
+        need("Traceback" not in text and "nalanda: " in text, f"{harm}: {text[-400:]}")
+        need("optimizer.safetensors" in text, f"{harm}: {text[-400:]}")
+        file.write_bytes(kept)
+    reseal(last)
+    finish(work.recipe, run, "train.steps=20")
+    return f"{len(harms)} harms refused; then {same(run, work.whole('train.steps=20'))}"
+
+
+def harmed_folder(work: Work) -> str:
+    """Any file of a run's folder outside checkpoints/ cut short, emptied, bit-flipped or gone: the run
+    resumes and ends with the same weights, or refuses in a line with code 2 that names the file; there is no
+    traceback, and no checkpoint changes"""
+    origin, outcomes = work.run("harmed"), Counter()
+    with Trainer(work.recipe, origin, "train.steps=20", "log.tensorboard=true") as trainer:
+        trainer.until(lambda: 14 in checkpoints(origin), "checkpoint 14")
+        trainer.kill()
+    expected = tensors(work.whole("train.steps=20") / "final" / "model.safetensors")
+    files = sorted(p.relative_to(origin) for p in origin.rglob("*") if p.is_file())
+    files = [p for p in files if p.parts[0] != "checkpoints" and p.name != ".lock"]
+    harms: tuple[Callable[[Path], None], ...] = (cut, empty, flip, Path.unlink)
+    for file in files:
+        for harm in harms:
+            run = work.run("harmed.copy")
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(origin, run)
+            harm(run / file)
+            before, what = snapshot(run / "checkpoints"), f"{harm.__name__} of {file}"
+            with Trainer(work.recipe, run, "train.steps=20", "log.tensorboard=true") as trainer:
+                text = trainer.end(None)
+            code = trainer.process.returncode
+            need("Traceback" not in text, f"{what}: {text[-400:]}")
+            if code == 0:
+                need(tensors(run / "final" / "model.safetensors") == expected, f"{what}: other weights")
+                outcomes["resumed"] += 1
+                continue
+            said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+            need(code == 2 and len(said) == 1, f"{what}: exit code {code}: {text[-400:]}")
+            need(file.parts[0] in said[0] or "holds another run" in said[0], f"{what}: {said[0]}")
+            need(snapshot(run / "checkpoints") == before, f"{what}: checkpoints changed")
+            outcomes["refused"] += 1
+    told = ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
+    return f"{len(files)} files × {len(harms)} harms: {told}"
+
+
+def clock(work: Work) -> str:
+    """A clock that jumps by years, forwards and back, within every step: the run is the same, the speeds in
+    its metrics are positive"""
+    run = work.run("clock")
+    with Trainer(work.recipe, run, clock=True) as trainer:
+        trainer.until(lambda: trained(run) >= 30, "step 30")
+        trainer.kill()
+    finish(work.recipe, run, clock=True)
+    rates = [line["tokens_per_second"] for line in lines(run) if "tokens_per_second" in line]
+    need(rates and all(0 < rate < 1e7 for rate in rates), f"tokens a second: {rates}")
+    return f"a jump at every look at it; {same(run, work.whole())}"
+
+
 # ------------------------------ the hostile
 
 
@@ -887,6 +1070,13 @@ CASES = (
     sleeping_rank,
     bad_steps,
     bad_step_on_one_rank,
+    spoilt_at_a_save,
+    nan_validation,
+    two_at_once,
+    no_checkpoint_left,
+    other_moments,
+    harmed_folder,
+    clock,
     servers,
     changed,
     accumulation,

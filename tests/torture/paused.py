@@ -16,6 +16,10 @@ the trainer, its saves and its data run unchanged.
     dump     true: what the first step was given and the gradient that came of it, to dump-R.pt
     timeout  seconds after which a server has stalled
     enospc   n: the n-th fsync in checkpoints/ says that the disk is full
+    spoil    {nth, kind, rank}: before the n-th save of this rank a weight or a moment becomes "weight nan",
+             "moment 1e30", …
+    validation  nan or inf: what every validation finds
+    clock    true: the clock of the wall jumps by years whenever it is looked at
     group    characters that a stream tokenises at a time: small ones make positions fall within an epoch
 """
 
@@ -111,9 +115,19 @@ if "enospc" in ORDERS:
 
     os.fsync = full
 
+if ORDERS.get("clock"):
+    wall, looks = time.time, 0
+
+    def jumping() -> float:
+        global looks
+        looks += 1
+        return wall() + (-1) ** looks * 3e8
+
+    time.time = jumping
+
 import torch  # noqa: E402
 
-from nalanda import data, metrics, remote  # noqa: E402
+from nalanda import checkpoint, data, metrics, remote  # noqa: E402
 from nalanda import train as loop  # noqa: E402
 
 if "group" in ORDERS:
@@ -198,6 +212,23 @@ def fingerprint() -> str:
                 found.update(key.encode() + local.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
 
+
+if spoil := ORDERS.get("spoil"):
+    saves, unsound = 0, checkpoint.Saver.unsound
+
+    def spoiling(saver, model, optimizer):
+        global saves
+        saves += 1
+        if saves == spoil["nth"] and spoil["rank"] == RANK:
+            weight = next(p for p in model.parameters() if p.ndim == 2)
+            what, value = spoil["kind"].split()
+            tensor = weight.data if what == "weight" else optimizer.state[weight]["exp_avg_sq"]
+            tensor.view(-1)[5] = float(value)
+        return unsound(saver, model, optimizer)
+
+    checkpoint.Saver.unsound = spoiling
+if "validation" in ORDERS:
+    loop.loss_sums = lambda *_: (float(ORDERS["validation"]), 100)
 
 loop.build_model, loop.build_optimizer = watched_model, watched_optimizer
 RunLog: Any = metrics.RunLog
