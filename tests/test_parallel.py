@@ -440,8 +440,8 @@ def test_accelerate_takes_the_configs(monkeypatch):
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does, in an environment to be
-    activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
+    """Stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does, in an environment to
+    be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     programs = {
         "scontrol": 'echo "$@" >> log; echo node1',

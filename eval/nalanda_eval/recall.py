@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.checkpoint import write_atomically
 from nalanda.config import nearest, parse_yaml
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
+from nalanda.generate import choose_device
 from nalanda.info import size
 from nalanda.metrics import versions
 from nalanda.model import FEATURE_MAPS, MIXERS
@@ -620,8 +621,8 @@ def recall(
     Raises:
         InputError: an unknown name, or values that cannot work.
     """
-    console, output = Console(), Path(output)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    console, output = Console(), output_folder(output, "--output")
+    device = choose_device(device)
     known, base, training = override(QUICK if quick else TASKS, overrides or [])
     for name in tasks or ():
         if name not in known:

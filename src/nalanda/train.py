@@ -33,12 +33,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nalanda import NalandaConfig, carry, checkpoint, guards, metrics, parallel
+from nalanda import NalandaConfig, carry, checkpoint, guards, memory, metrics, parallel
 from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
 from nalanda.data import PackedBatches, validation_batches
-from nalanda.errors import InputError
+from nalanda.errors import InputError, explained, out_of_memory
 from nalanda.export import export
 from nalanda.fetch import offline
+from nalanda.generate import not_here, weight_files
 from nalanda.optim import build_optimizer, learning_rate
 from nalanda.tokenizer import build_tokenizer, check_vocabulary
 
@@ -59,12 +60,13 @@ def train(config: RunConfig) -> Path:
     config.check()
     transformers.logging.disable_progress_bar()  # of saving a few files; the run has its own
     sharing = parallel.choose(config.train.parallel, os.environ)
-    accelerator = launch(config)
-    if not accelerator.is_main_process:
-        return _train(config, accelerator, sharing, {})
-    changes = claim(Path(config.output_dir), config)
-    with alone(Path(config.output_dir)):
-        return _train(config, accelerator, sharing, changes)
+    with memory.named(config):
+        accelerator = launch(config)
+        if not accelerator.is_main_process:
+            return _train(config, accelerator, sharing, {})
+        changes = claim(Path(config.output_dir), config)
+        with alone(Path(config.output_dir)):
+            return _train(config, accelerator, sharing, changes)
 
 
 def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, changes: dict) -> Path:
@@ -88,7 +90,9 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     batches, validation = open_batches(config, tokenizer, rank, processes)
 
     set_seed(config.seed)
-    model = build_model(config, tokenizer, weights=resume is None)
+    # On a CPU weights, gradients and moments come to lie beside each other, one moment at the least.
+    each = 12 if accelerator.device.type == "cpu" and sharing == "ddp" else 4
+    model = build_model(config, tokenizer, weights=resume is None, each=each)
     flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.prepare(accelerator, model, sharing, config.train, build)
@@ -311,7 +315,7 @@ def recorded(run_dir: Path, facts: dict) -> Iterator[None]:
         stopped = isinstance(error, SystemExit | KeyboardInterrupt)
         facts |= {"state": "interrupted" if stopped else "failed"}
         if not stopped:
-            facts["reason"] = (str(error).splitlines() or [type(error).__name__])[0]
+            facts["reason"] = (str(explained(error) or error).splitlines() or [type(error).__name__])[0]
         raise
     finally:
         metrics.write_facts(run_dir, facts)
@@ -375,7 +379,7 @@ def claim(run_dir: Path, config: RunConfig) -> dict[str, list]:
         run_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.write_atomically(file, config.to_yaml())
     except OSError as error:
-        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
+        raise InputError(f"output_dir: {explained(error) or error}") from None
     return {key: list(values) for key, values in changes.items()}
 
 
@@ -419,15 +423,21 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
 
 
-def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
-    """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded."""
+def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True, each: int = 4) -> PreTrainedModel:
+    """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
+
+    each: bytes of memory that there must be for a parameter. Raises `InputError`.
+    """
     model_config = build_model_config(config, tokenizer)
+    memory.check_model(model_config, each)
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     if path is None or not weights:
         with _in_one_line("model"):
             return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    with _in_one_line("model.init_from"):
+    with _in_one_line(f"model.init_from: {path}"):
+        if Path(path).is_dir():
+            weight_files(Path(path))
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=model_config,
@@ -466,7 +476,7 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         with _in_one_line("model"):
             model_config: PreTrainedConfig = source(**keys)
     else:
-        with _in_one_line("model"):
+        with _in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
             found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
         model_config, unknown = found
         if unknown:
@@ -627,5 +637,7 @@ def _in_one_line(where: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:
+        if out_of_memory(error):
+            raise
         first, *rest = [line.strip() for line in str(error).strip().splitlines()]
         raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None
