@@ -32,7 +32,7 @@ from nalanda.generate import choose_device
 from nalanda.info import size
 from nalanda.metrics import versions
 from nalanda.model import FEATURE_MAPS, MIXERS
-from nalanda.model.options import check_types
+from nalanda.model.options import check_names, check_types
 from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.grid import Jobs, follow, key
@@ -243,6 +243,10 @@ def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
     if not all("=" in option for option in options):
         raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
     values = {name: parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
+    try:
+        check_names(values, MIXERS[name])
+    except TypeError as error:
+        raise InputError(f"--mixers: {mixer!r}: {error}") from None
     return {"mixer": name, "mixer_options": values, "feature_map": feature_map}
 
 

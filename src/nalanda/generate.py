@@ -47,7 +47,6 @@ def load(
     try:
         if (folder := Path(name).expanduser()).is_dir():
             name = str(folder)
-            weight_files(folder)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -70,9 +69,13 @@ def load(
 
 
 def check_name(name: str) -> None:
-    """Refuse a local path that holds no checkpoint, and an id that the hub has no model for."""
+    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
+        try:
+            weight_files(path)
+        except InputError as error:
+            raise InputError(f"cannot load {name}: {error}") from None
         return
     if (path / "final" / "config.json").is_file():
         raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")

@@ -64,7 +64,7 @@ def check_model(config: PreTrainedConfig, each: int) -> None:
     count = parameters(config)
     if (needed := each * count) > (free := host()):
         raise InputError(
-            f"model: {count / 1e6:,.1f} M parameters take {size(needed)} of memory and {size(free)} are free: "
+            f"model: {count / 1e6:,.1f} M parameters take {size(needed)}, {size(free)} of memory is free: "
             "lower model.hidden_size, model.num_hidden_layers or the vocabulary"
         )
 

@@ -374,7 +374,7 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
         raise ValueError(f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}")
     row = FEATURE_MAPS[name]
     try:
-        check_names(options, row, own=("num_heads", "head_dim"))
+        check_names(options, row)
     except TypeError as error:
         raise TypeError(f"feature_map {name!r}: {error}") from None
     check_types(options, getattr(row, "func", row).__init__.__annotations__, f"feature_map {name!r}: ")

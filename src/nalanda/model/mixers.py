@@ -37,7 +37,7 @@ def build_mixer(name: str, config, layer_idx: int) -> Mixer:
         check_types({name: options}, {name: dict}, "mixer_options.")
     check_types(options, MIXERS[name].__init__.__annotations__, f"mixer {name!r}: ")
     try:
-        check_names(options, MIXERS[name], own=("k_heads", "v_heads"))
+        check_names(options, MIXERS[name])
         return MIXERS[name](config, layer_idx, **options)
     except TypeError as error:  # a misspelt option, of the mixer or of its map
         raise ValueError(f"mixer {name!r}: {error}") from None

@@ -32,15 +32,16 @@ def check_types(values: dict, annotations: dict, where: str = "") -> None:
             raise ValueError(f"{where}{name}={value!r} must be {words}")
 
 
-def check_names(options: dict, function, own: tuple[str, ...] = ()) -> None:
-    """Raises TypeError for the first of `options` that is no keyword-only parameter of `function`.
+SIZES = ("k_heads", "v_heads", "num_heads", "head_dim")
+"""Keyword-only parameters that subclasses and builders give; nobody's options."""
 
-    own: parameters that are no options.
-    """
+
+def check_names(options: dict, function) -> None:
+    """Raises TypeError for the first of `options` that is no keyword-only parameter of `function`."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own]
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in SIZES]
     for name in options:
         if name not in known:
             there = f"; there are {', '.join(known)}" if known else "; it has none"
