@@ -26,7 +26,7 @@ console = Console(highlight=False)
 
 def main(overrides: list[str]) -> None:
     from nalanda.config import load_config
-    from nalanda.errors import one_line_errors
+    from nalanda_cli import one_line_errors
 
     recipe = os.path.relpath(RECIPES / "demo.yaml")
     with one_line_errors():

@@ -5,12 +5,13 @@
 Every key of a recipe can be given again as `section.key=value`. Started again with the same output_dir, a
 run goes on where it stopped.
 
-Exit codes, with the same command going on from the last checkpoint after each but the first two:
+Exit codes; after each but the first two the same command resumes from the last checkpoint:
 
     0    finished
     2    bad input, or training that diverges: one line on stderr
     70   a process made no progress for guard.hang_timeout seconds; its stacks are on stderr
-    74   the disk is full: the earlier checkpoints are unharmed
+    71   out of memory: the line says what would fit; the earlier checkpoints are unharmed
+    74   the disk is full, or a file may not grow further: the earlier checkpoints are unharmed
     75   a server did not give the data, retries included; a checkpoint was saved
     130, 138, 143   SIGINT, SIGUSR1, SIGTERM: the step was finished and a checkpoint saved
 
@@ -25,20 +26,10 @@ Several processes on CPUs (accelerate's `--cpu --num_processes 2` would start on
 
 import sys
 
-from nalanda.config import load_config
-from nalanda.errors import InputError, one_line_errors
-from nalanda.train import train
-
-
-def main(arguments: list[str]) -> None:
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return
-    with one_line_errors():
-        if not arguments:
-            raise InputError("usage: pretrain.py RECIPE [section.key=value ...]")
-        train(load_config(arguments[0], arguments[1:]))
-
+from nalanda_cli import main
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+    else:
+        main(["train", *sys.argv[1:]])

@@ -3,9 +3,10 @@
 #
 #     sbatch recipes/slurm.sh recipes/nala_340m.yaml output_dir=/shared/runs/nala train.parallel=hybrid
 #
-# output_dir must lie on storage that all nodes see. Three minutes before the time is up Slurm signals this
-# script; the trainer finishes its step, saves and exits with 138, and the job goes back into the queue, to go
-# on from there.
+# It may be submitted from any folder, and a copy of it from anywhere. output_dir must lie on storage that all
+# nodes see. Three minutes before the time is up Slurm signals this script; the trainer finishes its step, saves
+# and exits with 138, and the job returns to the queue, to resume from there. In every other case the script ends
+# with the code of its launcher.
 #SBATCH --job-name=nalanda
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -16,34 +17,59 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
+# Fill in what your cluster asks for, and take one # away:
+##SBATCH --account=ACCOUNT
+##SBATCH --partition=PARTITION
 set -uo pipefail
+
+# The environment that Nalanda is installed in: fill in its folder, set NALANDA_ENV, or submit with it activated.
+environment="${NALANDA_ENV:-${VIRTUAL_ENV:-$PWD/.venv}}"
+if [[ -f "$environment/bin/activate" ]]; then
+    source "$environment/bin/activate"
+fi
+# Slurm runs a copy of this script from a folder of its own, so the package is asked where its recipes are.
+NALANDA_PRETRAIN=$(python -c '
+import importlib.util, pathlib
+package = pathlib.Path(importlib.util.find_spec("nalanda").origin).parent
+places = package / "recipes", package.parents[1] / "recipes"  # of an installed package, of a checkout
+print(next(p / "pretrain.py" for p in places if (p / "pretrain.py").is_file()))
+' 2>/dev/null) || {
+    echo "slurm.sh: no Nalanda in $environment: set NALANDA_ENV to the folder of its environment" >&2
+    exit 2
+}
+export NALANDA_PRETRAIN
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export NALANDA_RENDEZVOUS="$host:$((20000 + SLURM_JOB_ID % 20000))"
 export NALANDA_PROCESSES="${SLURM_GPUS_ON_NODE:-8}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 
+# The exit code of process $1. A trapped signal ends `wait` early, with a code of its own, and the trap sets
+# `woken`: wait again. bash keeps the code of a process that has ended, so none is lost however soon that was.
+ended() {
+    while woken=; wait "$1"; code=$?; [[ -n "$woken" ]]; do :; done
+    return "$code"
+}
+
 # One task a node. torchrun itself must not die of USR1: it ignores it, and its processes have handlers of their
-# own. A trapped signal ends `wait` early, with a code above 128; hence the loop.
-srun --kill-on-bad-exit=1 bash -c '
+# own.
+srun --kill-on-bad-exit=1 bash -c "$(declare -f ended)"'
     (trap "" USR1; exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NALANDA_PROCESSES" \
         --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$NALANDA_RENDEZVOUS" \
-        recipes/pretrain.py "$@") &
+        "$NALANDA_PRETRAIN" "$@") &
     agent=$!
-    trap "pkill -USR1 -P $agent" USR1
-    code=129
-    while kill -0 "$agent" 2>/dev/null; do wait "$agent"; code=$?; done
-    exit "$code"
+    trap "woken=yes; pkill -USR1 -P $agent" USR1
+    ended "$agent"
 ' bash "$@" &
 step=$!
 
 signalled=
-trap 'signalled=yes; kill -USR1 "$step"' USR1  # srun hands it on to its tasks
-code=129
-while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done
+trap 'signalled=yes woken=yes; kill -USR1 "$step"' USR1  # srun hands it on to its tasks
+ended "$step"
+code=$?
 
 if [[ -n "$signalled" && "$code" -ne 0 ]]; then  # not 138: torchrun makes every code a 1
-    echo "out of time: requeued, to go on from the checkpoint"
+    echo "out of time: requeued, to resume from the checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi

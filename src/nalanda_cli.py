@@ -4,10 +4,14 @@ It stands outside the package because importing that costs seconds: each command
 `--help` nothing.
 """
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
+import typer.main
 
 app = typer.Typer(
     help="Pretrain linear-attention language models, score them, stream text from them.",
@@ -728,18 +732,66 @@ def kernels(
     raise typer.Exit(subprocess.run(command, env=environment).returncode)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """The `nalanda` command; by default with the process's own arguments."""
     # Warnings of the libraries below are for their callers, not for who typed the command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    with one_line_errors():
+        command = typer.main.get_command(app)
+        given = sys.argv[1:] if arguments is None else arguments
+        with command.make_context("nalanda", list(given)) as context:
+            command.invoke(context)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """At a command line: what a person can mend is one line on stderr and an exit code, never a traceback."""
     try:
-        app()
-    except ValueError as error:
-        # The module that knows InputError costs an import of the package; by now whoever raised it has paid.
-        if not hasattr(error, "exit_code"):
+        yield
+    except typer.Exit as stop:
+        raise SystemExit(stop.exit_code) from None
+    except BrokenPipeError:  # the reader, `head` for one, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        line, code = _said(error)
+        if code is None:
             raise
-        typer.echo(f"nalanda: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
+        print(line, file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
+
+
+def _said(error: BaseException) -> tuple[str, int | None]:
+    """The line and the exit code for `error`; None where only a traceback tells what is wrong."""
+    if _interrupted(error):
+        return "nalanda: interrupted", 130
+    if isinstance(error, typer.BadParameter.__mro__[1]):  # typer's: a wrong use of the command
+        place = error.ctx.command_path if error.ctx else "nalanda"
+        text = error.format_message()
+        if "\n" in text:  # the help that a command without arguments gives
+            return text, error.exit_code
+        takes = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
+        how = "; a recipe's settings are written section.key=value, such as train.steps=10"
+        return f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}", error.exit_code
+    # The module that knows our errors costs an import of the package; by now whoever raised one has paid.
+    if "nalanda.errors" not in sys.modules:
+        return "", None
+    from nalanda.errors import explained
+
+    known = explained(error)
+    return (f"nalanda: {known}", known.exit_code) if known else ("", None)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether it comes of ctrl-C; libraries that are being imported make other errors of that."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -438,16 +438,21 @@ def test_accelerate_takes_the_configs(monkeypatch):
         assert parallel.choose("auto", env) == kind
 
 
-def test_slurm_requeues_what_it_interrupted(tmp_path):
-    """With stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does."""
+@pytest.fixture
+def cluster(tmp_path):
+    """Stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does, in an environment to
+    be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
     programs = {
         "scontrol": 'echo "$@" >> log; echo node1',
         "srun": 'shift; exec "$@"',
-        "torchrun": f"{sys.executable} worker.py || exit 1",
+        "torchrun": f'echo "${{@: -2}}" > asked; {sys.executable} worker.py || exit 1',
+        "python": f'exec {sys.executable} "$@"',
     }
     for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        (tmp_path / "env" / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "env" / "bin" / name).chmod(0o755)
+    (tmp_path / "env" / "bin" / "activate").write_text(f"PATH={tmp_path}/env/bin:$PATH\n")
     # Python, as the trainer is: bash cannot trap what was ignored as it started.
     (tmp_path / "worker.py").write_text("""
 import pathlib, signal
@@ -459,9 +464,18 @@ signal.alarm(60)
 pathlib.Path("up").touch()
 while True: signal.pause()
 """)
-    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
-    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = subprocess.Popen(["bash", ROOT / "recipes" / "slurm.sh", "recipe.yaml"], env=env, cwd=tmp_path)
+
+    def start(**more) -> subprocess.Popen:
+        slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+        env = os.environ | slurm | {"NALANDA_ENV": str(tmp_path / "env")} | more
+        command = ["bash", ROOT / "recipes" / "slurm.sh", "recipe.yaml"]
+        return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
+    script = cluster()
     while not (tmp_path / "up").exists():
         assert script.poll() is None
         time.sleep(0.02)
@@ -469,12 +483,27 @@ while True: signal.pause()
     assert script.wait(timeout=60) == 0
     said = (tmp_path / "log").read_text().splitlines()
     assert said == ["show hostnames node[1-2]", "saved", "requeue 17"]
+    assert (tmp_path / "asked").read_text() == f"{ROOT / 'recipes' / 'pretrain.py'} recipe.yaml\n"
 
-    (tmp_path / "torchrun").write_text("#!/bin/bash\nexit 2\n")
-    (tmp_path / "log").unlink()
-    done = subprocess.run(["bash", ROOT / "recipes" / "slurm.sh", "recipe.yaml"], env=env, cwd=tmp_path)
-    assert done.returncode == 2
+
+def test_slurm_ends_with_its_launchers_code(tmp_path, cluster):
+    """However soon that was: here every shell waits, before each command, until what it started has ended."""
+    (tmp_path / "slow.sh").write_text(
+        "trap '[[ -z \"${!-}\" ]] || while builtin kill -0 $!; do :; done 2>/dev/null' DEBUG\n"
+    )
+    (tmp_path / "env" / "bin" / "torchrun").write_text("#!/bin/bash\nexit 2\n")
+    for more in ({}, {"BASH_ENV": str(tmp_path / "slow.sh")}):
+        assert cluster(**more).wait(timeout=60) == 2
     assert "requeue" not in (tmp_path / "log").read_text()
+
+
+def test_slurm_without_nalanda_is_told_what_to_set(tmp_path, cluster):
+    (tmp_path / "env" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
+    script = cluster()
+    assert script.communicate()[1].strip() == (
+        f"slurm.sh: no Nalanda in {tmp_path}/env: set NALANDA_ENV to the folder of its environment"
+    )
+    assert script.returncode == 2
 
 
 # ------------------------------------------------------------------------------------------------- the choice

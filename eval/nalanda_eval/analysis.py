@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.baselines import token_mixers
-from nalanda.config import load_config
+from nalanda.config import check_seed, load_config
 from nalanda.data import DataConfig
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
 from nalanda.fetch import offline
-from nalanda.generate import bos_token, load
+from nalanda.generate import bos_token, choose_device, load
 from nalanda.metrics import versions
 from nalanda.model import build_feature_map
 from nalanda.tokenizer import build_tokenizer
@@ -231,12 +231,9 @@ def analyze(
     """
     if length < 2 or rows < 1:
         raise InputError(f"--length {length} --rows {rows}: take at least 2 tokens and 1 row")
+    check_seed(seed, "--seed")
     model, tokenizer, title, directory = open_model(name, overrides, seed, device, trust_remote_code)
-    directory = Path(output) if output else directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {directory}: {error.strerror}") from None
+    directory = output_folder(output or directory, "--output")
     config: Any = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if config.model_type != "nalanda" and longest and length > longest:
@@ -292,7 +289,7 @@ def open_model(
     name: str, overrides: list[str] | None, seed: int, device: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, Path]:
     """The model in fp32, its tokenizer, what to call it, and where its analysis goes by default."""
-    path = Path(name).expanduser()
+    path, device = Path(name).expanduser(), choose_device(device)
     options: Any = {"device": device, "dtype": "float32", "trust_remote_code": trust_remote_code}
     if path.is_dir() or ("/" in name and not path.is_file() and path.suffix not in (".yaml", ".yml")):
         if overrides:
@@ -308,10 +305,7 @@ def open_model(
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
     set_seed(seed)
     model: Any = build_model(config, tokenizer)
-    try:
-        model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    model = model.eval().to(device)
     state = "before training" if config.model.get("init_from") else f"untrained, seed {seed}"
     # Not in output_dir itself: a run refuses a folder that holds something else.
     beside = run.with_name(f"{run.name}-untrained")

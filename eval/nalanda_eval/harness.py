@@ -38,7 +38,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ from rich.progress import (
 )
 
 from nalanda import generate
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
 from nalanda_eval import report
 from nalanda_eval.perplexity import ratio
 from nalanda_eval.sources import find
@@ -109,6 +108,8 @@ def evaluate(
         raise InputError("max_length is the length of windows: without --long whole")
     for model in models:
         generate.check_name(model)
+    device = None if device is None else generate.choose_device(device)
+    directory = None if output is None else output_folder(output, "--output")
     sources, left_out = find(tasks, data)  # before the import, which takes many seconds
 
     processes = launched()
@@ -122,9 +123,6 @@ def evaluate(
 
         loaded = load_tasks(sources)
 
-    directory = None if output is None else Path(output)
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": _versions(),

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nalanda.config import load_config
 from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
 from nalanda.data import DataConfig
-from nalanda.errors import InputError
-from nalanda.generate import bos_token, check_name, load
+from nalanda.errors import InputError, output_folder
+from nalanda.generate import bos_token, check_name, choose_device, load
 from nalanda.metrics import versions
 from nalanda.model.state import fingerprint
 from nalanda_eval.figures import COLOURS, GREY, MARKERS, STYLE
@@ -81,11 +81,8 @@ def perplexity(
     for model in models:
         check_name(model)
     data = text_data(text, overrides or [], joined)
-    directory = Path(output)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {directory}: {error.strerror}") from None
+    device = choose_device(device)
+    directory = output_folder(output, "--output")
     measured: list[dict[str, Any]] = []
     for name in models:
         model, tokenizer = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)

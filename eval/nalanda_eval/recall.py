@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.checkpoint import write_atomically
 from nalanda.config import nearest, parse_yaml
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
+from nalanda.generate import choose_device
 from nalanda.info import size
 from nalanda.metrics import versions
 from nalanda.model import FEATURE_MAPS, MIXERS
-from nalanda.model.options import check_types
+from nalanda.model.options import check_names, check_types
 from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.grid import Jobs, follow, key
@@ -242,6 +243,10 @@ def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
     if not all("=" in option for option in options):
         raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
     values = {name: parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
+    try:
+        check_names(values, MIXERS[name])
+    except TypeError as error:
+        raise InputError(f"--mixers: {mixer!r}: {error}") from None
     return {"mixer": name, "mixer_options": values, "feature_map": feature_map}
 
 
@@ -620,8 +625,8 @@ def recall(
     Raises:
         InputError: an unknown name, or values that cannot work.
     """
-    console, output = Console(), Path(output)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    console, output = Console(), output_folder(output, "--output")
+    device = choose_device(device)
     known, base, training = override(QUICK if quick else TASKS, overrides or [])
     for name in tasks or ():
         if name not in known:

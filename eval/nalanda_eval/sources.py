@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
 from nalanda_eval.report import TABLE4
 
 PACKAGED = Path(__file__).parent / "tasks"
@@ -174,8 +174,7 @@ def fetch(tasks: list[str], directory: str) -> None:
     names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
     if unknown := [name for name in names if name not in LOCAL]:
         raise InputError(f"{unknown[0]}: no data to fetch; there are {', '.join([*GROUPS, *LOCAL])}")
-    root = Path(directory).expanduser()
-    root.mkdir(parents=True, exist_ok=True)
+    root = output_folder(directory, "--fetch")
     for name in names:
         file, local = _official(name, root).documents, LOCAL[name]
         if file:

@@ -24,9 +24,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from nalanda.config import RunConfig, load_config, nearest, parse_yaml, recipe_folders, section
+from nalanda.config import RunConfig, load_config, nearest, read_yaml, recipe_folders, section
 from nalanda.data import DataConfig
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_folder
 from nalanda.metrics import read, read_facts
 from nalanda.prepare import prepare
 from nalanda.prepared import is_prepared, open_set, read_index
@@ -152,7 +152,7 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
     for file in files:
         if not file.is_file():
             raise InputError(f"{file}: no such file; a study's folder has study.yaml and lm.yaml")
-    values, lm = (parse_yaml(file.read_text(encoding="utf-8"), str(file)) for file in files)
+    values, lm = (read_yaml(file) for file in files)
     study: Study = section(Study, values, "")
     study.claims = [section(Claim, claim, f"claims[{i}].") for i, claim in enumerate(study.claims)]
     questions = {
@@ -480,7 +480,7 @@ def begin(place: Path, *, quick: bool = False) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError(f"{place} holds files and no study.yaml; choose another folder")
     shipped = next(recipes / "study" for recipes in recipe_folders() if (recipes / "study").is_dir())
-    place.mkdir(parents=True, exist_ok=True)
+    output_folder(place, "the study's folder")
     for name in ("study.yaml", "lm.yaml"):
         shutil.copy(shipped / ("quick" if quick else "") / name, place / name)
 

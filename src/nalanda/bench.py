@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from nalanda.errors import InputError
+from nalanda.errors import InputError, output_file
 from nalanda.model import ops
 
 HEAD_DIM = 128  # K and V
@@ -47,6 +47,7 @@ def bench_ops(
     Raises:
         InputError: ours and the peer disagree; nothing is timed then.
     """
+    file = None if json is None else output_file(json, "--json")
     console, before = Console(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -64,8 +65,8 @@ def bench_ops(
     finally:
         torch.set_num_threads(before)
     figures = {"threads": threads, "torch": torch.__version__, "shapes": rows, "linearity": linearity}
-    if json is not None:
-        Path(json).write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     return figures
 
 

@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from nalanda.errors import output_file
 from nalanda.generate import carried
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.runs import FAINT, GREY, PALETTE
@@ -63,6 +64,8 @@ def bench_decode(
             softmax has random keys and values.
         json, png: files for the figures and for a picture.
     """
+    file = None if json is None else output_file(json, "--json")
+    picture = None if png is None else output_file(png, "--png")
     console, before = Console(highlight=False), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -87,11 +90,11 @@ def bench_decode(
         "states_read": read,
         "rows": rows,
     }
-    if json is not None:
-        Path(json).write_text(jsonlib.dumps(figures, indent=2) + "\n")
-    if png is not None:
-        draw(rows, png)
-        console.print(f"picture: {png}", soft_wrap=True)
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    if picture is not None:
+        draw(rows, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)
     return figures
 
 

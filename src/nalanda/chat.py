@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nalanda.config import check_seed
 from nalanda.errors import InputError
 from nalanda.generate import Printer, bos_token, ends, is_ours, load, load_state, read, sampling, speed
 from nalanda.model import State
@@ -148,6 +149,7 @@ def chat(
     trust_remote_code: bool = False,
 ) -> None:
     """Talks with a model until /quit or the end of the input; options as of `generate`."""
+    check_seed(seed, "--seed")
     options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     conversation = Conversation(network, tokenizer, options | ends(tokenizer), system)

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from nalanda.errors import DiskFull, InputError
+from nalanda.errors import DiskFull, InputError, no_room
 
 DTYPES = {
     "F64": torch.float64,
@@ -702,15 +702,14 @@ def _commit(
                 raise error
             kept = [p for p in steps(directory) if p != final]
             stays = f"{kept[-1].name} stays" if kept else "there is no earlier one"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not no_room(error):
                 raise InputError(f"{final}: not saved, {stays}: {error}")
             rest = need - sum(counts)
             rest = f"{_amount(rest)} of {_amount(need)} were still to be written" if rest else error.strerror
             if act is begin:
                 rest = error.strerror
-            raise DiskFull(
-                f"{final}: not saved, {stays}: the disk is full: {rest}; make room, and start again"
-            )
+            what = "a file may not grow further" if error.errno == errno.EFBIG else "the disk is full"
+            raise DiskFull(f"{final}: not saved, {stays}: {what}: {rest}; make room, and start again")
         return list(values)
 
     together(begin)

@@ -1,6 +1,5 @@
 """A run as its recipe states it: YAML and `section.key=value`, checked before any work begins."""
 
-import difflib
 import math
 import re
 import types
@@ -16,6 +15,7 @@ from nalanda.data import DataConfig
 from nalanda.errors import InputError
 from nalanda.guards import GuardConfig
 from nalanda.metrics import LogConfig
+from nalanda.model import options
 from nalanda.model.configuration import NalandaConfig
 from nalanda.optim import OptimConfig, ScheduleConfig
 from nalanda.remote import is_url, redact
@@ -112,6 +112,7 @@ class RunConfig:
                 f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
                 f"train.steps {self.train.steps}"
             )
+        check_seed(self.seed)
         self.accumulation(processes=1)
         if "auto" not in self.model and set(self.model) != {"init_from"}:
             try:
@@ -149,7 +150,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             value of the wrong type, settings that contradict one another.
     """
     path = find_recipe(str(path))
-    values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
     for override in overrides:
@@ -205,7 +206,19 @@ def _override(values: dict, override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-5 as text; here it is the number that whoever wrote it meant."""
+    """YAML 1.1 reads 1e-5 as text; here it is the number that whoever wrote it meant. A key that a mapping
+    has twice is an error: its first value would be lost without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        seen: dict[Any, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                problem = f"{key.value!r} is there twice, in line {seen[name]} first"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if name:
+                seen[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -213,14 +226,30 @@ _Loader.add_implicit_resolver(
 )
 
 
+def read_yaml(path: Path) -> Any:
+    """The values in a YAML file. Raises `InputError`, with the file's name and the line."""
+    content = path.read_bytes()
+    try:
+        return parse_yaml(content.decode("utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}: line {line}: not UTF-8: save it as UTF-8") from None
+
+
 def parse_yaml(text: str, source: str) -> Any:
+    """The values in YAML. Raises `InputError`, with `source` and the line."""
+    source = redact(source if len(source) < 100 else f"{source[:99]}…")
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise InputError(f"{source}: nested too deeply for a recipe") from None
+    except ValueError as error:  # a date or a number that there is not
+        raise InputError(f"{source}: not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = mark.line + 1 if mark else 1
-        raise InputError(f"{redact(source)}: line {line}: not YAML: {problem}") from None
+        raise InputError(f"{source}: line {line}: not YAML: {problem}") from None
 
 
 def section(cls: type, values: Any, where: str) -> Any:
@@ -234,7 +263,7 @@ def section(cls: type, values: Any, where: str) -> Any:
     known = [f for f in fields(cls) if f.init]
     for key in values:
         if key not in {f.name for f in known}:
-            raise InputError(f"{where}{key}: no such key{nearest(str(key), [f.name for f in known])}")
+            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [f.name for f in known])}")
     arguments = {}
     for f in known:
         if f.name in values:
@@ -303,11 +332,29 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Raises `InputError` for a seed that Python's, numpy's and torch's generators do not all take."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
+
+
+def _instead(cls: type, key: str, known: list[str]) -> str:
+    """What an unknown key of `cls` may mean: a key of the same section, or of another section of a recipe."""
+    sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
+    if cls in (RunConfig, *sections.values()) and not options.nearest(key, known, 0.75):
+        keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}
+        keys["model"] = list(NalandaConfig.__annotations__)
+        near = options.nearest(key, {key for names in keys.values() for key in names}, 0.75)
+        if places := [f"{name}.{near}" for name, names in keys.items() if near in names]:
+            return f"; did you mean {' or '.join(places)}?"
+    return nearest(key, known)
+
+
 def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean steps?`, or what there is."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
+    if close := options.nearest(name, known):
+        return f"; did you mean {close}?"
     return f"; there are {', '.join(known)}" if known else ""
 
 

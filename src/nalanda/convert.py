@@ -7,6 +7,7 @@ The work is to see that two configs mean the same model, and to refuse where the
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.errors import InputError
 from nalanda.export import on_hub, written
+from nalanda.generate import weight_files
 from nalanda.model import NalandaConfig
 from nalanda.remote import is_hub_id
 
@@ -429,23 +431,19 @@ def _stored(folder: Path) -> dict[str, Stored]:
     Raises:
         InputError: weights that are no safetensors, or not whole.
     """
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+    files = weight_files(folder)
+    if not files:
+        if pickles := [*folder.glob("*.bin"), *folder.glob("*.pth")]:
+            raise InputError(f"{pickles[0].name} is a pickle, which may run code: save it as safetensors")
+        run = (folder / "manifest.json").is_file()
+        raise InputError(
+            "no model.safetensors there" + "; nalanda export makes a model of a checkpoint" * run
+        )
     found = {}
-    for file in (folder / name for name in sorted(names)):
-        if not file.is_file():
-            if pickles := [*folder.glob("*.bin"), *folder.glob("*.pth")]:
-                raise InputError(f"{pickles[0].name} is a pickle, which may run code: save it as safetensors")
-            run = (folder / "manifest.json").is_file()
-            raise InputError(f"no {file.name} there" + "; nalanda export makes a model of a checkpoint" * run)
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  it is no dict
-                    found[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
-        except SafetensorError as error:
-            raise InputError(f"{file.name}: {error}") from None
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  it is no dict
+                found[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
     return found
 
 
@@ -525,7 +523,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
         InputError: what the other kind cannot express, by its name; nothing has been written then.
     """
     out, folder = Path(destination), _folder(source)
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -562,7 +560,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
 def _folder(source: str) -> Path:
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
-    with on_hub(source):
+    with on_hub(f"there is no folder {source}"):
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES]))
 
 

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda import checkpoint, metrics
 from nalanda.corpus import first_line
-from nalanda.errors import InputError, SourceUnavailable
+from nalanda.errors import InputError, SourceUnavailable, output_folder
 from nalanda.model.state import fingerprint
 from nalanda.remote import is_hub_id, redact, transient
 
@@ -99,8 +99,9 @@ def written(out: Path, replace: bool = False) -> Iterator[Path]:
     Raises:
         InputError: `out` exists and `replace` is False.
     """
-    if out.exists() and not replace:
+    if os.path.lexists(out) and not replace:
         raise InputError(f"{out} exists; choose another folder")
+    output_folder(out.parent, "the folder to make:")
     part, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -155,7 +156,7 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
     if get_token() is None:
         raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
     find_checkpoint(path, step)
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
     api = HfApi()
     with on_hub(repo):  # before the work that it would be a pity to have done for nothing

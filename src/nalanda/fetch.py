@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from nalanda.checkpoint import sha256_of, write_atomically
 from nalanda.corpus import first_line
-from nalanda.errors import InputError, SourceUnavailable
+from nalanda.errors import InputError, SourceUnavailable, output_folder
 from nalanda.remote import (
     download,
     identity_of,
@@ -218,7 +218,7 @@ def fetch(config: RunConfig, to: str | os.PathLike, *, max_shards: int | None = 
 
     root = Path(to).expanduser()
     index = _read_index(root, missing={"whole": {}, "files": {}})
-    root.mkdir(parents=True, exist_ok=True)
+    output_folder(root, "--to")
     wanted = needs(config)
     console = Console(stderr=True)
     for number, need in enumerate(wanted, 1):

@@ -1,5 +1,6 @@
 """Load a checkpoint with transformers' Auto classes and stream a continuation of a prompt, or of a state."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,12 +10,14 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import cached_file
 
-from nalanda.errors import InputError
+from nalanda.config import check_seed
+from nalanda.errors import InputError, explained, out_of_memory, output_file
 from nalanda.model import NalandaCache, State
 
 PIECE = 4096  # tokens of a prompt that are read between two looks at the progress bar
@@ -35,19 +38,23 @@ def load(
         InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
     """
     check_name(name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(device)
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
+        if (folder := Path(name).expanduser()).is_dir():
+            name = str(folder)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         model = model.to(device)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+    except Exception as error:  # tokenizers, safetensors and transformers have no common one
+        if out_of_memory(error):
+            raise explained(error) from None  # pyrefly: ignore[bad-raise]
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
@@ -62,9 +69,13 @@ def load(
 
 
 def check_name(name: str) -> None:
-    """Refuse a local path that holds no checkpoint before anything slow is imported; a hub id passes."""
+    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
+        try:
+            weight_files(path)
+        except InputError as error:
+            raise InputError(f"cannot load {name}: {error}") from None
         return
     if (path / "final" / "config.json").is_file():
         raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
@@ -72,6 +83,61 @@ def check_name(name: str) -> None:
         raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+    try:
+        cached_file(name, "config.json")
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
+
+
+def not_here(name: str) -> str:
+    """What to put before the hub's complaint about `name`, which may well be a misspelt folder."""
+    return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
+
+
+def choose_device(name: str | None) -> str:
+    """`name`, or the GPU where there is one, else the CPU. Raises `InputError` for what is not there."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()  # no values: `meta`
+    except (RuntimeError, AssertionError):
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
+    return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, all of them whole; [] where its weights are of another kind.
+
+    Raises:
+        InputError: a file is missing or damaged, or the index names one that is outside of the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            inside = all(Path(name).name == name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{index.name}: damaged, or no index of weights") from None
+        # The hub's cache has links from snapshots/REVISION to its blobs.
+        root = (
+            folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
+        )
+        for name in names:
+            if not inside or not (folder / name).resolve().is_relative_to(root):
+                raise InputError(f"{index.name}: {name} is outside of the folder, and was not read")
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise InputError(f"no {file.name} there, which {index.name} names")
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"{file.name}: damaged or cut short ({error}); copy or download it again"
+            ) from None
+    return [folder / name for name in names]
 
 
 def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -253,11 +319,15 @@ def generate(
     echoed = prompt if prompt != "-" and stream else None
     if file is not None:
         try:
-            prompt = Path(file).expanduser().read_text()
+            prompt = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {file}: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise InputError(f"cannot read {file}: {reason}") from error
     elif prompt == "-":
         prompt = sys.stdin.read()
+    check_seed(seed, "--seed")
+    if save_state is not None:
+        save_state = output_file(save_state, "--save-state")
     options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     options |= ends(tokenizer)
@@ -283,7 +353,7 @@ def generate(
             seconds = time.perf_counter() - start
             print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
         if save_state is not None:
-            held.save(Path(save_state).expanduser())
+            held.save(save_state)
         given: dict[str, Any] = {"state": held}
         skip, start = 0, time.perf_counter()
     else:

@@ -19,6 +19,7 @@ from nalanda import NalandaConfig, parallel
 from nalanda.config import RunConfig, load_config, nearest
 from nalanda.errors import InputError
 from nalanda.fetch import offline
+from nalanda.memory import parameters as count_parameters
 from nalanda.metrics import (
     PEAK_FLOPS,
     UTILISATION,
@@ -57,6 +58,7 @@ def info(
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # as training rounds it
     model_config = build_model_config(config)
+    count_parameters(model_config)  # refuses sizes that no tensor may have
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     parameters = sum(p.numel() for p in model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import json
@@ -26,7 +25,7 @@ import numpy as np
 
 from nalanda.checkpoint import sync
 from nalanda.corpus import Document, FileShard, Shard, TextShard, document_of, first_line, open_corpus
-from nalanda.errors import DiskFull, InputError
+from nalanda.errors import DiskFull, InputError, no_room
 from nalanda.prepared import (
     FORMAT,
     SPLITS,
@@ -531,7 +530,7 @@ def prepare(
                     errors.append(error)
                     progress.say(f"shard {number}: {error}; going on with the others")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
         raise DiskFull(
             f"{directory}: no space left; what is finished stays, and the same command goes on behind it"

@@ -6,7 +6,6 @@ What a server says about itself may hold a password or a signature, so messages 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import http.client
 import os
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
 from nalanda.corpus import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard, document_of, first_line
-from nalanda.errors import DiskFull, InputError, SourceUnavailable
+from nalanda.errors import DiskFull, InputError, SourceUnavailable, no_room
 
 if TYPE_CHECKING:
     from nalanda.data import DataConfig
@@ -316,8 +315,9 @@ def reachable(do: Callable[[], T], url: str) -> T:
     except InputError:
         raise
     except Exception as error:  # 404 and its like; requests, urllib3 and the system have no common one
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise DiskFull(f"{redact(url)}: no space is left in {error.filename or cache()}") from None
+        if no_room(error):
+            place = getattr(error, "filename", None) or cache()
+            raise DiskFull(f"{redact(url)}: no space is left in {place}") from None
         raise InputError(f"{redact(url)}: cannot be had ({_reason(error)})") from None
 
 

@@ -11,13 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from nalanda import NalandaConfig, metrics
-from nalanda.config import differences
-from nalanda.errors import InputError
+from nalanda.config import differences, read_yaml
+from nalanda.errors import InputError, output_file
 
 SILENT = 3600.0
 """Seconds without a line of metrics after which a run on another machine is taken for dead."""
@@ -155,6 +154,8 @@ def curve(folder: str | Path) -> Curve:
     """
     folder = Path(folder)
     file = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such directory; name the folder of a run")
     try:
         lines, config = list(_lines(folder)), _config(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
@@ -220,9 +221,10 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    png, curves = Path(png), [curve(folder) for folder in folders]
+    curves = [curve(folder) for folder in folders]
     if not curves:
         raise InputError("name at least one run to draw")
+    png = output_file(png, "--output")
     alone, axis = len(curves) == 1, {"steps": 0, "tokens": 1, "hours": 2}[x]
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
     marked = set()
@@ -274,7 +276,6 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     axes.spines["bottom"].set_color("#cbd5e0")
     axes.legend(frameon=False, loc="upper right", fontsize=10 if len(curves) < 6 else 8)
     figure.tight_layout()
-    png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png)
     plt.close(figure)
     return png
@@ -282,10 +283,10 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
 
 def _config(folder: Path) -> dict:
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(folder / "config.yaml")
     except FileNotFoundError:
         raise ValueError("config.yaml is missing") from None
-    except yaml.YAMLError:
+    except InputError:
         raise ValueError("config.yaml is not YAML") from None
     if not isinstance(config, dict):
         raise ValueError("config.yaml is no recipe")

@@ -33,12 +33,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nalanda import NalandaConfig, carry, checkpoint, guards, metrics, parallel
+from nalanda import NalandaConfig, carry, checkpoint, guards, memory, metrics, parallel
 from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
 from nalanda.data import PackedBatches, validation_batches
-from nalanda.errors import InputError, NothingTrained
+from nalanda.errors import InputError, NothingTrained, explained, out_of_memory, output_folder
 from nalanda.export import export
 from nalanda.fetch import offline
+from nalanda.generate import not_here, weight_files
 from nalanda.optim import build_optimizer, learning_rate
 from nalanda.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 
@@ -60,11 +61,12 @@ def train(config: RunConfig) -> Path:
     config.check()
     transformers.logging.disable_progress_bar()  # of saving a few files; the run has its own
     sharing = parallel.choose(config.train.parallel, os.environ)
-    accelerator = launch(config)
-    if not accelerator.is_main_process:
-        return _train(config, accelerator, sharing, None)
-    with alone(Path(config.output_dir)):
-        return _train(config, accelerator, sharing, claim(Path(config.output_dir), config))
+    with memory.named(config):
+        accelerator = launch(config)
+        if not accelerator.is_main_process:
+            return _train(config, accelerator, sharing, None)
+        with alone(Path(config.output_dir)):
+            return _train(config, accelerator, sharing, claim(Path(config.output_dir), config))
 
 
 def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, claimed: Any) -> Path:
@@ -86,7 +88,9 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     batches, validation = open_batches(config, tokenizer, rank, processes)
 
     set_seed(config.seed)
-    model = build_model(config, tokenizer, weights=resume is None)
+    # On a CPU weights, gradients and moments come to lie beside each other, one moment at the least.
+    each = 12 if accelerator.device.type == "cpu" and sharing == "ddp" else 4
+    model = build_model(config, tokenizer, weights=resume is None, each=each)
     flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.prepare(accelerator, model, sharing, config.train, build)
@@ -375,7 +379,7 @@ def recorded(run_dir: Path, facts: dict) -> Iterator[None]:
         stopped = isinstance(error, SystemExit | KeyboardInterrupt)
         facts |= {"state": "interrupted" if stopped else "failed"}
         if not stopped:
-            facts["reason"] = (str(error).splitlines() or [type(error).__name__])[0]
+            facts["reason"] = (str(explained(error) or error).splitlines() or [type(error).__name__])[0]
         raise
     finally:
         metrics.write_facts(run_dir, facts)
@@ -455,7 +459,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     try:
         checkpoint.write_atomically(file, config.to_yaml())
     except OSError as error:
-        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
+        raise InputError(f"output_dir: {explained(error) or error}") from None
     return {key: list(values) for key, values in changes.items()}, facts, resume
 
 
@@ -512,17 +516,12 @@ def alone(run_dir: Path) -> Iterator[None]:
     Raises:
         InputError: another process holds it, it cannot be made, or it holds something that is no run.
     """
-    try:
-        foreign = run_dir.is_file()
-        if run_dir.is_dir():
-            names = {path.name for path in run_dir.iterdir()} - {".lock"}
-            foreign = names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
-        if not foreign:
-            run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
-    if foreign:
+    names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
+    if run_dir.is_file() or (
+        names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
+    ):
         raise InputError(f"{run_dir} holds files that are no run of Nalanda's; choose another output_dir")
+    output_folder(run_dir, "output_dir")
     lock = FileLock(run_dir / ".lock")  # the system's kind, which ends with the process, however that ends
     try:
         lock.acquire(timeout=5)
@@ -530,8 +529,6 @@ def alone(run_dir: Path) -> Iterator[None]:
         raise InputError(
             f"{run_dir}: another process is training there; stop it or choose another output_dir"
         ) from None
-    except PermissionError as error:
-        raise InputError(f"output_dir: {run_dir}: {error.strerror}") from None
     except (OSError, NotImplementedError):
         print(f"{run_dir}: this file system has no locks: nothing keeps a second run out of it", flush=True)
         yield
@@ -562,15 +559,21 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
 
 
-def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True) -> PreTrainedModel:
-    """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded."""
+def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True, each: int = 4) -> PreTrainedModel:
+    """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
+
+    each: bytes of memory that there must be for a parameter. Raises `InputError`.
+    """
     model_config = build_model_config(config, tokenizer)
+    memory.check_model(model_config, each)
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     if path is None or not weights:
         with _in_one_line("model"):
             return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    with _in_one_line("model.init_from"):
+    with _in_one_line(f"model.init_from: {path}"):
+        if Path(path).is_dir():
+            weight_files(Path(path))
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=model_config,
@@ -609,7 +612,7 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         with _in_one_line("model"):
             model_config: PreTrainedConfig = source(**keys)
     else:
-        with _in_one_line("model"):
+        with _in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
             found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
         model_config, unknown = found
         if unknown:
@@ -770,5 +773,7 @@ def _in_one_line(where: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:
+        if out_of_memory(error):
+            raise
         first, *rest = [line.strip() for line in str(error).strip().splitlines()]
         raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
 from .mixers import MIXERS, build_mixer
-from .options import check_types
+from .options import check_types, did_you_mean
 
 # `transformers serve` takes the class that a config.json names from transformers itself: let it find there
 # the Auto class, which goes on to the code beside the checkpoint. On the modules' type, because transformers
@@ -114,6 +113,8 @@ class NalandaConfig(PreTrainedConfig):
         for name in _POSITIVE:
             if given.get(name, 1) <= 0:
                 raise ValueError(f"{name}={given[name]!r} must be positive")
+            if given.get(name, 1) > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
+                raise ValueError(f"{name}={given[name]!r} must be at most {most}")
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -161,10 +162,11 @@ class NalandaConfig(PreTrainedConfig):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(f"{field}={getattr(self, field)!r}: {names} has none of that; leave it out")
-        if self.mixer_options and set(self.mixer_options) <= set(MIXERS):
+        if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
-                    raise ValueError(f"mixer_options names {name!r}, which no layer has")
+                    near = did_you_mean(name, mixers)
+                    raise ValueError(f"mixer_options names {name!r}, which no layer has{near}")
 
     @property
     def key_dim(self) -> int:
@@ -186,13 +188,18 @@ class NalandaConfig(PreTrainedConfig):
         for key in keys:
             if key.startswith("_") or key in _FOREIGN_KEYS or key in self.attribute_map:
                 continue
-            near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(f"unknown model key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"unknown model key {key!r}{did_you_mean(key, known)}")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each mixer that the layers name, on the meta device: no memory."""
-        with torch.device("meta"):
-            return {name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)}
+        try:
+            with torch.device("meta"):
+                return {name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)}
+        except (OverflowError, RuntimeError) as error:  # beyond the sizes that a tensor may have
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"hidden_size={self.hidden_size}, num_heads={self.num_heads}: {reason}"
+            ) from None
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs a token at length `seq_len`; training costs three times as many.

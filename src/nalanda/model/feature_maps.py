@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import Fp32Module, at_least_fp32, no_autocast
-from .options import check_types
+from .options import check_names, check_types, did_you_mean
 from .soft import INVERSES, gaussian_kernel, landmark_weights
 
 EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
@@ -370,7 +370,12 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
     Raises ValueError for an unknown name or a bad value, TypeError for an option that the map does not have.
     """
     if name not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature_map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
+        near = did_you_mean(name, FEATURE_MAPS)
+        raise ValueError(f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}")
     row = FEATURE_MAPS[name]
+    try:
+        check_names(options, row)
+    except TypeError as error:
+        raise TypeError(f"feature_map {name!r}: {error}") from None
     check_types(options, getattr(row, "func", row).__init__.__annotations__, f"feature_map {name!r}: ")
     return row(num_heads=num_heads, head_dim=head_dim, **options)

@@ -4,7 +4,7 @@ from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
 from .delta import DeltaNet, GatedDeltaNet
 from .linear import GLA, MALA, LinearAttention, NaLaAttention, Pola, Retention, Soft
-from .options import check_types
+from .options import check_names, check_types, did_you_mean
 from .transnormer import NormAttention
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -29,14 +29,15 @@ def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     Raises ValueError for an unknown name, a bad value, or an option that neither mixer nor map has.
     """
     if name not in MIXERS:
-        raise ValueError(f"unknown mixer {name!r}: choose one of {', '.join(MIXERS)}")
+        near = did_you_mean(name, MIXERS)
+        raise ValueError(f"unknown mixer {name!r}{near or ':'} choose one of {', '.join(MIXERS)}")
     options = config.mixer_options
-    if options and set(options) <= set(MIXERS):  # each mixer's own, by name
+    if MIXERS.keys() & options.keys():  # each mixer's own, by name
         options = options.get(name, {})
         check_types({name: options}, {name: dict}, "mixer_options.")
     check_types(options, MIXERS[name].__init__.__annotations__, f"mixer {name!r}: ")
     try:
+        check_names(options, MIXERS[name])
         return MIXERS[name](config, layer_idx, **options)
-    except TypeError as error:  # Python's own word on a misspelt keyword-only option
-        where = f" with feature_map {config.feature_map!r}" if config.feature_map else ""
-        raise ValueError(f"mixer {name!r}{where}: {error}") from None
+    except TypeError as error:  # a misspelt option, of the mixer or of its map
+        raise ValueError(f"mixer {name!r}: {error}") from None

@@ -1,5 +1,7 @@
 """Whether what a JSON or YAML file gives is of the type that a field or an option is annotated with."""
 
+import difflib
+import inspect
 import math
 import types
 import typing
@@ -28,3 +30,30 @@ def check_types(values: dict, annotations: dict, where: str = "") -> None:
         if not fits(value, wanted):
             words = wanted.__name__ if isinstance(wanted, type) else str(wanted)
             raise ValueError(f"{where}{name}={value!r} must be {words}")
+
+
+SIZES = ("k_heads", "v_heads", "num_heads", "head_dim")
+"""Keyword-only parameters that subclasses and builders give; nobody's options."""
+
+
+def check_names(options: dict, function) -> None:
+    """Raises TypeError for the first of `options` that is no keyword-only parameter of `function`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in SIZES]
+    for name in options:
+        if name not in known:
+            there = f"; there are {', '.join(known)}" if known else "; it has none"
+            raise TypeError(f"no option {name!r}{did_you_mean(name, known) or there}")
+
+
+def nearest(name: str, known: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `known` that `name` may be a misspelling of."""
+    return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
+    """`, did you mean 'gla'?`, or nothing."""
+    near = nearest(name, known)
+    return f", did you mean {near!r}?" if near else ""
