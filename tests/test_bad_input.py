@@ -176,8 +176,8 @@ TABLE = [
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),
     # where nothing can be written
-    ("train r.yaml output_dir=dangling", rf"output_dir: {DANGLING}"),
-    ("train r.yaml output_dir=dangling/run", rf"output_dir: {DANGLING}"),
+    ("train r.yaml output_dir=dangling", rf"output_dir {DANGLING}"),
+    ("train r.yaml output_dir=dangling/run", rf"output_dir dangling/run: {DANGLING}"),
     ("eval model --tasks piqa --output dangling", rf"--output {DANGLING}"),
     ("eval model --tasks piqa --output file", r"--output file: a file; name a folder"),
     ("eval --tasks piqa --fetch dangling", rf"--fetch {DANGLING}"),
