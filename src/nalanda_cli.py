@@ -10,8 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import typer
-import typer.main
+try:
+    import typer
+    import typer.main
+except KeyboardInterrupt:  # before there is a `main` to say it
+    sys.stderr.write("nalanda: interrupted\n")
+    raise SystemExit(130) from None
 
 app = typer.Typer(
     help="Pretrain linear-attention language models, score them, stream text from them.",

@@ -7,7 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,19 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
         return
     context = get_context("spawn")  # a fork would inherit torch's threads
     with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_begin_worker) as pool:
+        # Processes inherit what is ignored: an interrupt while they load must not give a traceback from each.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for done in as_completed([pool.submit(job) for job in jobs]):
+            futures = [pool.submit(job) for job in jobs]
+        finally:
+            signal.signal(signal.SIGINT, before)
+        try:
+            for done in as_completed(futures):
                 yield done.result()
+        except BaseException:
+            for child in active_children():
+                child.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
