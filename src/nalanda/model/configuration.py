@@ -198,8 +198,8 @@ class NalandaConfig(PreTrainedConfig):
         """Forward FLOPs a token at length `seq_len`; training costs three times as many.
 
         A multiply-add is two. Counted: every matrix product, the head's included, the convolutions and the
-        mixers' own terms in the chunkwise form; not counted: the embedding's look-up, norms and other
-        elementwise work.
+        mixers' own terms, in the chunkwise form, of causal attention the half of T × T that is seen; not
+        counted: the embedding's look-up, norms and other elementwise work.
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
