@@ -189,6 +189,13 @@ class NalandaConfig(PreTrainedConfig):
             near = difflib.get_close_matches(key, known, 1)
             raise ValueError(f"unknown model key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
+    def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
+        """transformers'. It names the class that was saved for AutoModelForCausalLM; the decoder inside loads
+        from the same files, for AutoModel."""
+        if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
+            known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each mixer that the layers name, on the meta device: no memory."""
         with torch.device("meta"):
