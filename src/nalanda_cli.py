@@ -155,7 +155,7 @@ def perplexity(
     window: Annotated[
         int | None, typer.Option(help="tokens of the windows beside; by default the training length")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="documents are read until there are so many")] = 2**18,
+    tokens: Annotated[int, typer.Option(help="so many are scored; the last document is cut there")] = 2**18,
     output: Annotated[
         str, typer.Option(help="directory for perplexity.json, .csv and the picture")
     ] = "runs/perplexity",

@@ -335,10 +335,34 @@ def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "llama")
     (tmp_path / "llama" / "optimizer.pt").write_bytes(b"")
     ours = convert(str(tmp_path / "llama"), str(tmp_path / "ours"))
-    assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == tokenizer("ab").input_ids
+    loaded = AutoTokenizer.from_pretrained(ours)
+    assert loaded("ab").input_ids == tokenizer("ab").input_ids
+    padded = loaded(["ab", "c"], padding=True)
+    assert padded.input_ids == [tokenizer("ab").input_ids, [0, *tokenizer("c").input_ids]]
+    assert padded.attention_mask == [[1, 1, 1], [0, 1, 1]]
     assert AutoModelForCausalLM.from_pretrained(ours).generation_config.max_new_tokens == 17
     assert not (ours / "optimizer.pt").exists()
     assert (ours / "modeling.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "older", "pad"),
+    [
+        ({"eos_token": "</s>"}, None, "</s>"),
+        ({"eos_token": {"content": "</s>"}, "padding_side": "right"}, None, {"content": "</s>"}),
+        ({"eos_token": "</s>", "pad_token": "<pad>"}, None, "<pad>"),
+        ({}, {"eos_token": "</s>"}, "</s>"),
+        ({"eos_token": "</s>", "pad_token": None}, {"pad_token": "<pad>"}, "<pad>"),
+        ({}, None, None),
+    ],
+)
+def test_padding_takes_eos_where_there_is_no_token_for_it(settings, older, pad, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"extra": "ä"}))
+    if older is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    exporting.pad_batches(tmp_path)
+    found = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert found == settings | {"extra": "ä", "padding_side": "left", "pad_token": pad}
 
 
 # ------------------------------ what is refused

@@ -265,6 +265,23 @@ def test_states_of_left_padded_rows(small):
         small.read(tokens, attention_mask=mask.flip(1))
 
 
+def test_bos_in_mid_text_is_said(small, recwarn):
+    """Tokenised as in the README nothing is said; with the bos that tokenizers add, it is."""
+    state, more = small.read(ids(1, 9)), ids(1, 5).clamp(min=2)
+    begun = F.pad(more, (1, 0), value=small.config.bos_token_id)
+    options = GREEDY | {"max_new_tokens": 2}
+    small.generate(more, state=state, **options)
+    small.read(more, state=state)
+    small.read(begun)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="begins with bos .*add_special_tokens=False"):
+        out = small.generate(begun, state=state, **options)
+    assert torch.equal(out[:, :6], begun)  # nothing is taken away
+    padded, mask = F.pad(begun, (3, 0)), F.pad(torch.ones_like(begun), (3, 0))
+    with pytest.warns(UserWarning, match="begins with bos"):
+        small.read(padded, state=state, attention_mask=mask)
+
+
 def test_saved_and_loaded(model, tmp_path):
     model.float()
     state = model.read(ids(2, 30))

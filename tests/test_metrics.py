@@ -225,11 +225,30 @@ def test_flops():
     for tied in (False, True):
         llama = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32, tie_word_embeddings=tied))
         layer = 4 * 8 * 8 + 3 * 8 * 16
-        products = 2 * layer + 8 * 32
-        norms = 5 * 8
+        products = 2 * layer + 8 * 32  # norms are none
         flops, source = metrics.flops_per_token(llama, 10)
-        assert flops == 6 * (products + norms) + 6 * 2 * 8 * 10
+        assert flops == 6 * products + 6 * 2 * 8 * 10
         assert "estimated" in source
+
+
+@pytest.mark.parametrize("T", [2048, 8192])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 2}, {"head_dim": 96}], ids=["", "gqa", "wide"]
+)
+def test_softmax_costs_the_same_whoever_built_it(T, fields):
+    """The network of transformer_340m: ours, and transformers' Llama as `model.auto` makes it."""
+    shape = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816}
+    heads, options = {"num_attention_heads": 8}, {"num_kv_heads": fields.get("num_key_value_heads")}
+    own = {"head_dim": fields["head_dim"]} if "head_dim" in fields else {}
+    ours = NalandaConfig(**shape, **heads, **own, mixer="softmax", mixer_options=options)
+    with torch.device("meta"):
+        models = NalandaForCausalLM(ours), LlamaForCausalLM(LlamaConfig(**shape, **heads, **fields))
+    assert models[0].num_parameters() == models[1].num_parameters()
+    counts = [metrics.flops_per_token(model, T) for model in models]
+    assert counts[0][0] == counts[1][0]
+    assert all("causal attention is half of T × T" in source for _, source in counts)
+    if not fields:
+        assert counts[0][0] / 1e9 == pytest.approx({2048: 2.348, 8192: 3.254}[T], abs=1e-3)
 
 
 def test_peak_of_known_and_unknown_devices(monkeypatch):

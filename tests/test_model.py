@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -594,18 +595,23 @@ def test_hidden_states(small):
 def test_loads_where_nalanda_is_not(small, tmp_path):
     """The checkpoint carries its code: a process that cannot import any of ours gives the same logits."""
     small.save_pretrained(tmp_path / "model")
-    torch.save(logits(small, ids(2, 9)), tmp_path / "expected.pt")
+    hidden = small(ids(2, 9), output_hidden_states=True).hidden_states
+    torch.save((logits(small, ids(2, 9)), hidden), tmp_path / "expected.pt")
     program = f"""
 import sys
 for name in ("nalanda", "nalanda_kernels", "nalanda_eval"):
     sys.modules[name] = None
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
 assert "transformers_modules" in type(model).__module__
 tokens = torch.randint(0, {VOCAB}, (2, 9), generator=torch.Generator().manual_seed(1))
 with torch.no_grad():
-    assert torch.equal(model(tokens).logits, torch.load({str(tmp_path / "expected.pt")!r}))
+    logits, hidden = torch.load({str(tmp_path / "expected.pt")!r})
+    assert torch.equal(model(tokens).logits, logits)
+    decoder = AutoModel.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
+    assert "transformers_modules" in type(decoder).__module__
+    assert torch.equal(decoder(tokens).last_hidden_state, hidden[-1])
     model.generate(tokens, max_new_tokens=3, attention_mask=torch.ones_like(tokens), pad_token_id=0)
 model.save_pretrained({str(tmp_path / "again")!r})
 """
@@ -613,6 +619,27 @@ model.save_pretrained({str(tmp_path / "again")!r})
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {p.name for p in (tmp_path / "again").glob("*.py")} >= {"modeling.py", "ops.py", "mixers.py"}
+
+
+def test_auto_model_is_the_decoder(small, tmp_path):
+    """Its hidden states are transformers': the embeddings, then after each block, the last after the norm."""
+    small.save_pretrained(tmp_path)
+    names = {"AutoConfig": "configuration.NalandaConfig", "AutoModel": "modeling.Decoder",
+             "AutoModelForCausalLM": "modeling.NalandaForCausalLM"}  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == names
+    decoder, tokens = AutoModel.from_pretrained(tmp_path, output_hidden_states=True).eval(), ids(2, 9)
+    with torch.no_grad():
+        out, head = decoder(tokens), small(tokens, output_hidden_states=True)
+        assert len(out.hidden_states) == 1 + len(decoder.layers)
+        assert torch.equal(out.hidden_states[0], decoder.embed_tokens(tokens))
+        assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+        assert all(map(torch.equal, out.hidden_states, head.hidden_states))
+        assert torch.equal(small.lm_head(out.last_hidden_state), head.logits)
+        assert torch.equal(decoder(tokens, return_dict=False)[0], out.last_hidden_state)
+    assert "hidden_states" not in AutoModel.from_pretrained(tmp_path)(tokens)
+    decoder.save_pretrained(tmp_path / "decoder")
+    again = AutoModel.from_pretrained(tmp_path / "decoder").eval()
+    assert torch.equal(again(tokens).last_hidden_state, out.last_hidden_state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,8 +1,11 @@
 """`nalanda perplexity`: each token's −log p against a plain forward pass, at any length, in any batch."""
 
 import csv
+import itertools
 import json
 import math
+import re
+import types
 from itertools import pairwise
 
 import numpy as np
@@ -176,16 +179,22 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     end = "<|endoftext|>"
     assert read(apart) == [(f"{end}the weir", 2, 8), (f"{end}a  mill é", 3, 10)]
     assert read(apart, limit=8) == [(f"{end}the weir", 2, 8)]
+    assert read(apart, limit=3) == [(f"{end}the", 1, 3)]
+    assert read(apart, limit=11) == [(f"{end}the weir", 2, 8), (f"{end}a  ", 2, 3)]
     assert read(apart, model=foreign(GPT2LMHeadModel, GPT2Config, n_head=2))[0][0] == f"{end}the weir"
     unmarked = build()
     unmarked.config.bos_token_id = None
     assert read(apart, model=unmarked)[0][0] == "the weir"
+    assert read(apart, model=unmarked, limit=3) == [("the ", 2, 4)]
     joined = module.text_data(str(folder / "lines.yaml"), ["seed=1"], joined=False)
     assert joined.documents == "joined"
     # The blank line is one of the text.
     assert read(joined) == [(f"{end}the weir{end}{end}a  mill é{end}", 2 + 1 + 3, 18)]
     assert read(module.text_data(corpus, [], joined=True)) == read(joined)
-    assert read(DataConfig(source=str(folder / "novel.md")))[0][2] == 34 * 9
+    assert read(joined, limit=8) == [(f"{end}the weir", 2, 8)]
+    assert read(joined, limit=9) == [(f"{end}the weir{end}", 2, 8)]
+    assert read(joined, limit=12) == [(f"{end}the weir{end}{end}a ", 2 + 1 + 2, 10)]
+    assert read(DataConfig(source=str(folder / "novel.md")), limit=999)[0][2] == 34 * 9
 
 
 def test_the_command(folder):
@@ -210,6 +219,41 @@ def test_the_command(folder):
     ]
     for name in result["figures"]:
         assert (folder / "out" / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", ["bos", "no bos", "joined"])
+@pytest.mark.parametrize("limit", [1, 2, 100, 305])
+def test_as_many_tokens_are_scored_as_asked(folder, tokenizer, name, limit):
+    model = build()
+    model.config.bos_token_id = None if name == "no bos" else 0
+    data = module.text_data(str(folder / "novel.md"), [], joined=name == "joined")
+    read = list(tokenised(model, tokenizer, data, limit=limit))
+    assert measure(model, read, 16, 64)["tokens"] == limit
+    assert read[0][2] == limit + (name == "no bos")  # bytes: each is a token here
+
+
+def test_a_character_that_is_cut_counts_whole(tokenizer, tmp_path):
+    (tmp_path / "a.md").write_text("aé")
+    [(tokens, words, size)] = tokenised(
+        build(), tokenizer, DataConfig(source=str(tmp_path / "a.md")), limit=2
+    )
+    assert (len(tokens), words, size) == (3, 1, 3)
+
+
+def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys):
+    """In parts of long rows too; a text that takes no time says nothing."""
+    seconds = itertools.count(step=6)
+    arguments = [str(folder / "model")], str(folder / "novel.md")
+    options = {"length": 256, "output": str(folder / "progress"), "tokens": 200}
+    monkeypatch.setattr(module, "AT_ONCE", 20)
+    perplexity(*arguments, **options)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    perplexity(*arguments, **options)
+    said = capsys.readouterr().err.splitlines()
+    counts = [int(re.fullmatch(r".*/model: (\d+) of 400 tokens, \d+ (s|min) left", line)[1]) for line in said]
+    assert counts == sorted(set(counts))
+    assert len([count for count in counts if count < 200]) >= 4
 
 
 def test_bad_input_is_one_line(folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import recall, study_report
+from nalanda_eval import study as module
 from nalanda_eval.figures import STYLE
 from nalanda_eval.grid import key, records
 from nalanda_eval.study import (
@@ -18,6 +19,7 @@ from nalanda_eval.study import (
     Claim,
     Question,
     begin,
+    bigram_settings,
     chosen,
     finalists,
     folder,
@@ -33,6 +35,7 @@ from nalanda_eval.study_report import Interval, Row, differences, judged, pooled
 from typer.testing import CliRunner
 
 import nalanda_cli
+from nalanda import train as trainer
 from nalanda.errors import InputError
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "study"
@@ -135,7 +138,9 @@ def test_every_seed_and_system_has_its_line(finished):
     first, _ = screening(study, questions, lm)
     last, _ = finalists(study, questions, lm, chosen(study, first, got))
     wanted = {key(asked) for cell in (*first, *last) for asked in cell.settings}
-    assert set(got) == wanted
+    bigrams = {key(bigram_settings(seed, lm)) for seed in (0, 1, 2)}
+    assert set(got) == wanted | bigrams
+    assert all(0 < got.pop(name)["score"] < math.log(1000) for name in bigrams)
     assert {record["settings"]["seed"] for record in got.values()} == {0, 1, 2}
     assert {c.task for c in last if c.system == "twin"} == {"lm"}
     assert {c.task for c in last if c.system == SILU} == {"lm", "recall"}
@@ -164,8 +169,44 @@ def test_equal_models_have_equal_runs_of_a_seed_and_no_others(finished):
         assert here["twin"]["curve"] == here[SILU]["curve"]
         assert here["twin"]["scores"] == here[SILU]["scores"]
         mine = here[SILU]["settings"]
-        others = [r for r in got.values() if r["settings"]["model"] == mine["model"]]
+        others = [r for r in got.values() if r["settings"].get("model") == mine["model"]]
         assert len({str(record["curve"]) for record in others}) == len(others) == 3
+
+
+def test_bigrams_see_the_tokens_that_the_language_models_see(
+    finished, tmp_path, monkeypatch, fresh_accelerate
+):
+    """Row by row, and the loss is over the same labels; another seed has other rows."""
+    lm = load(finished)[2]
+    got, rows = records(finished / "runs.jsonl"), {"model": [], "bigrams": []}
+    lms = [r["settings"] for r in got.values() if "optim" in r["settings"] and r["settings"]["seed"] == 1]
+    summed = trainer.summed_loss
+
+    def note(model, batch, *args, **options):
+        if torch.is_grad_enabled():
+            rows["model"] += batch["input_ids"].tolist()
+        return summed(model, batch, *args, **options)
+
+    class Noted(module.Bigram):
+        def __init__(self, batches, vocab_size):
+            batches = list(batches)
+            rows["bigrams"] += [row for batch in batches for row in batch["input_ids"].tolist()]
+            super().__init__(batches, vocab_size)
+
+        def perplexity(self, batches):
+            batches = list(batches)
+            rows["labels"] = sum(trainer.count_labels(batch) for batch in batches)
+            return super().perplexity(batches)
+
+    monkeypatch.setattr(trainer, "summed_loss", note)
+    monkeypatch.setattr(module, "Bigram", Noted)
+    language(lms[0], lm, finished / "work" / "text", tmp_path)
+    record = module.bigrams(bigram_settings(1, lm), lm, finished / "work" / "text")
+    assert rows["bigrams"] == rows["model"]
+    assert len(rows["model"]) * 32 == record["tokens"]
+    assert rows["labels"] > 0
+    kept = got[key(bigram_settings(1, lm))]
+    assert record["score"] == kept["score"] != got[key(bigram_settings(2, lm))]["score"]
 
 
 def test_a_finished_study_trains_nothing_and_a_killed_one_goes_on(finished, tmp_path, text, fresh_accelerate):
@@ -414,8 +455,10 @@ def test_the_report_has_all_of_it_and_keeps_the_words(finished, tmp_path):
     assert text.startswith("# The best reading by the screening is nala(power=")
     assert "in deltanet it" in text.splitlines()[0]
     assert text.splitlines()[0].count("±") == 2
-    runs = len(records(folder / "runs.jsonl"))
-    assert f"{runs} runs" in text
+    got = records(folder / "runs.jsonl").values()
+    assert f"{sum('model' in record['settings'] for record in got)} runs" in text
+    bigrams = [r["score"] for r in got if "bigrams" in r["settings"] and r["settings"]["seed"] in (1, 2)]
+    assert f"that a language model sees have {Interval.of(bigrams).text(3)} nats on the same rows" in text
     assert "| NaLa wins | language model | state |" in text
     assert "| softmax, twice the rate | parameters |" in text
     assert "grows" in text
@@ -467,6 +510,19 @@ def test_claims_name_the_chosen_form(finished):
     }
     with pytest.raises(InputError, match="its question is none of finals"):
         study_report.named("deltanet + best:others", best)
+
+
+def test_the_shipped_records_flops_are_todays_count():
+    """Softmax attention was counted as T × T when they were made; nothing else has changed."""
+    changed = set()
+    trained = [r for r in records(SHIPPED / "runs.jsonl").values() if "model" in r["settings"]]
+    for record in trained:
+        if (now := study_report.flops(record)) != (then := record["flops_per_token"]):
+            mixers = record["settings"]["model"]["mixer"]
+            changed |= set([mixers] if isinstance(mixers, str) else mixers)
+            assert now < then
+    others = {"norm_attention", "linear_attention"}  # in models with both
+    assert {"softmax", "diag_attention"} <= changed <= {"softmax", "diag_attention"} | others
 
 
 def test_the_shipped_records_give_the_shipped_results(tmp_path):

@@ -17,12 +17,13 @@ import safetensors.torch
 import torch
 from accelerate.utils import set_seed
 from training import configured, outcome, start
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, pipeline
 
 from nalanda import checkpoint, metrics
 from nalanda import train as loop
 from nalanda.config import RunConfig, load_config
 from nalanda.errors import InputError
+from nalanda.tokenizer import fingerprint
 from nalanda.verify import verify
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -201,6 +202,26 @@ def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
     losses = [line["loss"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(5.77, abs=0.2)  # ln 320
     assert losses[2] < losses[0]
+
+
+def test_the_exported_tokenizer_pads_and_the_runs_own_does_not(whole, recipe, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(whole / "final")
+    texts = ["state gate", "state gate decay query key value head"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert batch.attention_mask[:, -1].all()
+    assert not batch.attention_mask[0, 0]
+    alone = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    assert [mask.sum().item() for mask in batch.attention_mask] == [ids.shape[1] for ids in alone]
+    generate = pipeline("text-generation", model=str(whole / "final"), max_new_tokens=6, do_sample=False)
+    together, apart = ([row[0]["generated_text"] for row in generate(texts, batch_size=n)] for n in (2, 1))
+    assert together == apart
+    own = AutoTokenizer.from_pretrained(whole / "tokenizer")
+    assert own.pad_token is None
+    assert fingerprint(own) == fingerprint(tokenizer)
+    # Trained on with the exported one: eos is a token like any other.
+    config = configured(recipe, tmp_path / "run", f"tokenizer={whole / 'final'}", "model={auto: llama}")
+    assert loop.build_model_config(config, tokenizer).pad_token_id is None
+    assert loop.build_model_config(config, tokenizer).eos_token_id == tokenizer.eos_token_id == 0
 
 
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):

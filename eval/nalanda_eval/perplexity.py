@@ -10,6 +10,8 @@ import csv
 import json
 import math
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +32,7 @@ from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
 from nalanda.data import DataConfig
 from nalanda.errors import InputError, output_folder
 from nalanda.generate import bos_token, check_name, choose_device, load
-from nalanda.metrics import versions
+from nalanda.metrics import duration, versions
 from nalanda.model.state import fingerprint
 from nalanda_eval.figures import COLOURS, GREY, MARKERS, STYLE
 
@@ -64,7 +66,7 @@ def perplexity(
         joined: documents follow one another as one text, eos between them, for texts that are short alone.
         length: tokens of a row that is read in one pass; by default 16 windows.
         window: by default the length of training (`max_position_embeddings`).
-        tokens: documents are read until there are so many.
+        tokens: how many are scored, where the text has so many; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
         device, dtype, trust_remote_code: as in `nalanda.generate.load`.
 
@@ -140,7 +142,7 @@ def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
 def tokenised(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, limit: int
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Texts as `(tokens, words, bytes)`, until there are `limit` tokens.
+    """Texts as `(tokens, words, bytes)`, of which `limit` tokens are predicted: the last text ends there.
 
     A text begins with bos where training wrote one; what a text without one begins with is not predicted.
     Words are what white space separates, as lm-evaluation-harness counts them for WikiText.
@@ -150,21 +152,35 @@ def tokenised(
     if joined and eos == [None]:
         raise InputError("the tokenizer has no eos token to put between joined documents")
     ids: list[int] = list(eos) if joined else []  # as training begins: what follows an end
-    words, size, total = 0, 0, 0
+    words, size, left, empty = 0, 0, limit, True
     for text in documents(data):
         found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        total += len(found)
+        room = left if joined or bos else left + 1
+        if len(found) > room:
+            found, text = found[:room], _beginning(text, room, tokenizer, found)
+        empty &= not found
+        counts = len(re.split(r"\s+", text)), len(text.encode())
         if joined:
-            ids += found + eos
-            words, size = words + len(re.split(r"\s+", text)), size + len(text.encode())
+            added = (found + eos)[:left]
+            ids, left = ids + added, left - len(added)
+            words, size = words + counts[0], size + counts[1]
         elif len(bos + found) > 1:
-            yield np.array(bos + found), len(re.split(r"\s+", text)), len(text.encode())
-        if total >= limit:
+            left -= len(bos + found) - 1
+            yield np.array(bos + found), *counts
+        if left == 0:
             break
     if joined and len(ids) > 1:
         yield np.array(ids), words, size
-    if not total:
+    if empty:
         raise InputError(f"{data.source} holds no text")
+
+
+def _beginning(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """The part of a text that its first `count` tokens stand for."""
+    if not tokenizer.is_fast:
+        return str(tokenizer.decode(tokens[:count]))
+    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return text[: places.offset_mapping[count - 1][1]]
 
 
 def spans(tokens: int, length: int) -> list[Span]:
@@ -173,10 +189,13 @@ def spans(tokens: int, length: int) -> list[Span]:
 
 
 @torch.inference_mode()
-def surprisal(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def surprisal(
+    model: PreTrainedModel, tokens: Tensor, advance: Callable[[int, int], None] = lambda first, last: None
+) -> Tensor:
     """−log p of each token but the first, in nats: int64 `[B, L + 1]` to float64 `[B, L]`, in one pass.
 
-    Long rows are read in parts, each from the state or cache that the one before has left.
+    Long rows are read in parts, each from the state or cache that the one before has left; `advance` is told
+    which columns have been read.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     step, cache, found = max(1, AT_ONCE // len(tokens)), None, []
@@ -189,6 +208,7 @@ def surprisal(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="none")
         found.append(loss.double().view(len(tokens), -1))
+        advance(start, start + inputs[:, part].shape[1])
     return torch.cat(found, 1)
 
 
@@ -210,10 +230,14 @@ def score(
         tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
         for row, (i, first, last) in zip(tokens, batch, strict=True):
             row[: last - first + 1] = torch.from_numpy(texts[i][first : last + 1])
-        losses = surprisal(model, tokens.to(model.device)).cpu().numpy()
+        lengths = np.array([last - first for _, first, last in batch])
+
+        def read(first: int, last: int, lengths: np.ndarray = lengths) -> None:
+            advance(int((lengths.clip(max=last) - lengths.clip(max=first)).sum()))
+
+        losses = surprisal(model, tokens.to(model.device), read).cpu().numpy()
         for loss, (i, first, last) in zip(losses, batch, strict=True):
             found[i][first:last] = loss[: last - first]
-        advance(sum(last - first for _, first, last in batch))
     return found
 
 
@@ -236,6 +260,7 @@ def measure(
         done += tokens
         advance(done, number * (1 + (window < length)))
 
+    progress(0)
     try:
         whole = score(model, ids, length, progress)
         parts = score(model, ids, window, progress) if window < length else whole
@@ -311,12 +336,31 @@ def _exp(nats: float) -> float | None:
 # ------------------------------ what a person sees
 
 
+PAUSE = 10.0  # seconds between two lines where no terminal shows a bar
+
+
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """How many tokens of how many are scored, on stderr: a bar, or where that is no terminal a line now and
+    then."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    start = said = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal said
+        bar.update(task, completed=done, total=total)
+        now = time.monotonic()
+        if console.is_terminal or not 0 < done < total or now - said < PAUSE:
+            return
+        said, left = now, duration((now - start) / done * (total - done))
+        print(f"{name}: {done:,} of {total:,} tokens, {left} left", file=sys.stderr, flush=True)
+
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield tell
 
 
 def draw(result: dict[str, Any], directory: Path) -> list[Path]:

@@ -24,14 +24,15 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from nalanda.baselines import Bigram
 from nalanda.config import RunConfig, load_config, nearest, read_yaml, recipe_folders, section
 from nalanda.data import DataConfig
 from nalanda.errors import InputError, output_folder
-from nalanda.metrics import read, read_facts
+from nalanda.metrics import read, read_facts, versions
 from nalanda.prepare import prepare
 from nalanda.prepared import is_prepared, open_set, read_index
-from nalanda.tokenizer import TokenizerConfig
-from nalanda.train import train
+from nalanda.tokenizer import TokenizerConfig, build_tokenizer
+from nalanda.train import open_batches, train
 from nalanda_eval import recall
 from nalanda_eval.analysis import gradient_spread
 from nalanda_eval.grid import Jobs, Record, follow, key, records
@@ -294,10 +295,14 @@ def settings(
         training = dataclasses.replace(training, lr=training.lr * rate)
         return recall.settings(model, mqar(study.recall), seed, training)
     recipe = {k: v for k, v in lm.items() if k not in ("output_dir", "log", "checkpoint", "data")}
-    data = {k: v for k, v in lm["data"].items() if k not in ("source", "workers")}
     optim = lm.get("optim", {})
     lr = optim.get("lr", run_config(key(lm)).optim.lr)
-    return recipe | {"model": model, "seed": seed, "data": data, "optim": optim | {"lr": lr * rate}}
+    return recipe | {"model": model, "seed": seed, "data": rows_of(lm), "optim": optim | {"lr": lr * rate}}
+
+
+def rows_of(lm: dict[str, Any]) -> dict[str, Any]:
+    """What of the recipe's data decides the rows, but the text."""
+    return {k: v for k, v in lm["data"].items() if k not in ("source", "workers")}
 
 
 @cache
@@ -385,6 +390,34 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
 
 
 SPREAD_ROWS = 16
+
+
+def bigram_settings(seed: int, lm: dict[str, Any]) -> dict[str, Any]:
+    """What bigrams follow from: which tokens the language models of a seed see."""
+    same = {name: lm[name] for name in ("tokenizer", "train")}
+    return {"bigrams": "Kneser-Ney", "seed": seed, "data": rows_of(lm), **same}
+
+
+def bigrams(settings: dict[str, Any], lm: dict[str, Any], text: Path) -> Record:
+    """`baselines.Bigram` of the very tokens that every language model of the seed trains on, and its loss in
+    nats a token on the rows that these are validated on; as `language`, what there is of that."""
+    start = time.perf_counter()
+    recipe = lm | {"seed": settings["seed"], "tokenizer": str(text / "tokenizer")}
+    config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
+    tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
+    batches, validation = open_batches(config, tokenizer)
+    with contextlib.closing(batches):
+        seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
+        found = Bigram(seen, len(tokenizer)).perplexity(itertools.chain(*validation.values()))
+    return {
+        "settings": settings,
+        "score": math.log(found),
+        "tokens": config.train.steps * config.train.tokens_per_step,
+        "text": text_facts(text),
+        "seconds": time.perf_counter() - start,
+        "device": "cpu",
+        "versions": versions(),
+    }
 
 
 def text_facts(text: Path) -> dict[str, Any]:
@@ -486,7 +519,8 @@ def begin(place: Path, *, quick: bool = False) -> None:
 
 
 def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
-    """Trains what the study lacks: first one seed of every system, then the finalists.
+    """Trains what the study lacks: first one seed of every system, then the finalists. Counts the bigrams of
+    the tokens that each seed's language models see.
 
     Args:
         directory: with study.yaml and lm.yaml; `runs.jsonl` in it has a line for each finished run, `work`
@@ -516,7 +550,9 @@ def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
     for question, won in best.items():
         console.print(f"best of {question}: {won}", markup=False, highlight=False)
     last, _ = finalists(study, questions, lm, best)
-    follow(jobs(last, lm, prepared, work), file, workers, console, told)
+    asked = [bigram_settings(seed, lm) for seed in (study.seed, *study.finals.seeds)]
+    baselines = {key(settings): partial(bigrams, settings, lm, prepared) for settings in asked}
+    follow({**baselines, **jobs(last, lm, prepared, work)}, file, workers, console, told)
 
 
 def tokenised(lm: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
@@ -536,6 +572,8 @@ def tokenised(lm: dict[str, Any], text: str | None, work: Path, workers: int) ->
 
 def told(record: Record) -> str:
     asked = record["settings"]
+    if "bigrams" in asked:
+        return f"lm, seed {asked['seed']}: bigrams {record['score']:.3f}"
     model, task = asked["model"], "recall" if "task" in asked else "lm"
     mixer = model["mixer"] if isinstance(model["mixer"], str) else " ".join(model["mixer"])
     name = title({k: model[k] for k in MIXERS_OWN if k in model} | {"mixer": mixer})

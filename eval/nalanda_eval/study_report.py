@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from nalanda.metrics import duration
 from nalanda.runs import smoothed
 from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.grid import Record, key, records
+from nalanda_eval.recall import configured
 from nalanda_eval.report import markdown_table
 from nalanda_eval.study import (
     MATCHES,
@@ -29,11 +31,13 @@ from nalanda_eval.study import (
     Claim,
     Question,
     Study,
+    bigram_settings,
     chosen,
     finalists,
     form,
     load,
     matches,
+    mqar,
     ranking,
     screening,
 )
@@ -227,8 +231,20 @@ def costs(record: Record) -> list[str]:
     return [
         f"{record['parameters']:,}",
         size(record["state_bytes"]) + grows,
-        f"{record['flops_per_token'] / 1e6:.2f}",
+        f"{flops(record) / 1e6:.2f}",
     ]
+
+
+def flops(record: Record) -> float:
+    """Of a forward pass a token, by what the settings say: a record keeps the count of its own day."""
+    asked = record["settings"]
+    if "task" in asked:
+        task = mqar(asked)
+        vocab_size, length = task.vocab_size, max(map(task.length, task.trained))
+    else:
+        vocab_size, length = record["text"]["vocab_size"], asked["data"]["seq_len"]
+    with warnings.catch_warnings(action="ignore"):  # a study may ask about what a map warns of
+        return configured(asked["model"], vocab_size).flops_per_token(length)
 
 
 def table(places: dict[Place, Row]) -> list[list[str]]:
@@ -250,6 +266,18 @@ def table(places: dict[Place, Row]) -> list[list[str]]:
             more = [Interval.of(recall.values).text(1), *costs(recall.records[0])] if recall else ["–"] * 4
             lines.append([name, match, *cells, *more])
     return lines
+
+
+def bigrams(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) -> str:
+    """What the bigrams of these seeds have, as a sentence; "" where they are not recorded."""
+    got = [found[name] for seed in seeds if (name := key(bigram_settings(seed, lm))) in found]
+    if not got or len(got) < len(seeds):
+        return ""
+    loss = Interval.of([record["score"] for record in got]).text(3)
+    return (
+        f"Kneser–Ney bigrams of the {got[0]['tokens']:,} tokens that a language model sees have {loss} nats "
+        "on the same rows."
+    )
 
 
 def by_source(places: dict[Place, Row]) -> tuple[list[str], list[list[str]]]:
@@ -459,13 +487,14 @@ def report(directory: Path) -> list[Path]:
             "\n".join(["Chosen by the screening:", "", *chose]),
             "![curves](finals.png)",
             markdown_table(HEADER, table(finals)),
+            *filter(None, [bigrams(study.finals.seeds, lm, found)]),
             "Perplexity by source:",
             markdown_table(*by_source(finals)),
             "Recall by the number of pairs, %:",
             markdown_table(*by_case(finals)),
         ]
     blocks.append("## Screening")
-    blocks.append(f"Seed {study.seed}, every system.")
+    blocks.append(f"Seed {study.seed}, every system. {bigrams([study.seed], lm, found)}".rstrip())
     for name, asked in questions.items():
         mine = rows((c for c in first if c.question == name), found)
         if not mine:
@@ -495,7 +524,7 @@ def words(file: Path) -> str:
 
 def facts(runs: list[list[str]], found: dict[str, Record]) -> str:
     """How many runs, of how long, with what."""
-    seconds = sum(record["seconds"] for record in found.values())
+    seconds = sum(record["seconds"] for record in found.values() if "model" in record["settings"])
     some = next(iter(found.values()))
     text = next((record["text"] for record in found.values() if "text" in record), None)
     versions = ", ".join(f"{name} {version}" for name, version in some["versions"].items())

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.errors import InputError
-from nalanda.export import on_hub, written
+from nalanda.export import on_hub, pad_batches, written
 from nalanda.generate import weight_files
 from nalanda.model import NalandaConfig
 from nalanda.remote import is_hub_id
@@ -517,7 +517,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
         destination: a folder that does not exist; it is there when all of it is.
         to: nalanda, fla or llama; needed where the source's kind leaves a choice.
 
-    Weights keep their dtype and their shards; tokenizer and generation config go along.
+    Weights keep their dtype and their shards; tokenizer and generation config go along, see `pad_batches`.
 
     Raises:
         InputError: what the other kind cannot express, by its name; nothing has been written then.
@@ -554,6 +554,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
         _save({names(name): tensor for name, tensor in found.items()}, part)
         for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
             (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
+        pad_batches(part)
     return out
 
 

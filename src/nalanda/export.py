@@ -81,6 +81,7 @@ def export(
         if (run_dir / "tokenizer").is_dir():
             sums = shutil.ignore_patterns("manifest.json")  # of the folder in the run
             shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
+            pad_batches(part)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
         facts = facts if facts is not None else metrics.read_facts(run_dir)
@@ -90,6 +91,19 @@ def export(
         text = card(run_dir, found, facts, name or out.name, evaluated(run_dir, part))
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
+
+
+def pad_batches(folder: Path) -> None:
+    """Lets the tokenizer of a model folder pad batches as generation needs it: on the left, with eos where it
+    has no token for that. Training pads nothing: the run's own tokenizer stays as it is."""
+    file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    if not file.is_file():
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
+    tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
+    settings |= {"padding_side": "left", "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

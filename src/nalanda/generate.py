@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,9 @@ def is_ours(model: PreTrainedModel) -> bool:
 def read(model: Any, tokens: list[int], state: State | None = None) -> State:
     """`model.read` with a progress bar, on stderr, where it takes a while."""
     ids = torch.tensor([tokens], device=model.device)
-    with Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE) as progress:
+    bar = Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE)
+    # Whoever calls this has added no special token: a bos at the head of a piece is the text's own.
+    with warnings.catch_warnings(action="ignore", category=UserWarning), bar as progress:
         task = progress.add_task("reading", total=len(tokens))
         for piece in ids.split(PIECE, 1):
             state = model.read(piece, state=state)

@@ -44,6 +44,9 @@ UTILISATION = (0.1, 0.4)
 """The shares of the peak between which a run is expected. By public figures for one H100 linear attention
 reaches 20 % at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less."""
 
+CAUSAL = "causal attention is half of T × T"
+"""The one convention for counting FLOPs of softmax attention, whoever built the model."""
+
 
 @dataclass
 class LogConfig:
@@ -403,23 +406,26 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
 def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     """Training FLOPs of one token, forward and backward, and how they were counted.
 
-    Our models count for themselves (linear-attention terms included, the embedding's look-up not); backward
-    is twice forward. For any other model: 6 a weight in a matrix product, the head's included and the
-    embedding's look-up not, and 6·L·D·T for causal attention over a mean context of T/2 (Chowdhery et al.,
-    2022, halved). Recomputation under gradient checkpointing is not counted, as MFU has it.
+    Backward is twice forward; causal attention sees half of T × T. Our models count for themselves
+    (linear-attention terms included). For any other model: 6 a weight in a matrix product, the head's
+    included, and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Neither
+    counts the embedding's look-up, nor, as MFU has it, recomputation under gradient checkpointing.
     """
     config: Any = model.config
     if hasattr(config, "flops_per_token"):
-        return 3 * config.flops_per_token(seq_len), "the model's own count"
-    weights = sum(p.numel() for p in model.parameters())
+        return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
+    # Norms and biases are vectors, and no products.
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and embedding.weight is not head.weight:
         weights -= embedding.weight.numel()
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not getattr(text, "num_attention_heads", None):
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
         return 6.0 * weights, "estimated as 6 a weight, the mixers' own terms left out"
-    attention = 6.0 * text.num_hidden_layers * text.hidden_size * seq_len
-    return 6 * weights + attention, "estimated as 6 a weight and 6·L·D·T for attention"
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    attention = 6.0 * text.num_hidden_layers * width * seq_len
+    return 6 * weights + attention, f"estimated as 6 a weight and attention; {CAUSAL}"
 
 
 def _progress_bar(step: int, steps: int) -> tuple[Any, Any]:

@@ -67,10 +67,10 @@ def build_tokenizer(
     """The tokenizer that `config` names, or one trained on the training documents.
 
     A trained one is saved in `directory`, and read from there when it is already there, so that a resumed
-    run has the same tokens. There is no padding token, because training pads nothing, and many collators
-    mask a padding token that equals eos from the labels. With `data.bos` a trained tokenizer, or one from a
-    SentencePiece model, puts bos in front of what it encodes, as training does: evaluation and generation see
-    documents begin as training saw them.
+    run has the same tokens. It has no padding token, because training pads nothing, and many collators mask
+    a padding token that equals eos from the labels; an exported model's has one, see `export.pad_batches`.
+    With `data.bos` a trained tokenizer, or one from a SentencePiece model, puts bos in front of what it
+    encodes, as training does: evaluation and generation see documents begin as training saw them.
 
     bpe: byte-level, so that every text has tokens and none is unknown; `<|endoftext|>`, id 0, is bos and eos.
     words: what stands between white space, from the most frequent on, equals in the order of their text;

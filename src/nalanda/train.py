@@ -623,6 +623,8 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     if tokenizer is not None:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model_config, key, getattr(tokenizer, key))
+        if model_config.pad_token_id == model_config.eos_token_id:
+            model_config.pad_token_id = None  # an embedding of padding is never trained, eos must be
         if not config.data.bos:  # prompts and evaluations begin as the training documents did
             model_config.bos_token_id = None
     return model_config

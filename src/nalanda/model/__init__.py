@@ -9,6 +9,7 @@ from .state import State
 
 # For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.
 NalandaConfig.register_for_auto_class()
+Decoder.register_for_auto_class("AutoModel")
 NalandaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 __all__ = [

@@ -24,8 +24,9 @@ class SoftmaxAttention(Mixer):
     Options: `num_kv_heads`, a divisor of `num_heads` (default: all), each serving a group of query heads
     (GQA, arXiv 2305.13245); `window`, so many tokens, itself included, that a token sees (default: all
     before it); `rope_theta`, the base of the rotary angles (10000; null: none).
-    Cost a token and head: 2(K + V)·T FLOPs at length T, or 2(K + V)·2·window. State: T (or `window`) keys and
-    values of each of the `num_kv_heads`, (K + V)·itemsize bytes a token and head.
+    Cost a token and head: (K + V)·T FLOPs at length T, since causal attention sees half of T × T; with a
+    window w < T, 2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
+    (K + V)·itemsize bytes a token and head.
     """
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
@@ -164,8 +165,12 @@ class SoftmaxAttention(Mixer):
         return {"k": ((rows, H, self.K), None), "v": ((rows, H, self.V), None)}
 
     def flops(self, T: int) -> float:
-        width = T if self.reach is None else min(T, 2 * self.reach)
-        return 2.0 * self.num_heads * (self.K + self.V) * width
+        return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T)
+
+    def seen(self, T: int) -> float:
+        """How many tokens one sees, the mean over a length of T: T/2, or with a window nearly all of it."""
+        w = T if self.reach is None else min(T, self.reach)
+        return w - w * w / (2 * T)
 
 
 class DiagAttention(SoftmaxAttention):
@@ -177,8 +182,8 @@ class DiagAttention(SoftmaxAttention):
 
     Options: `block_size` (64); `scores`, "softmax" (default) or "relu"; `positions`, "lrpe" (default, see
     `LRPE`, from 0 in every block) or "none"; `norm_eps_placement` of relu's norm, see `SimpleRMSNorm`.
-    Cost a token and head: 2(K + V)·block_size FLOPs. State: the last `block_size` keys and values of each
-    head, (K + V)·itemsize bytes a token and head, whatever the length.
+    Cost a token and head: (K + V)·block_size FLOPs, half of each block. State: the last `block_size` keys and
+    values of each head, (K + V)·itemsize bytes a token and head, whatever the length.
     """
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
@@ -248,8 +253,8 @@ class DiagAttention(SoftmaxAttention):
         p = p.tril() if causal else p
         return (p @ v).transpose(1, 2)
 
-    def flops(self, T: int) -> float:
-        return 2.0 * self.num_heads * (self.K + self.V) * min(T, self.block)
+    def seen(self, T: int) -> float:
+        return min(T, self.block) / 2
 
 
 def last(x: Tensor, rows: int) -> Tensor:

@@ -190,6 +190,13 @@ class NalandaConfig(PreTrainedConfig):
                 continue
             raise ValueError(f"unknown model key {key!r}{did_you_mean(key, known)}")
 
+    def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
+        """transformers'. It names the class that was saved for AutoModelForCausalLM; the decoder inside loads
+        from the same files, for AutoModel."""
+        if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
+            known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each mixer that the layers name, on the meta device: no memory."""
         try:
@@ -205,8 +212,8 @@ class NalandaConfig(PreTrainedConfig):
         """Forward FLOPs a token at length `seq_len`; training costs three times as many.
 
         A multiply-add is two. Counted: every matrix product, the head's included, the convolutions and the
-        mixers' own terms in the chunkwise form; not counted: the embedding's look-up, norms and other
-        elementwise work.
+        mixers' own terms, in the chunkwise form, of causal attention the half of T × T that is seen; not
+        counted: the embedding's look-up, norms and other elementwise work.
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))

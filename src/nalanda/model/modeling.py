@@ -179,7 +179,10 @@ class Decoder(NalandaPreTrainedModel):
         carried: Tensor | None = None,
         return_row_states: bool = False,
     ) -> DecoderOutput:
-        """As `NalandaForCausalLM.forward`, without the head."""
+        """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
+
+        `hidden_states`, where asked for: of the embeddings and after each block; the last is that one.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         carrying = return_row_states or row_states is not None or carried is not None
@@ -190,6 +193,8 @@ class Decoder(NalandaPreTrainedModel):
             use_cache = False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         if cache is not None:
             if not isinstance(cache, NalandaCache):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class State:
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
             return cache, last, None
+        _look_for_bos(input_ids, attention_mask, model.config.bos_token_id)
         rows = len(input_ids)
         if rows != self.batch_size:
             if self.batch_size != 1:
@@ -150,6 +152,20 @@ class State:
         state = cls(model, cache, last.to(model.device))
         state.notes = json.loads(about["notes"])
         return state
+
+
+def _look_for_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
+    """A tokenizer puts bos before whatever it is given. Taking it away here would forbid to begin a new text
+    on purpose, which is the same token where bos is eos; so it is said."""
+    if bos is None or ids.dim() != 2 or ids.shape[1] == 0:
+        return
+    first = ids[:, :1] if mask is None else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
+    if bool((first == bos).any()):
+        warnings.warn(
+            f"what goes on from a state begins with bos ({bos}), as a new text would: tokenise it with "
+            "add_special_tokens=False",
+            stacklevel=4,
+        )
 
 
 def _settings(model: Any) -> str:
