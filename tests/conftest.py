@@ -1,8 +1,13 @@
 """What several test files use."""
 
 import json
+import os
 import random
 from pathlib import Path
+
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # read when huggingface_hub is imported: no test asks the network
 
 import kernel_device  # noqa: F401  before anything imports Triton: its own functions are interpreted too
 import pytest
