@@ -427,7 +427,9 @@ def test_restoring_reads_no_earlier_shard(byte_tokenizer, shards, monkeypatch):
     batches.close()
     opened = []
     monkeypatch.setattr(
-        corpus, "_lines", lambda path, read=corpus._lines: (opened.append(path.name), read(path))[1]
+        corpus,
+        "_blocks",
+        lambda path, *rest, of=corpus._blocks: (opened.append(path.name), of(path, *rest))[1],
     )
     batches.load_state_dict(state)
     list(batches)
