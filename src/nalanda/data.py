@@ -563,7 +563,7 @@ class _StreamRows:
         return state["documents"]["epoch"]
 
     def skipped(self, state: dict) -> int:
-        return state["documents"].get("skipped", 0)
+        return state.get("skipped", 0)
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         return _pack(
@@ -600,11 +600,11 @@ def _pack(
     tokens, starts = np.full(state["carried"], before, np.int32), np.zeros(0, np.int64)
     stride = seq_len - joined
     current, heard = state["documents"]["epoch"], rows > 0  # whether the current epoch gave tokens
-    for (begun, epoch), encoded in tokenisers.in_order(_groups(documents)):
+    for (begun, epoch, skipped), encoded in tokenisers.in_order(_groups(documents)):
         if begun["epoch"] != current:
             _check_heard(heard)
             current, heard = begun["epoch"], False
-        begun = {"documents": begun, "carried": len(tokens)}
+        begun = {"documents": begun, "carried": len(tokens)} | ({"skipped": skipped} if skipped else {})
         encoded = [ids for ids in encoded if len(ids)]
         heard = heard or bool(encoded)
         lengths = [len(tokens), *map(len, encoded)]
@@ -633,8 +633,8 @@ def _check_heard(heard: bool) -> None:
         raise InputError("an epoch of the corpus gave no token; look at data.source and the tokenizer")
 
 
-def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int], list[str]]]:
-    """The stream's state before a group of documents, its epoch after it, and the texts.
+def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], list[str]]]:
+    """The stream's state before a group of documents, its epoch and count of skipped ones after it, the texts.
 
     A group ends with the epoch.
     """
@@ -645,7 +645,7 @@ def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int], list[
             before = documents.state_dict()
             if not (group := _take(left, characters)):
                 break
-            yield (before, documents.epoch), [document.text for document in group]
+            yield (before, documents.epoch, documents.skipped), [document.text for document in group]
 
 
 def _take(documents: Iterator[Document], characters: int) -> list[Document]:
