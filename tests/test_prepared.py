@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from nalanda import prepare as preparing
 from nalanda.corpus import held_out
-from nalanda.data import DataConfig, encoder
+from nalanda.data import DataConfig, PackedBatches, encoder
 from nalanda.errors import DiskFull, InputError
 from nalanda.prepare import Preparation, begin, prepare
-from nalanda.prepared import check_set, inspect, is_prepared, open_set
+from nalanda.prepared import SumCheck, check_set, inspect, is_prepared, open_set
 from nalanda.tokenizer import TokenizerConfig, fingerprint
 from nalanda_cli import app
 
@@ -269,6 +269,54 @@ def test_a_source_that_changes_on_the_way_is_refused(tmp_path, byte_tokenizer):
         work.make(0)
 
 
+def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer):
+    """Within a preparation, and between one that was stopped and its next start."""
+    source, out = corpus(tmp_path / "in"), tmp_path / "out"
+    data = DataConfig(source=str(source))
+    work = begin(data, byte_tokenizer, out, shard_bytes=3000)
+    work.make(0)
+    file = source / "0.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"document 40", b"document 04"))
+    with pytest.raises(InputError, match=r"0\.jsonl:\d+ has another content by now"):
+        work.make(1)
+    before = sums(out)
+    with pytest.raises(InputError, match=rf"0\.jsonl:\d+ changed since {out} was begun"):
+        prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    assert sums(out) == before
+    file.write_bytes(content)
+    prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
+    assert sums(out) == sums(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, workers):
+    """A file that is cut into shards, so that long lines lie across the cuts, and one that cannot be cut."""
+    rows = records(60)
+    for i in (20, 21, 59):
+        rows[i]["text"] = "x" * 5000
+    path = tmp_path / f"in.jsonl{suffix}"
+    path.write_bytes(gzip.compress(lines(rows)) if suffix else lines(rows))
+    data = DataConfig(source=str(path), validation_share=0.01, max_document_bytes=1000)
+    with pytest.raises(InputError, match=r"in\.jsonl.*, line (21|60): a document of more than 1,000 bytes"):
+        prepare(data, byte_tokenizer, tmp_path / "refused", shard_bytes=900, workers=workers)
+    data.oversized = "skip"
+    index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900, workers=workers)
+    assert index["skipped"] == 3
+    kept = [r for r in rows if len(r["text"]) < 1000 and not held_out(r["text"], 0.01)]
+    found = open_set(tmp_path / "out", "train")
+    assert [bytes_of(found.document(i)[0]) for i in range(found.documents)] == [r["text"] for r in kept]
+    capsys.readouterr()
+    inspect(tmp_path / "out", verify=True)
+    shown = capsys.readouterr().out
+    assert "3 documents of more than 1,000 bytes were left out (data.oversized: skip)" in shown
+    data.max_document_bytes = 2000
+    with pytest.raises(InputError, match="was prepared with max_document_bytes 1000, and this is 2000"):
+        prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, workers, capsys):
     source = corpus(tmp_path / "in")
@@ -346,6 +394,126 @@ def test_damage_is_found(tmp_path, byte_tokenizer, capsys):
     (out / "index.json").write_text('{"format": "nalanda token shards", "ver')
     with pytest.raises(InputError, match="damaged"):
         open_set(out, "train")
+
+
+def times_ten(index: dict, split: str, key: str) -> None:
+    index[split][key] *= 10
+
+
+def shard_times_ten(index: dict, split: str, key: str) -> None:
+    """In the shard, its sources and the split alike."""
+    index[split]["shards"][0][key] *= 10
+    index[split][key] += index[split]["shards"][0][key] * 9 // 10
+
+
+def sources_times_ten(index: dict, split: str, key: str) -> None:
+    place = ("documents", "tokens").index(key)
+    for counts in index[split]["shards"][0]["sources"].values():
+        counts[place] *= 10
+
+
+def last_digit_of_size(index: dict, split: str, key: str) -> None:
+    index[split]["shards"][0]["files"]["docs"][0] += 1
+
+
+def other_vocabulary(index: dict, split: str, key: str) -> None:
+    index["tokenizer"]["vocab_size"] -= 200
+
+
+@pytest.mark.parametrize("key", ["documents", "tokens"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("harm", [times_ten, shard_times_ten, sources_times_ten, last_digit_of_size])
+def test_an_index_that_contradicts_itself_is_refused(prepared_set, split, key, harm):
+    file = prepared_set / "index.json"
+    index = json.loads(file.read_bytes())
+    harm(index, split, key)
+    file.write_text(json.dumps(index))
+    for read in (lambda: inspect(prepared_set, verify=True), lambda: open_set(prepared_set, split)):
+        with pytest.raises(
+            InputError, match=r"index\.json is damaged, it contradicts itself .*copy or prepare"
+        ):
+            read()
+
+
+@pytest.mark.parametrize("missing", ["dtype", "tokenizer", "train", "sources", "version"])
+def test_an_index_that_lacks_something_is_refused(prepared_set, missing):
+    file = prepared_set / "index.json"
+    index = json.loads(file.read_bytes())
+    del index[missing]
+    file.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"index\.json (is damaged|has version None)"):
+        inspect(prepared_set, verify=True)
+
+
+@pytest.fixture
+def prepared_set(tmp_path, byte_tokenizer) -> Path:
+    data = DataConfig(source=str(corpus(tmp_path / "in", files=2)), validation_share=0.2)
+    prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    return tmp_path / "out"
+
+
+def with_its_sums(folder: Path, file: Path, change: Callable[[np.ndarray], None], dtype: str) -> None:
+    """Changes a file and the index's sum of it, as somebody who means it would."""
+    content = np.fromfile(file, dtype)
+    change(content)
+    content.tofile(file)
+    index = json.loads((folder / "index.json").read_bytes())
+    (shard,) = [s for s in index[file.parent.name]["shards"] if s["name"] == file.stem]
+    shard["files"][file.suffix[1:]][1] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def put(place: int, value: int) -> Callable[[np.ndarray], None]:
+    return lambda content: content.__setitem__(place, value)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_where_they_are_read(prepared_set, tokenizer):
+    file = prepared_set / "train/00001.tokens"
+    with_its_sums(prepared_set, file, put(17, 257), "<u2")
+    found = open_set(prepared_set, "train")
+    first = found._shards[0].tokens
+    found.read(0, first + 17)
+    message = r"train/00001\.tokens is damaged: token 17 is 257, of a vocabulary of 257"
+    for read in (
+        lambda: found.read(first, first + 32),
+        lambda: [found.document(number) for number in range(found.documents)],
+        lambda: check_set(prepared_set, sums=True),
+    ):
+        with pytest.raises(InputError, match=message):
+            read()
+    index = json.loads((prepared_set / "index.json").read_bytes())
+    other_vocabulary(index, "train", "")
+    (prepared_set / "index.json").write_text(json.dumps(index))
+    data = DataConfig(source=str(prepared_set), seq_len=16)
+    with pytest.raises(InputError, match="its vocab_size is 57 and the tokenizer has 257"):
+        PackedBatches(data, tokenizer, split="train", batch_size=1)
+
+
+@pytest.mark.parametrize(("place", "value"), [(3, 0), (3, 1 << 40), (-1, 5), (-1, 1 << 40)])
+def test_documents_that_do_not_follow_one_another_are_refused(prepared_set, place, value):
+    file = prepared_set / "train/00001.docs"
+    count = json.loads((prepared_set / "index.json").read_bytes())["train"]["shards"][1]["documents"]
+
+    def change(content: np.ndarray) -> None:
+        content[: 8 * count].view("<i8")[place] = value
+
+    with_its_sums(prepared_set, file, change, "u1")
+    found = open_set(prepared_set, "train")
+    message = r"train/00001\.docs is damaged: its documents do not lie one behind the other"
+    with pytest.raises(InputError, match=message):
+        check_set(prepared_set, sums=True)
+    with pytest.raises(InputError, match=message):
+        [found.document(number) for number in range(found.documents)]
+    with pytest.raises(InputError, match=message):
+        found.starts(0, found.tokens)
+
+
+def test_sums_are_compared_in_a_thread(prepared_set):
+    files = open_set(prepared_set, "train").files
+    beats = []
+    assert SumCheck(files).wait(lambda: beats.append(1)) is None
+    flip(files[3].path)
+    assert f"{files[3].path} is damaged: its SHA-256" in (SumCheck(files).wait() or "")
 
 
 def test_a_tokenizer_that_was_exchanged_is_found(tmp_path, byte_tokenizer):

@@ -606,6 +606,83 @@ def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
+@pytest.fixture(scope="module")
+def prepared_set(recipe, tmp_path_factory) -> Path:
+    from nalanda.prepare import prepare
+
+    config, folder = load_config(recipe), tmp_path_factory.mktemp("prepared")
+    prepare(config.data, config.tokenizer, folder / "set")
+    return folder / "set"
+
+
+def flipped(path: Path) -> bytes:
+    """A bit in the middle is another; what it was before."""
+    before = path.read_bytes()
+    content = bytearray(before)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return before
+
+
+@pytest.mark.parametrize("verify", ["background", "sums", "sizes"])
+@pytest.mark.parametrize("name", ["train/00000.tokens", "validation/00000.docs"])
+def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path, verify, name):
+    settings = (f"data.source={prepared_set}", f"tokenizer={prepared_set / 'tokenizer'}", "train.steps=6")
+    run = configured(recipe, tmp_path / "run", *settings, f"data.verify={verify}")
+    before = flipped(prepared_set / name)
+    try:
+        if verify == "sizes" and name.endswith("tokens"):
+            loop.train(run)  # the id may be a wrong one; it is in the vocabulary
+            return
+        with pytest.raises(InputError, match=f"{name} is damaged: .*copy or prepare it again"):
+            loop.train(run)
+    finally:
+        (prepared_set / name).write_bytes(before)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    loop.train(run)
+    before, saved = flipped(prepared_set / name), checkpoint.latest(tmp_path / "run" / "checkpoints")
+    try:
+        with pytest.raises(InputError, match=f"{name} is damaged"):
+            loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
+    finally:
+        (prepared_set / name).write_bytes(before)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == saved
+    loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, part):
+    text = (recipe.parent / "a.jsonl").read_bytes()
+    for name in ("train", "validation"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "a.jsonl").write_bytes(text)
+    settings = [f"data.source={tmp_path / 'data'}", "train.steps=6"]
+    loop.train(configured(recipe, tmp_path / "run", *settings))
+    file, saved = tmp_path / "data" / part / "a.jsonl", checkpoint.latest(tmp_path / "run" / "checkpoints")
+    file.write_bytes(text.replace(b"state", b"estat", 1))
+    settings[1] = "train.steps=8"
+    with pytest.raises(InputError, match=f"{part}/a.jsonl has another content than when the checkpoint was"):
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == saved
+    file.write_bytes(text)
+    loop.train(configured(recipe, tmp_path / "run", *settings))
+
+
+def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
+    file = tmp_path / "data" / "a.jsonl"
+    file.parent.mkdir()
+    large = json.dumps({"text": "rule " * 5000}) + "\n"
+    file.write_text(large + (recipe.parent / "a.jsonl").read_text() + large)
+    settings = [f"data.source={file.parent}", "data.max_document_bytes=10000", "train.steps=4"]
+    run = tmp_path / "run"
+    with pytest.raises(InputError, match=r"a\.jsonl, line 1: a document of more than 10,000 bytes"):
+        loop.train(configured(recipe, run, *settings))
+    loop.train(configured(recipe, run, *settings, "data.oversized=skip"))
+    assert "2 documents above data.max_document_bytes were left out" in capsys.readouterr().out
+    events = [line for line in metrics.read(run / "metrics.jsonl") if line.get("event") == "oversized"]
+    assert [event["documents"] for event in events] == [2]
+
+
 def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
     tokenizer = AutoTokenizer.from_pretrained(whole / "tokenizer")
     expected = safetensors.torch.load_file(whole / "final" / "model.safetensors")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nalanda.errors import InputError
-from nalanda.prepare import PRELOAD, Preparation, begin
+from nalanda.prepare import PRELOAD, Preparation, begin, entries
 
 try:
     import multiprocess
@@ -45,7 +45,7 @@ class TokenShards(PipelineStep):
             try:
                 with self.track_time("shard"):
                     record = preparation.make(number)
-                for entry in record.values():
+                for entry in entries(record).values():
                     self.stat_update("documents", value=entry["documents"], unit="shard")
                     self.stat_update("tokens", value=entry["tokens"], unit="shard")
             except InputError as error:

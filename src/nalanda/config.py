@@ -24,8 +24,10 @@ from nalanda.tokenizer import TokenizerConfig
 IDENTITY = ("model", "tokenizer", "data", "seed")
 """What makes a run this run: with another value of these, its checkpoints mean something else."""
 
-MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries"}
-"""What may change even so: a corpus may move, and is known again by what is in it."""
+MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
+MOVABLE |= {"data.max_document_bytes", "data.oversized"}
+"""What may change even so: a corpus may move, and is known again by what is in it; a document that is too
+large may be let in, or left out."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from nalanda.corpus import Corpus, Document, DocumentStream, is_prepared, open_corpus
+from nalanda.corpus import (
+    MAX_DOCUMENT,
+    Corpus,
+    Document,
+    DocumentStream,
+    is_local,
+    is_prepared,
+    open_corpus,
+)
 from nalanda.errors import InputError
 from nalanda.rows import Mixture, PreparedRows, Rows, batched, cut
-from nalanda.tokenizer import fast_backend, fingerprint
+from nalanda.tokenizer import fast_backend, fingerprint, vocabulary_of
 from nalanda.workers import Encoder, ReadAhead, Tokenisers
 
 if TYPE_CHECKING:
@@ -76,6 +85,14 @@ class DataConfig:
     documents: Literal["apart", "joined"] = "apart"  # joined: one text, in the files' order, blank lines kept
     long_documents: Literal["cut", "carry"] = "cut"  # at the end of a row, or go on in the lane's next row
     carry_rows: int = 16  # carry: rows that follow one another in a lane, before it goes on elsewhere
+    # Bytes of a document: a line of .jsonl, a .txt file, the text of a record. However much a compressed
+    # shard holds, reading it takes little more memory than this.
+    max_document_bytes: int = MAX_DOCUMENT
+    oversized: Literal["refuse", "skip"] = "refuse"  # larger documents; those left out are counted and logged
+    # When the files of a prepared set are compared with the SHA-256 sums of its index. background: by a
+    # thread, before the first checkpoint is saved; sums: before training begins; sizes: never, only their
+    # sizes are. Of files that are read as text a hash is in every checkpoint, whatever this says.
+    verify: Literal["background", "sums", "sizes"] = "background"
     shuffle_buffer: int = 1024  # documents; they are saved in checkpoints. 0: the order of the files
     name: str | None = None  # Hub: the dataset's configuration
     train_split: str = "train"  # Hub
@@ -108,6 +125,11 @@ class DataConfig:
             raise InputError(f"data.workers is {self.workers}; it must be 0 or more")
         if self.retries < 0:
             raise InputError(f"data.retries is {self.retries}; it must be 0 or more")
+        if self.max_document_bytes < 1:
+            raise InputError(f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more")
+        for key, known in (("oversized", ("refuse", "skip")), ("verify", ("background", "sums", "sizes"))):
+            if getattr(self, key) not in known:
+                raise InputError(f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}")
         if self.shuffle_buffer < 0:
             raise InputError(f"data.shuffle_buffer is {self.shuffle_buffer}; it must be 0 or more")
 
@@ -228,7 +250,7 @@ class PackedBatches:
         carry = data.long_documents == "carry" and self.training
         if carry and (not lanes or lanes % (batch_size * world_size)):
             raise ValueError(f"lanes is {lanes}: not a multiple of {batch_size} rows on {world_size} ranks")
-        self.tokenizer = fingerprint(tokenizer)
+        self.tokenizer, self.vocabulary = fingerprint(tokenizer), vocabulary_of(tokenizer)
         parts = {
             name: self._open(name, part, lanes if carry else None) for name, part in data.parts().items()
         }
@@ -274,7 +296,9 @@ class PackedBatches:
 
         It is the same on every rank and good for any number of ranks and any batch size.
         """
-        return {**self._state, "identity": self.identity}
+        contents = {name: [*hashes.values()] for name, hashes in self.contents.items()}
+        known = {"contents": contents} if contents else {}
+        return {**self._state, "identity": {**self.identity, **known}}
 
     def load_state_dict(self, state: dict) -> None:
         """Goes on from `state`: reads on in the shard where it stands, not from the beginning of the corpus.
@@ -288,6 +312,21 @@ class PackedBatches:
                 raise InputError(
                     f"the data changed since the checkpoint was saved: {key} was {saved!r} and is {value!r}; "
                     "restore it, or start a new run from the checkpoint's weights with model.init_from"
+                )
+        contents = state["identity"].get("contents", {})  # earlier versions saved none
+        for part, hashes in self.contents.items():
+            if part not in contents:
+                continue
+            if len(saved := contents[part]) != len(hashes):
+                raise InputError(
+                    f"the data changed since the checkpoint was saved: {part} had {len(saved)} files and has "
+                    f"{len(hashes)}; restore them, or start a new run from the checkpoint's weights with "
+                    "model.init_from"
+                )
+            if changed := [name for name, old in zip(hashes, saved, strict=True) if hashes[name] != old]:
+                raise InputError(
+                    f"{changed[0]} has another content than when the checkpoint was saved; restore it, or "
+                    "start a new run from the checkpoint's weights with model.init_from"
                 )
         self.close()
         self._state = {key: value for key, value in state.items() if key != "identity"}
@@ -304,10 +343,22 @@ class PackedBatches:
         seen = self.source.epochs(self._state)
         return seen if isinstance(seen, dict) else {"": seen}
 
+    def skipped(self) -> int:
+        """Documents that were left out for their size (`data.oversized`), in all epochs."""
+        return self.source.skipped(self._state)
+
+    @functools.cached_property
+    def contents(self) -> dict[str, dict[str, str]]:
+        """`Corpus.contents` of each component whose files are read as text; part of the state, which is
+        refused where one differs. Whoever has many processes computes it in one, and sets it in all."""
+        parts = self.source.parts if isinstance(self.source, Mixture) else {"": self.source}
+        streams = {name: part for name, part in parts.items() if isinstance(part, _StreamRows)}
+        return {name: found for name, part in streams.items() if (found := part.corpus.contents())}
+
     def _open(self, name: str, data: DataConfig, lanes: int | None) -> PreparedRows | _StreamRows:
         seed = f"{self.seed}/{name}" if name else self.seed
         split = "train" if self.training else "validation"
-        if tokens := _open_prepared(data, self.tokenizer, split):
+        if tokens := _open_prepared(data, self.tokenizer, self.vocabulary, split):
             return PreparedRows(
                 tokens,
                 str(data.source),
@@ -364,10 +415,8 @@ def validation_batches(
         )
         with contextlib.closing(batches):
             return {"": list(batches)}
-    parts, total = data.parts(), sum(part.weight for part in data.mixture)
+    parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
-    if data.mixture and data.validation_source:
-        parts = {"": replace(data, mixture=[], source=data.validation_source)}
     groups: dict[str, list[np.ndarray]] = {}
     for name, part in parts.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
@@ -393,12 +442,42 @@ def validation_batches(
     return found
 
 
+def validation_contents(data: DataConfig, training: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """As `PackedBatches.contents`, of what is validated on; of a component whose `training` documents are in
+    the same files nothing, of a prepared set what its index states."""
+    found = {}
+    for name, part in _validation_parts(data).items():
+        source = _source(part, "validation")
+        if tokens := _set(part, "validation"):
+            hashes = {f"{source}/index.json": tokens.identity}
+        else:
+            local = is_local(source)
+            hashes = open_corpus(part, "validation").contents(training.get(name, {})) if local else {}
+        if hashes and hashes != training.get(name):
+            found[" ".join(filter(None, (name, "validation")))] = hashes
+    return found
+
+
+def token_sets(data: DataConfig, *, validation: bool) -> list[TokenSet]:
+    """The prepared sets that training reads, and those of `validation`."""
+    parts = [(part, "train") for part in data.parts().values()]
+    parts += [(part, "validation") for part in _validation_parts(data).values()] if validation else []
+    return [tokens for part, split in parts if (tokens := _set(part, split))]
+
+
+def _validation_parts(data: DataConfig) -> dict[str, DataConfig]:
+    """What is validated on, by component; a mixture may have one `validation_source` for all."""
+    if data.mixture and data.validation_source:
+        return {"": replace(data, mixture=[], source=data.validation_source)}
+    return data.parts()
+
+
 def _validation_documents(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Source and tokens of every validation document, in order."""
     encode = encoder(tokenizer, data)
-    if tokens := _open_prepared(data, fingerprint(tokenizer), "validation"):
+    if tokens := _open_prepared(data, fingerprint(tokenizer), vocabulary_of(tokenizer), "validation"):
         for number in range(tokens.documents):
             document, source = tokens.document(number)
             yield source, document
@@ -409,14 +488,25 @@ def _validation_documents(
         yield from ((document.source, ids) for document, ids in zip(group, encoded, strict=True) if len(ids))
 
 
-def _open_prepared(data: DataConfig, tokenizer: str, split: str) -> TokenSet | None:
-    """The source of `split`, where that is a prepared set. Raises `InputError` if it was made otherwise."""
-    source = data.validation_source if split == "validation" and data.validation_source else data.source
+def _set(data: DataConfig, split: str) -> TokenSet | None:
+    """The source of `split`, where that is a prepared set."""
+    source = _source(data, split)
     if not isinstance(source, str) or not is_prepared(source):
         return None
     from nalanda.prepared import open_set
 
-    tokens = open_set(source, split)
+    return open_set(source, split)
+
+
+def _source(data: DataConfig, split: str) -> str | list[str]:
+    return data.validation_source if split == "validation" and data.validation_source else data.source
+
+
+def _open_prepared(data: DataConfig, tokenizer: str, vocabulary: int, split: str) -> TokenSet | None:
+    """The source of `split`, where that is a prepared set. Raises `InputError` if it was made otherwise."""
+    source, tokens = _source(data, split), _set(data, split)
+    if tokens is None:
+        return None
     for key in ("bos", "eos", "documents"):
         asked, made = getattr(data, key), tokens.settings.get(key, getattr(data, key))
         if asked != made:
@@ -427,6 +517,11 @@ def _open_prepared(data: DataConfig, tokenizer: str, split: str) -> TokenSet | N
         raise InputError(
             f"{source} was prepared with another tokenizer; set tokenizer: {source}/tokenizer, or prepare it "
             "again"
+        )
+    if tokens.settings["vocab_size"] != vocabulary:
+        raise InputError(
+            f"{source}/index.json is damaged: its vocab_size is {tokens.settings['vocab_size']} and the "
+            f"tokenizer has {vocabulary}; copy or prepare it again"
         )
     if data.documents == "joined":
         raise InputError(f"{source} is a prepared set; data.documents: joined reads files")
@@ -467,6 +562,9 @@ class _StreamRows:
     def epochs(self, state: dict) -> float:
         return state["documents"]["epoch"]
 
+    def skipped(self, state: dict) -> int:
+        return state.get("skipped", 0)
+
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         return _pack(
             self.stream(),
@@ -502,11 +600,11 @@ def _pack(
     tokens, starts = np.full(state["carried"], before, np.int32), np.zeros(0, np.int64)
     stride = seq_len - joined
     current, heard = state["documents"]["epoch"], rows > 0  # whether the current epoch gave tokens
-    for (begun, epoch), encoded in tokenisers.in_order(_groups(documents)):
+    for (begun, epoch, skipped), encoded in tokenisers.in_order(_groups(documents)):
         if begun["epoch"] != current:
             _check_heard(heard)
             current, heard = begun["epoch"], False
-        begun = {"documents": begun, "carried": len(tokens)}
+        begun = {"documents": begun, "carried": len(tokens)} | ({"skipped": skipped} if skipped else {})
         encoded = [ids for ids in encoded if len(ids)]
         heard = heard or bool(encoded)
         lengths = [len(tokens), *map(len, encoded)]
@@ -535,8 +633,8 @@ def _check_heard(heard: bool) -> None:
         raise InputError("an epoch of the corpus gave no token; look at data.source and the tokenizer")
 
 
-def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int], list[str]]]:
-    """The stream's state before a group of documents, its epoch after it, and the texts.
+def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], list[str]]]:
+    """The stream's state before a group of documents; its epoch and skipped count after it; the texts.
 
     A group ends with the epoch.
     """
@@ -547,7 +645,7 @@ def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int], list[
             before = documents.state_dict()
             if not (group := _take(left, characters)):
                 break
-            yield (before, documents.epoch), [document.text for document in group]
+            yield (before, documents.epoch, documents.skipped), [document.text for document in group]
 
 
 def _take(documents: Iterator[Document], characters: int) -> list[Document]:

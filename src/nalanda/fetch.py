@@ -391,6 +391,8 @@ def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | N
         part = file.with_name(f".{file.name}.partial")
         with part.open("wb") as stream, zstandard.ZstdCompressor().stream_writer(stream) as writer:
             for document, _ in shard.read(None):
+                if document is None:  # too large; data.oversized: skip
+                    continue
                 record: dict[str, Any] = {data.text_field: document.text}
                 if document.source:
                     *path, last = data.source_field.split(".")

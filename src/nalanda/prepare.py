@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -24,7 +25,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from nalanda.checkpoint import sync
-from nalanda.corpus import Document, FileShard, Shard, TextShard, document_of, first_line, open_corpus
+from nalanda.corpus import (
+    BLOCK,
+    Corpus,
+    Document,
+    FileShard,
+    Shard,
+    TextShard,
+    document_in,
+    first_line,
+    open_corpus,
+    split_lines,
+)
 from nalanda.errors import DiskFull, InputError, no_room
 from nalanda.prepared import (
     FORMAT,
@@ -38,6 +50,7 @@ from nalanda.prepared import (
     processors,
     read_index,
     show,
+    totals,
 )
 
 if TYPE_CHECKING:
@@ -62,12 +75,14 @@ class Unit(NamedTuple):
     weight: int  # bytes of input
     start: int = 0
     stop: int | None = None
+    content: str = ""  # a hash of the shard, as the corpus gives it
 
 
-def plan_units(shards: list[Shard], corpus: str, limit: int) -> Iterator[Unit]:
-    for number, shard in enumerate(shards):
+def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
+    contents = [*corpus.contents().values()] or [""] * len(corpus.shards)
+    for number, (shard, content) in enumerate(zip(corpus.shards, contents, strict=True)):
         size = _size(shard)
-        unit = Unit(corpus, number, shard.identity, limit if size is None else size)
+        unit = Unit(split, number, shard.identity, limit if size is None else size, content=content)
         parts: list[Unit] = []
         if isinstance(shard, FileShard) and unit.weight > limit and shard.path.suffix == ".jsonl":
             cuts = [*range(0, unit.weight, limit), unit.weight]
@@ -119,7 +134,7 @@ def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
     return groups
 
 
-def _read(shard: Shard, unit: Unit) -> Iterator[Document]:
+def _read(shard: Shard, unit: Unit) -> Iterator[Document | None]:
     if unit.stop is None:
         yield from (document for document, _ in shard.read(None))
     elif isinstance(shard, FileShard) and shard.path.suffix == ".jsonl":
@@ -131,21 +146,25 @@ def _read(shard: Shard, unit: Unit) -> Iterator[Document]:
                 return
 
 
-def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document]:
+def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | None]:
     """The documents of lines that begin in bytes [start, stop)."""
     with shard.path.open("rb") as file:
-        place = start
-        if start:
-            file.seek(start - 1)
-            place += len(file.readline()) - 1  # to the end of the line that the part before read
-        while place < stop and (line := file.readline()):
-            if line.strip():
+        file.seek(place := max(0, start - 1))
+        lines = split_lines(iter(partial(file.read, BLOCK), b""), shard.fields._replace(skip=True))
+        if start:  # to the end of the line that the part before reads
+            place += next(lines, (b"", 0))[1] + 1
+        for line, size in lines:
+            if place >= stop:
+                return
+            if line is None and shard.fields.skip:
+                yield None
+            elif line is None or line.strip():
                 try:
-                    document = document_of(json.loads(line), shard.fields, "")
+                    document: Document | None = document_in(line or b"", shard.fields, "")
                 except ValueError:  # the file's own reader says what is wrong, with the line's number
                     document = next(shard.read(_lines_before(shard.path, place)))[0]
                 yield document
-            place += len(line)
+            place += size + 1
 
 
 def _lines_before(path: Path, place: int) -> int:
@@ -250,6 +269,7 @@ class Preparation:
         self.data = DataConfig(**plan["data"])
         self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
         self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
+        self._known: dict[Any, str] = {}
 
     @functools.cached_property
     def encode(self) -> Callable[[list[str]], list[np.ndarray]]:
@@ -261,11 +281,20 @@ class Preparation:
     def corpora(self) -> dict:
         return {split: open_corpus(self.data, split) for split in SPLITS}
 
+    def _content(self, unit: Unit) -> str:
+        """The hash of a unit's shard as it is now; a file that is cut into many units is read once."""
+        path = getattr(self.corpora[unit.corpus].shards[unit.shard], "path", None)
+        found = path.stat() if path else None
+        key = unit.corpus, unit.shard, found and (found.st_mtime_ns, found.st_ctime_ns)
+        if key not in self._known:
+            self._known[key] = self.corpora[unit.corpus].content(unit.shard)
+        return self._known[key]
+
     def record(self, number: int) -> dict | None:
         """What a shard's record says, if it is there and so are its files, in their sizes."""
-        with contextlib.suppress(OSError, ValueError, InputError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(self._record(number).read_bytes())
-            for split, entry in found.items():
+            for split, entry in entries(found).items():
                 for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
                     file.check_size()
             return found
@@ -277,6 +306,8 @@ class Preparation:
     def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
         """Makes a shard, unless it is there; its record.
 
+        Its record has an entry for each split and, where documents were left out for their size, "skipped".
+
         Args:
             report: is told every now and then how many bytes of input and of text are done.
         Raises:
@@ -284,9 +315,10 @@ class Preparation:
             OSError: the directory cannot be written.
         """
         if (record := self.record(number)) is not None:
-            report(self.weights[number], sum(entry["text_bytes"] for entry in record.values()))
+            report(self.weights[number], sum(entry["text_bytes"] for entry in entries(record).values()))
             return record
         units = self.jobs[number]
+        skipped = 0
         separate = self.settings["corpus"]["train"] != self.settings["corpus"]["validation"]
         splits = (units[0].corpus,) if separate else SPLITS
         with _one_thread(), contextlib.ExitStack() as stack:
@@ -299,10 +331,15 @@ class Preparation:
                 shard = self.corpora[unit.corpus].shards[unit.shard]
                 if shard.identity != unit.identity:
                     raise InputError(f"{unit.identity} is {shard.identity} by now; prepare another directory")
+                if unit.content and unit.content != self._content(unit):
+                    raise InputError(
+                        f"{shard.identity} has another content by now; prepare another directory"
+                    )
                 for group in _groups(_read(shard, unit)):
+                    skipped += group.count(None)
                     chosen = [
                         (document, split)
-                        for document in group
+                        for document in filter(None, group)
                         for split in [s for s in splits if self.corpora[s].keep(document.text)][:1]
                     ]
                     for (document, split), tokens in zip(
@@ -314,6 +351,7 @@ class Preparation:
                 weight, text = weight + unit.weight, read
                 report(weight, read)
             record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
+        record |= {"skipped": skipped} if skipped else {}
         write(self._record(number), json.dumps(record).encode())
         return record
 
@@ -331,7 +369,7 @@ class Preparation:
                 f"{missing[0]}); run the same command again"
             )
         splits = {
-            split: _totals([record[split] for record in records if record and split in record])
+            split: totals([record[split] for record in records if record and split in record])
             for split in SPLITS
         }
         if not splits["train"]["documents"]:
@@ -345,6 +383,8 @@ class Preparation:
             "sources": sorted({name for split in splits.values() for name in split["sources"]}),
             **splits,
         }
+        if skipped := sum(record.get("skipped", 0) for record in records if record):
+            index["skipped"] = skipped
         for leftover in [p for split in SPLITS for p in (self.directory / split).glob(".*")]:
             leftover.unlink(missing_ok=True)  # of workers that were killed
         write(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
@@ -352,25 +392,20 @@ class Preparation:
         return index
 
 
-def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def entries(record: dict) -> dict[str, dict]:
+    """What a shard's record says of each split."""
+    return {split: record[split] for split in SPLITS if split in record}
+
+
+def _groups(documents: Iterator[Document | None]) -> Iterator[list[Document | None]]:
     group, characters = [], 0
     for document in documents:
         group.append(document)
-        characters += len(document.text)
+        characters += len(document.text) if document else 0
         if characters >= GROUP:
             yield group
             group, characters = [], 0
     yield group
-
-
-def _totals(shards: list[dict]) -> dict:
-    sources: dict[str, list[int]] = {}
-    for shard in shards:
-        for name, counts in shard["sources"].items():
-            before = sources.get(name, [0, 0])
-            sources[name] = [before[0] + counts[0], before[1] + counts[1]]
-    sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")}
-    return {**sums, "sources": dict(sorted(sources.items())), "shards": shards}
 
 
 @contextlib.contextmanager
@@ -458,8 +493,15 @@ def begin(
     jobs = [
         group
         for split in parts
-        for group in group_units(plan_units(corpora[split].shards, split, shard_bytes), shard_bytes)
+        for group in group_units(plan_units(corpora[split], split, shard_bytes), shard_bytes)
     ]
+    earlier = [Unit(*unit) for unit in itertools.chain(*(_json(work / "plan.json") or {"jobs": []})["jobs"])]
+    known = {(unit.corpus, unit.identity): unit.content for unit in earlier if unit.content}
+    for unit in itertools.chain(*jobs):
+        if known.get((unit.corpus, unit.identity), unit.content) != unit.content:
+            raise InputError(
+                f"{unit.identity} changed since {directory} was begun; restore it, or name another directory"
+            )
     plan = {
         "settings": settings,
         "tokenizer": {"fingerprint": fingerprint(found), "vocab_size": vocab_size},
@@ -477,6 +519,8 @@ def _settings(data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, st
     if prints["train"] == prints["validation"]:
         keys.append("validation_share")
     found = {key: getattr(data, key) for key in keys}
+    if data.oversized == "skip":
+        found["max_document_bytes"] = data.max_document_bytes
     return {**found, "corpus": prints, "tokenizer": asdict(tokenizer), "shard_bytes": shard_bytes}
 
 

@@ -19,8 +19,9 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "nalanda token shards", 1
 SPLITS = ("train", "validation")
 OPEN_FILES = 100  # that this process keeps mapped; a shard has two
+DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])  # columns of a .docs file, one behind the other
 
 
 # ------------------------------ reading a set
@@ -71,20 +73,21 @@ class TokenSet:
         tokens, documents: how many there are.
         sources: the names that documents come from; [""] where the corpus names none.
         by_source: name → (documents, tokens).
+        files: with the sizes and sums that the index states.
         settings: what the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
     """
 
     def __init__(self, path: str | os.PathLike, split: str):
         index = read_index(path)
         self.directory = Path(path) / split
-        self._shards = [Entry(self.directory / s["name"], s, index["dtype"]) for s in index[split]["shards"]]
+        self._shards = entries(path, index, split)
         if not self._shards:
             raise InputError(
                 f"{path} has no documents for {split}; prepare it with another validation share or source"
             )
-        for shard in self._shards:
-            for file in shard.files():
-                file.check_size()
+        self.files = [file for shard in self._shards for file in shard.files()]
+        for file in self.files:
+            file.check_size()
         self.settings: dict[str, Any] = {
             **index["settings"],
             "tokenizer": index["tokenizer"]["fingerprint"],
@@ -104,7 +107,7 @@ class TokenSet:
         _within(start, stop, self.tokens, "tokens")
         out = np.empty(stop - start, np.int32)
         for shard, base, low, high in self._parts(start, stop):
-            out[base + low - start : base + high - start] = shard.map_tokens()[low:high]
+            out[base + low - start : base + high - start] = shard.tokens_between(low, high)
         return out
 
     def starts(self, start: int, stop: int) -> np.ndarray:
@@ -113,8 +116,10 @@ class TokenSet:
         found = [np.zeros(0, np.int64)]
         for shard, base, low, high in self._parts(start, stop):
             ends, _ = shard.map_documents()
+            between = ends[np.searchsorted(ends, low) : np.searchsorted(ends, high)]
+            shard.check_ends(np.concatenate([[low - 1], between, [high]]))
             found.append(base + np.zeros(int(low == 0), np.int64))
-            found.append(base + ends[np.searchsorted(ends, low) : np.searchsorted(ends, high)])
+            found.append(base + between)
         return np.concatenate(found)
 
     def document(self, number: int) -> tuple[np.ndarray, str]:
@@ -123,8 +128,11 @@ class TokenSet:
         place = int(np.searchsorted(self._documents, number, "right")) - 1
         shard, number = self._shards[place], number - int(self._documents[place])
         ends, sources = shard.map_documents()
-        low = int(ends[number - 1]) if number else 0
-        return np.array(shard.map_tokens()[low : ends[number]], np.int32), shard.sources[sources[number]]
+        low, high = int(ends[number - 1]) if number else 0, int(ends[number])
+        shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
+        if (source := int(sources[number])) >= len(shard.sources):
+            raise shard.damaged("docs", f"document {number} is of source {source} of {len(shard.sources)}")
+        return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
         """Shards that [start, stop) touches: where each begins, and which of its own tokens are meant."""
@@ -133,6 +141,39 @@ class TokenSet:
             base, end = int(self._tokens[place]), min(stop, int(self._tokens[place + 1]))
             yield self._shards[place], base, start - base, end - base
             start, place = end, place + 1
+
+
+class SumCheck:
+    """Compares files with the sums of their index in a thread, up to the first that has another.
+
+    Attributes:
+        problem: one line about it, for people; None while there is none.
+        settled: whether somebody has waited for the end, and it was good.
+    """
+
+    settled = False
+
+    def __init__(self, files: list[_File]):
+        self.problem: str | None = None
+        self._files, self._closed = files, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nalanda-sums", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for file in self._files:
+            if self._closed.is_set() or self.problem:
+                return
+            self.problem = file.damage(sums=True)
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
+        """`problem`, once all files were read. `beat` is called every second."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
+        return self.problem
+
+    def close(self) -> None:
+        self._closed.set()
 
 
 class _File(NamedTuple):
@@ -150,6 +191,16 @@ class _File(NamedTuple):
                 f"{self.path} has {size:,} bytes and the index says {self.size:,}; copy or prepare it again"
             )
 
+    def damage(self, *, sums: bool) -> str | None:
+        """How the file is not the index's, None where it is: of its size or, with `sums`, of its content."""
+        try:
+            self.check_size()
+            if sums and self.sum() != self.sha256:
+                return f"{self.path} is damaged: its SHA-256 is not the index's; copy or prepare it again"
+        except (InputError, OSError) as error:
+            return str(error)
+        return None
+
     def sum(self) -> str:
         with self.path.open("rb") as file:
             digest = sha256()
@@ -159,28 +210,71 @@ class _File(NamedTuple):
 
 
 class Entry:
-    """A shard as the index describes it."""
+    """A shard as the index describes it, ids of `vocabulary` tokens in it.
 
-    def __init__(self, path: Path, entry: dict, dtype: str):
-        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
-        self.tokens, self.documents = entry["tokens"], entry["documents"]
-        self.sources = list(entry["sources"])
-        self.sizes = entry["files"]
+    Raises:
+        KeyError, TypeError, ValueError: the entry contradicts itself.
+    """
+
+    def __init__(self, path: Path, entry: dict, dtype: str, vocabulary: int = 1 << 32):
+        self.path, self.dtype, self.vocabulary = path, np.dtype(dtype).newbyteorder("<"), vocabulary
+        self.stated, self.tokens, self.documents = entry, entry["tokens"], entry["documents"]
+        self.counts, self.sizes = entry["sources"], entry["files"]
+        self.sources = list(self.counts)
+        sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
+        if [self.sizes["tokens"][0], self.sizes["docs"][0]] != sizes or not self.tokens >= self.documents > 0:
+            raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
+        if [sum(column) for column in zip(*self.counts.values(), strict=True)] != [
+            self.documents,
+            self.tokens,
+        ]:
+            raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
     def files(self) -> list[_File]:
-        return [_File(self.path.with_suffix(f".{kind}"), *found) for kind, found in self.sizes.items()]
+        return [_File(self.path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in ("tokens", "docs")]
 
-    def map_tokens(self) -> np.ndarray:
-        return _map(self.files()[0], self.dtype, self.tokens)[0]
+    def tokens_between(self, low: int, high: int) -> np.ndarray:
+        """Raises `InputError` for an id that the vocabulary does not have."""
+        tokens = _map(self.files()[0], self.dtype, self.tokens)[0][low:high]
+        self._check_ids(tokens, low)
+        return tokens
 
     def map_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Ends, int64 [D], and sources, uint16 [D]."""
-        ends, sources = _map(self.files()[1], np.dtype([("end", "<i8"), ("source", "<u2")]), self.documents)
+        ends, sources = _map(self.files()[1], DOCS, self.documents)
+        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
         return ends, sources
 
+    def _check_ids(self, tokens: np.ndarray, first: int) -> None:
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+            place = first + int(tokens.argmax())
+            raise self.damaged("tokens", f"token {place} is {largest}, of a vocabulary of {self.vocabulary}")
 
-@functools.lru_cache(maxsize=OPEN_FILES)
-def _map(file: _File, dtype: np.dtype, count: int) -> list[np.ndarray]:
+    def check_ends(self, ends: np.ndarray) -> None:
+        """Raises `InputError` unless each is behind the one before."""
+        if (np.diff(ends) <= 0).any():
+            raise self.damaged("docs", "its documents do not lie one behind the other, up to the last token")
+
+    def check(self, kind: str) -> None:
+        """All of a file that is otherwise checked where it is read. Raises `InputError`."""
+        if kind == "tokens":
+            (tokens,) = _read_map(self.files()[0], self.dtype, self.tokens)
+            for low in range(0, self.tokens, 1 << 22):
+                self._check_ids(tokens[low : low + (1 << 22)], low)
+            return
+        ends, sources = _read_map(self.files()[1], DOCS, self.documents)
+        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
+        self.check_ends(np.concatenate([[0], ends]))
+        documents = np.bincount(sources, minlength=len(self.sources))
+        tokens = np.bincount(sources, np.diff(ends, prepend=0), len(self.sources))
+        if np.stack([documents, tokens], 1).tolist() != [*self.counts.values()]:
+            raise self.damaged("docs", "its documents by source are not those of the index")
+
+    def damaged(self, kind: str, how: str) -> InputError:
+        return InputError(f"{self.path.with_suffix(f'.{kind}')} is damaged: {how}; copy or prepare it again")
+
+
+def _read_map(file: _File, dtype: np.dtype, count: int) -> list[np.ndarray]:
     """A file's columns, each of `count` items, one behind the other."""
     file.check_size()
     whole = np.memmap(file.path, np.uint8, mode="r")
@@ -189,6 +283,9 @@ def _map(file: _File, dtype: np.dtype, count: int) -> list[np.ndarray]:
         columns.append(whole[offset : offset + count * kind.itemsize].view(np.ndarray).view(kind))
         offset += count * kind.itemsize
     return columns
+
+
+_map = functools.lru_cache(maxsize=OPEN_FILES)(_read_map)
 
 
 def _within(start: int, stop: int, count: int, what: str) -> None:
@@ -207,9 +304,36 @@ def read_index(path: str | os.PathLike) -> dict:
         raise InputError(f"{path} does not exist; nalanda data prepare makes one") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{path} is damaged, or not the index of a prepared set") from None
-    if index["version"] != VERSION:
-        raise InputError(f"{path} has version {index['version']}; this Nalanda reads {VERSION}")
+    if index.get("version") != VERSION:
+        raise InputError(f"{path} has version {index.get('version')}; this Nalanda reads {VERSION}")
+    try:
+        for split in SPLITS:
+            if index[split] != totals([entry.stated for entry in entries(path.parent, index, split)]):
+                raise ValueError(f"{split} is not the sum of its shards")
+        if index["sources"] != sorted({name for split in SPLITS for name in index[split]["sources"]}):
+            raise ValueError("its sources are not those of its shards")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
+        ) from None
     return index
+
+
+def entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
+    """The shards of a split."""
+    known = index["dtype"], index["tokenizer"]["vocab_size"]
+    return [Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]]
+
+
+def totals(shards: list[dict]) -> dict:
+    """What the index says of a split, from what it says of its shards."""
+    sources: dict[str, list[int]] = {}
+    for shard in shards:
+        for name, counts in shard["sources"].items():
+            before = sources.get(name, [0, 0])
+            sources[name] = [before[0] + counts[0], before[1] + counts[1]]
+    sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")}
+    return {**sums, "sources": dict(sorted(sources.items())), "shards": shards}
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -306,6 +430,9 @@ def show(index: dict, directory: str | os.PathLike) -> None:
         console.print(made)
 
     console = Console()
+    if skipped := index.get("skipped"):
+        limit = index["settings"]["max_document_bytes"]
+        print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")
     splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
     stored = {
         split: sum(found[0] for shard in part["shards"] for found in shard["files"].values())
@@ -361,28 +488,23 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
     directory = Path(directory)
     index = read_index(directory)
-    files = [
-        file
-        for split in SPLITS
-        for shard in index[split]["shards"]
-        for file in Entry(directory / split / shard["name"], shard, index["dtype"]).files()
-    ]
+    owners = [(e, f) for split in SPLITS for e in entries(directory, index, split) for f in e.files()]
+    files = [file for _, file in owners]
 
-    def damage(file: _File) -> str | None:
-        try:
-            file.check_size()
-            if sums and file.sum() != file.sha256:
-                return f"{file.path} is damaged: its SHA-256 is not the index's; copy or prepare it again"
-        except (InputError, OSError) as error:
-            return str(error)
-        return None
+    def damage(entry: Entry, file: _File) -> str | None:
+        if (problem := file.damage(sums=sums)) is None and sums:
+            try:
+                entry.check(file.path.suffix[1:])
+            except (InputError, OSError) as error:
+                return str(error)
+        return problem
 
     with (
         ThreadPoolExecutor(processors()) as pool,
         Progress([f.size for f in files], [*range(len(files))]) as p,
     ):
         found = []
-        for number, problem in enumerate(pool.map(damage, files)):
+        for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):
             p.set(number, files[number].size, files[number].size)
             found += [problem] if problem else []
     if sums:

@@ -207,7 +207,7 @@ class HubShard:
     def single(self) -> bool:
         return False
 
-    def read(self, cursor: dict | None) -> Iterator[tuple[Document, dict]]:
+    def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
         try:
             yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
         except (InputError, MemoryError):
@@ -215,12 +215,15 @@ class HubShard:
         except Exception as error:  # a broken file is told by whichever library reads it
             raise InputError(f"Hub dataset {self.identity}: cannot be read ({_reason(error)})") from None
 
-    def _read(self, cursor: dict | None) -> Iterator[tuple[Document, dict]]:
+    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
         dataset = self.dataset.shard(num_shards=self.count, index=self.index)
         if cursor:
             dataset.load_state_dict(cursor)
         for record in dataset:
-            yield document_of(record, self.fields, self.identity), dataset.state_dict()
+            document: Document | None = document_of(record, self.fields, self.identity)
+            if document and (size := len(document.text.encode())) > self.fields.max_bytes:
+                document = self.fields.oversized(self.identity, size)
+            yield document, dataset.state_dict()
 
 
 # ------------------------------ URLs
@@ -341,7 +344,7 @@ class UrlShard:
     def single(self) -> bool:
         return urlsplit(self.url).path.endswith(".txt")
 
-    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document, list[int]]]:
+    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | None, list[int]]]:
         path = cached(self.url, self.retries)
         size = path.stat().st_size
         if cursor and cursor[0] != size:

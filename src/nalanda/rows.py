@@ -2,7 +2,8 @@
 
 A source has `rows(state, tokenisers)`: from a state (plain JSON) on it yields, for each row, a function that
 loads it and the state behind it, so that a process loads no row that another one trains on. Its `start` is
-the first state, `identity` what a state is good for, and `epochs(state)` how often it was read by then.
+the first state, `identity` what a state is good for, `epochs(state)` how often it was read by then, and
+`skipped(state)` how many documents were left out for their size.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ class PreparedRows:
     def epochs(self, state: dict) -> float:
         return state["rows"] / (self.blocks * self.block)
 
+    def skipped(self, state: dict) -> int:
+        return 0
+
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, lanes = state["rows"], self.lanes or 1
         while number < self.end:
@@ -149,6 +153,9 @@ class Mixture:
     def epochs(self, state: dict) -> dict[str, float]:
         parts = zip(self.parts.items(), state["parts"], strict=True)
         return {name: part.epochs(its) for (name, part), its in parts}
+
+    def skipped(self, state: dict) -> int:
+        return sum(part.skipped(its) for part, its in zip(self.parts.values(), state["parts"], strict=True))
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, states = state["rows"], list(state["parts"])

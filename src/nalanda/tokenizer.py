@@ -295,9 +295,14 @@ def _put_in_front(backend: Tokenizer, bos: str) -> None:
     )
 
 
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id, and one."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raises `InputError` where the tokenizer has ids that a model of `vocab_size` has no embedding for."""
-    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    needed = vocabulary_of(tokenizer)
     if needed > vocab_size:
         raise InputError(
             f"the tokenizer has {needed} tokens and the model's vocab_size is {vocab_size}; "

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
@@ -35,12 +35,13 @@ from transformers import (
 
 from nalanda import NalandaConfig, carry, checkpoint, guards, memory, metrics, parallel
 from nalanda.config import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
-from nalanda.data import PackedBatches, validation_batches
+from nalanda.data import PackedBatches, token_sets, validation_batches, validation_contents
 from nalanda.errors import InputError, NothingTrained, explained, out_of_memory, output_folder
 from nalanda.export import export
 from nalanda.fetch import offline
 from nalanda.generate import not_here, weight_files
 from nalanda.optim import build_optimizer, learning_rate
+from nalanda.prepared import SumCheck
 from nalanda.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 
 
@@ -86,6 +87,11 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
         if main and not is_whole(run_dir / "tokenizer"):
             save_tokenizer(tokenizer, run_dir / "tokenizer")
     batches, validation = open_batches(config, tokenizer, rank, processes)
+    contents = identify(config, batches, bool(validation)) if main else None
+    batches.contents = agree(contents)  # one process reads the files' contents
+    sums = sums_of(config, rank, processes)
+    if config.data.verify == "sums":
+        settle(sums)
 
     set_seed(config.seed)
     # On a CPU weights, gradients and moments come to lie beside each other, one moment at the least.
@@ -133,6 +139,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     random_state = checkpoint.random_state()  # the loop's; what lies between may draw, as importing rich does
 
     def save(data_state: dict) -> Path:
+        settle(sums, lambda: watch.beat("comparing the data with its sums"))
         trainer_state = {**asdict(at), "spikes": spikes.state_dict(), "processes": processes}
         parts = {"model": model, "optimizer": optimizer, "data_state": data_state}
         carried = states.state_tensors() if states else None
@@ -161,11 +168,13 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     }
     open_log = partial(metrics.RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
     log, rollbacks, back = open_log(step=at.step), Counter(), None
+    left_out = batches.skipped()
     seconds, since = 0.0, at.tokens  # of training since the last line: neither validation nor saving counts
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(guards.interruptible())
         watch = stack.enter_context(contextlib.closing(guards.Watch(config.guard.hang_timeout, rank)))
         stack.enter_context(contextlib.closing(batches))
+        stack.enter_context(contextlib.closing(sums))
         stack.callback(lambda: log.close())
         if main:
             stack.enter_context(recorded(run_dir, facts))
@@ -203,9 +212,12 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 loss += part.detach()
             norm: Any = parallel.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
             norm = norm.item()
-            asked = [float(signum in signals) for signum in guards.SIGNALS.values()] + [float(saver.failed)]
+            asked = [float(signum in signals) for signum in guards.SIGNALS.values()]
+            asked += [float(sums.problem is not None), float(saver.failed)]
             totals = torch.stack([loss, *torch.tensor(asked, device=accelerator.device)])
-            loss, *asked, unsaved = accelerator.reduce(totals).tolist()
+            loss, *asked, damaged, unsaved = accelerator.reduce(totals).tolist()
+            if damaged:
+                settle(sums)
             if unsaved:
                 saver.wait()  # raises, on all processes, what an asynchronous save failed of
             stop = next((n for n, count in zip(guards.SIGNALS.values(), asked, strict=True) if count), None)
@@ -257,6 +269,10 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 values = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate}
                 log.train(step=step, tokens=at.tokens, **values, mfu=rate * flops / peak)
                 seconds, since = 0.0, at.tokens
+                if (count := batches.skipped() - left_out) > 0:
+                    left_out += count
+                    reason = f"{count} documents above data.max_document_bytes were left out"
+                    log.event(step, "oversized", reason=reason, documents=left_out)
             if validation and (end or (config.validation.every and step % config.validation.every == 0)):
                 watch.beat(f"step {step}, validation")
                 values = validate(accelerator, model, validation)
@@ -292,6 +308,29 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             log.say(f"validation: loss {at.val_loss:.4f}, perplexity {perplexity(at.val_loss):.2f}")
     accelerator.wait_for_everyone()
     return run_dir
+
+
+def identify(config: RunConfig, batches: PackedBatches, validation: bool) -> dict[str, dict[str, str]]:
+    """The contents of the files that are read as text, those of `validation` among them."""
+    contents = batches.contents
+    return {**contents, **(validation_contents(config.data, contents) if validation else {})}
+
+
+def sums_of(config: RunConfig, rank: int, processes: int) -> SumCheck:
+    """This process's share of the prepared sets' files, being compared with their sums."""
+    sets = token_sets(config.data, validation=config.validation.every != 0)
+    files = [file for tokens in sets for file in tokens.files]
+    return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [])
+
+
+def settle(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
+    """Waits until every process has compared its share. Raises `InputError` on all if a file is damaged."""
+    if sums.settled:
+        return
+    problems = [problem for problem in gather_object([sums.wait(beat)]) if problem]
+    if problems:
+        raise InputError(problems[0])
+    sums.settled = True
 
 
 @dataclass

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import zstandard
 from harness import (
     PRETRAIN,
     Torn,
@@ -40,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from nalanda import checkpoint
 from nalanda import train as loop
 from nalanda.config import load_config
-from nalanda.prepared import open_set
+from nalanda.prepared import check_set, is_prepared, open_set
 from nalanda.verify import verify
 
 
@@ -1052,6 +1054,157 @@ def secrets(work: Work) -> str:
     return f"{len(names)} tokens; {len(files)} files and {len(text):,} characters of output searched"
 
 
+# ------------------------------ data
+
+
+def swap(file: Path) -> bytes:
+    """Two neighbours in the middle change places, or a bit flips where they are equal: the size stays.
+    What it was before."""
+    before = file.read_bytes()
+    content, middle = bytearray(before), len(before) // 2
+    content[middle], content[middle + 1] = content[middle + 1], content[middle]
+    if content == before:
+        content[middle] ^= 1
+    file.write_bytes(content)
+    return before
+
+
+def edited(work: Work) -> str:
+    """Any file of the data edited without a change of its size, between two starts of a run: the second is
+    refused in a line that names it, with code 2, and no checkpoint is written; restored, the run equals the
+    uninterrupted one"""
+    said, texts = [], work.folder / "edited"
+    shutil.copytree(work.folder / "corpus", texts / "train")
+    shutil.copytree(work.folder / "corpus" / "web", texts / "validation")
+    sets = prepared(work)
+    kinds = {
+        "texts": ("data.mixture=[]", f"data.source={texts}", f"tokenizer={work.whole() / 'tokenizer'}"),
+        "sets": sets,
+    }
+    for name, settings in kinds.items():
+        run = work.run(f"edited-{name}")
+        with Trainer(work.recipe, run, *settings) as trainer:
+            trainer.until(lambda: 14 in checkpoints(run), "checkpoint 14")  # noqa: B023
+            trainer.kill()
+        root = texts if name == "texts" else work.folder / "prepared"
+        files = [p for p in sorted(root.rglob("*")) if p.is_file() and p.parent.name != "tokenizer"]
+        for file in files if not work.quick else files[:1]:
+            saved, before = max(checkpoints(run)), swap(file)
+            try:
+                with Trainer(work.recipe, run, *settings) as trainer:
+                    text = trainer.end(2)
+            finally:
+                file.write_bytes(before)
+            lines_ = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+            named = file.name in lines_[0] or file.parent.name in lines_[0] if lines_ else False
+            need(len(lines_) == 1 and named and "Traceback" not in text, f"{file}: {text[-600:]}")
+            need(max(checkpoints(run)) == saved, f"{file}: a checkpoint was written")
+            said.append(file)
+        finish(work.recipe, run, *settings)
+        same(run, work.whole(*settings), prepared=name == "sets", spread=10**9)
+    return f"{len(said)} files, each refused with code 2; then equal to the runs that nothing interrupted"
+
+
+BOMB = """
+import re, sys
+from pathlib import Path
+from nalanda.config import load_config
+from nalanda.corpus import DocumentStream, open_corpus
+from nalanda.data import DataConfig
+from nalanda.errors import InputError
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1000
+
+before, source, skip = peak(), sys.argv[1], sys.argv[2] == "skip"
+data = DataConfig(source=source, validation_share=1e-9, oversized="skip" if skip else "refuse")
+stream = DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1)
+try:
+    for number, text in enumerate(stream.texts(), 1):
+        if number == 100:
+            break
+except InputError as error:
+    print(error)
+print(f"{stream.documents} {stream.skipped} {peak() - before:.0f}")
+"""
+
+
+def bombs(work: Work) -> str:
+    """Three gigabytes in a zstandard or gzip shard of at most a few megabytes, as short lines or as one:
+    reading takes less than 200 MB; a line above the limit is refused by file and number, or left out and
+    counted"""
+    folder, size, most = work.folder / "bombs", 3 << (25 if work.quick else 30), 0.0
+    folder.mkdir()
+    line, good = b'{"text": "abcd"}\n' * (1 << 16), b'{"text": "the last"}\n'
+    for name, piece in (("lines", line), ("one", bytes(1 << 20))):
+        for suffix, compressor in (
+            ("zst", zstandard.ZstdCompressor().compressobj()),
+            ("gz", zlib.compressobj(9, zlib.DEFLATED, 31)),
+        ):
+            with (folder / f"{name}.jsonl.{suffix}").open("wb") as file:
+                for _ in range(size // len(piece)):
+                    file.write(compressor.compress(piece))
+                file.write(compressor.compress(b"\n" + good) + compressor.flush())
+    for path in sorted(folder.iterdir()):
+        for mode in ("refuse", "skip"):
+            done = subprocess.run(
+                [sys.executable, "-c", BOMB, str(path), mode], capture_output=True, text=True
+            )
+            need(done.returncode == 0, done.stderr[-600:])
+            *said, counts = done.stdout.splitlines()
+            documents, skipped, grown = counts.split()
+            most = max(most, float(grown))
+            need(float(grown) < 200, f"{path.name}: {grown} MB more")
+            if path.name.startswith("lines"):
+                need(documents == "99" or documents == "100", f"{path.name}: {counts}")
+            elif mode == "refuse":
+                need(said and f"{path}, line 1: a document of more than" in said[0], done.stdout)
+            else:
+                need((documents, skipped) == ("1", "1"), f"{path.name}: {counts}")
+    sizes = ", ".join(f"{p.name} {p.stat().st_size / 1e3:,.0f} kB" for p in sorted(folder.iterdir()))
+    return f"{size >> 20:,} MB each of {sizes}: at most {most:.0f} MB more than before reading"
+
+
+def killed_preparations(work: Work) -> str:
+    """`nalanda data prepare`, SIGKILLed behind every second of its files and at random moments, with 1 and 2
+    workers in turn: no index until it is whole, no finished shard made again, the same bytes in the end"""
+    expected, draw, output = (
+        work.folder / "prepared" / "code",
+        random.Random(work.seed),
+        work.run("preparations"),
+    )
+    prepared(work)
+    kills = 0
+    for number in range(3 if work.quick else 12):
+        process = prepare(work, "code", output, "--workers", str(1 + number % 2))
+        count, wanted = 0, 1 + 2 * number
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            count = sum(p.is_file() for p in output.rglob("*"))
+            if count >= wanted:
+                break
+            time.sleep(0.0005)
+        time.sleep(draw.uniform(0, 0.01))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        whole = (output / "index.json").exists()
+        need(whole or not is_prepared(output), "half a set is taken for a whole one")
+        if whole:
+            break
+    process = prepare(work, "code", output, "--workers", "2")
+    text, _ = process.communicate()
+    need(process.returncode == 0, text[-600:])
+    found = [
+        {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        for folder in (expected, output)
+    ]
+    need(found[0] == found[1], "other files than without a kill")
+    check_set(output, sums=True)
+    return f"{kills} kills; {len(found[0])} files equal, their sums those of the index"
+
+
 QUICK = (sigkill, damaged, hostile_checkpoint)
 CASES = (
     sigkill,
@@ -1083,4 +1236,7 @@ CASES = (
     hostile_checkpoint,
     remote_code,
     secrets,
+    edited,
+    bombs,
+    killed_preparations,
 )
