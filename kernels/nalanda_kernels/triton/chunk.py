@@ -597,13 +597,13 @@ def pair_gradients(
             pairs_v = tl.dot(y, w, pairs_v, input_precision=PREC)
     if READ.name != "":
         pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
-    b = tl.full([BT], 1.0, tl.float32)
-    if DELTA:
-        b = load_gate(beta, row, rows, h, HV, BT)
     if GATED:
         delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+    b = tl.full([BT], 1.0, tl.float32)
+    if DELTA:
+        b = load_gate(beta, row, rows, h, HV, BT)
     at = square(d_scores, i_c, h, HV, BT)
     tl.store(at, (pairs_o * delta * (b * scale)[None, :]).to(d_scores.dtype.element_ty))
     if DELTA or GATED:
