@@ -312,6 +312,20 @@ assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_state_is_of_the_weights_at_any_precision(tmp_path):
+    path, text = tmp_path / "state", ids(1, 9)
+    wide, narrow = (build(dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for reader, other in ((wide, narrow), (narrow, wide)):
+        reader.read(text).save(path)
+        loaded = other.load_state(path)
+        assert other.generate(state=loaded, max_new_tokens=3, do_sample=False).shape == (1, 3)
+    assert torch.equal(loaded.last, text[:, -1:])
+    narrow.lm_head.weight.data[0, 0] += 1
+    narrow.read(text).save(path)
+    with pytest.raises(ValueError, match=r"other weights, \w+ in bfloat16, than this model has in float32"):
+        wide.load_state(path)
+
+
 def test_what_no_state_is_refused(small, tmp_path):
     from safetensors.torch import load_file, save_file
 

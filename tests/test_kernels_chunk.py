@@ -7,7 +7,7 @@ import warnings
 import nalanda_kernels
 import pytest
 import torch
-from test_ops import LENGTHS, call, make, run
+from test_ops import LENGTHS, RESETS, call, make, run, with_resets
 
 from nalanda import ops
 from nalanda.model.feature_maps import build_feature_map
@@ -104,6 +104,11 @@ def test_strong_decay(kind, where):
     inputs = one_head(100, kind)
     inputs["g"][:, where] = -20.0
     hold(inputs)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear"])
+def test_resets_cost_no_digits(kind):
+    hold(with_resets(one_head(100, kind), *RESETS), tolerance=2e-6)
 
 
 @every_kind

@@ -2,6 +2,7 @@
 
 from kernel_device import DEVICE, INTERPRETED  # isort: skip  (before any kernel)
 import copy
+import math
 import warnings
 
 import nalanda_kernels
@@ -243,6 +244,24 @@ def check_steps(name, batch, dtype, tolerance, served):
         state = new
     assert served.count("step") == 2
     assert not any(t.any() for t in step_module._tickets.values())
+
+
+def test_a_step_of_any_number_of_heads_can_be_launched(monkeypatch):
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(step_module, "step_kernel", Launches())
+    N, HV, V = 35_000, 2, 40
+    heads = {"q": torch.zeros(N, 1, HV), "k": torch.zeros(N, 1, HV), "v": torch.zeros(N, 1, HV * V)}
+    sizes = {"key_dim": 1, "value_dim": V, "num_heads": HV, "num_v_heads": HV, "dtype": torch.float32}
+    step_module.step(lambda: heads, {"recurrent": torch.zeros(N, HV, 1, V)}, **sizes)
+    assert len(grids) == 1
+    assert math.prod(grids[0]) == N * HV * 2  # two tiles of columns
+    assert all(axis <= 65_535 for axis in grids[0][1:])  # CUDA's limit for all but the first
 
 
 @pytest.mark.parametrize("name", STEPS)

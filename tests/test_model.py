@@ -280,6 +280,66 @@ def test_negative_eigenvalues_double_beta(monkeypatch):
     assert seen[2].max() > 1
 
 
+class Scaled(MIXERS["gated_deltanet"]):
+    """A mixer of one's own, with a parameter that nothing else here has."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.scale = torch.nn.Parameter(torch.empty(self.V))
+        self.taps = torch.nn.Conv1d(2, 2, 3)  # a module that draws its own parameters
+
+    def read_out(self, o, heads, x):
+        return super().read_out(o * self.scale, heads, x)
+
+
+def test_a_parameter_that_nothing_sets_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(MIXERS, "scaled", Scaled)
+    with pytest.raises(ValueError, match=r"nothing sets scale of Scaled: .* initial\(\)") as error:
+        build("scaled")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(
+        Scaled, "initial", lambda self: {"scale": torch.full_like(self.scale, 0.5)}, raising=False
+    )
+    model = build("scaled", dtype=torch.float32)
+    assert all((layer.mixer.scale == 0.5).all() for layer in model.model.layers)
+
+    # Also of what a checkpoint leaves out; and what one holds, `initial` need not know.
+    weights = model.state_dict()
+    absent = [name for name in weights if name.endswith(("mixer.scale", "taps.weight"))]
+    assert len(absent) == 4
+    model.save_pretrained(tmp_path, state_dict={n: x for n, x in weights.items() if n not in absent})
+    torch.manual_seed(0)
+    again = NalandaForCausalLM.from_pretrained(tmp_path)
+    for name, x in again.state_dict().items():
+        if name.endswith("taps.weight"):
+            assert 0 < x.abs().max() <= 6**-0.5
+        else:
+            assert torch.equal(x, weights[name])
+    model.save_pretrained(tmp_path)
+    monkeypatch.delattr(Scaled, "initial")
+    assert torch.equal(
+        NalandaForCausalLM.from_pretrained(tmp_path).state_dict()[absent[0]], weights[absent[0]]
+    )
+
+
+def test_all_memory_is_set_at_construction(model):
+    """Twice the same draws make the same weights, whatever the memory held before."""
+    again = []
+    for value in (torch.nan, 1.0):
+        torch.manual_seed(0)
+        empty = torch.empty
+
+        def dirty(*args, _value=value, _empty=empty, **kwargs):
+            made = _empty(*args, **kwargs)
+            return made.fill_(_value) if made.is_floating_point() else made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", dirty)
+            again.append(NalandaForCausalLM(model.config).state_dict())
+    for name, x in again[0].items():
+        assert torch.equal(x, again[1][name]), name
+
+
 # Generation
 
 
@@ -377,6 +437,32 @@ class Made(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self.entries += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
         return result
+
+
+class Narrow(TorchDispatchMode):
+    """Operators that make fp32 tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in tree_leaves(result)):
+            self.seen.add(str(function))
+        return result
+
+
+def test_nothing_of_a_float64_model_is_fp32(model):
+    """Neither angles nor decays nor counts: in a prompt, in a step, and backwards."""
+    cache, model = NalandaCache(2), model.train()
+    with Narrow() as narrow:
+        model(ids(2, 70), labels=ids(2, 70)).loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(ids(2, 20), past_key_values=cache)
+            model(ids(2, 1), past_key_values=cache)
+    assert not narrow.seen
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
@@ -683,6 +769,22 @@ def test_dense_batches_compile_into_one_graph():
     model = build("linear_attention", dtype=torch.float32)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     close(compiled(ids(2, 9), use_cache=False).logits, logits(model, ids(2, 9)), 1e-5)
+
+
+def test_masked_batches_compile_into_one_graph():
+    """Whatever the mask holds: no padding, on the left, the right, in the middle, a row of nothing else."""
+    model, tokens = build(["gated_deltanet", "softmax"]), ids(5, 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    mask = torch.ones(5, 9, dtype=torch.int64)
+    mask[1, :4], mask[2, 6:], mask[3, 2:5], mask[4] = 0, 0, 0, 0
+    results = []
+    for function in (model, compiled):
+        model.zero_grad()
+        out = function(tokens, attention_mask=mask, labels=tokens, use_cache=False)
+        out.loss.backward()
+        results.append([out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())])
+    for right, mine in zip(*results, strict=True):
+        close(mine, right)
 
 
 @pytest.mark.parametrize("row", rows())

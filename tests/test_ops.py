@@ -76,11 +76,21 @@ def run(inputs, mode, dtype=torch.float64, function=call, **options):
     return {"o": o.detach(), "state": state.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-def assert_same(results, expected, dtype=torch.float64):
+def assert_same(results, expected, dtype=torch.float64, tolerance=None):
     assert results.keys() == expected.keys()
     for name, right in expected.items():
         error = (results[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
-        assert error <= TOLERANCE[dtype], f"{name} is off by {error:.1e}"
+        assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
+
+
+RESETS = (-1e3, -1e4, -1e8, -torch.inf)
+
+
+def with_resets(inputs, *strengths):
+    """Such decays in turn among ordinary ones: alone, side by side, and at both ends of chunks."""
+    for t, g in zip((5, 29, 33, 34, 63, 64, 90), itertools.cycle(strengths)):
+        inputs["g"][:, t] = g
+    return {name: x if x is None else x.float().double() for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
@@ -180,6 +190,32 @@ def test_strong_decay(mode, where, kind):
     inputs["g"][:, where] = -20.0
     # Also the tiny gradients of decays that are strong everywhere are right, relative to themselves.
     assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@pytest.mark.parametrize("g", RESETS)
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_resets_cost_no_digits(mode, g, kind):
+    """Sums of decays over a chunk would lose those of the ordinary ones behind a strong one."""
+    inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
+    expected = run(inputs, "reference")
+    assert all(x.isfinite().all() for x in expected.values())
+    assert_same(run(inputs, mode, torch.float32), expected, tolerance=2e-6)
+    assert_same(run(inputs, mode), expected)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_a_reset_begins_a_sequence(mode, kind):
+    inputs, bounds = make(1, 130, kind=kind, sequences=1), [0, 20, 64, 65, 130]
+    inputs["g"][:, bounds[1:-1]] = -torch.inf
+    o, state = call(**inputs, mode=mode, output_final_state=True)
+    start = F.pad(inputs.pop("initial_state"), (0, 0) * 3 + (0, 3))
+    separate, states = call(
+        **inputs, initial_state=start, mode=mode, output_final_state=True, cu_seqlens=torch.tensor(bounds)
+    )
+    torch.testing.assert_close(o, separate)
+    torch.testing.assert_close(state, states[-1:])
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])

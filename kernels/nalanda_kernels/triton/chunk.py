@@ -110,6 +110,24 @@ def load_gate(x, row, rows, h, H, BT: tl.constexpr):
 
 
 @triton.jit
+def load_gamma(g, row, rows, h, H, BT: tl.constexpr):
+    """γ [BT], the sums of g, in fp64: behind a strong decay they are large, and their differences need the
+
+    digits of weak ones. Where e^g is 0 in fp32, g counts as −104.5: two sums of −∞ have no difference.
+    """
+    gates = load_gate(g, row, rows, h, H, BT)
+    return tl.cumsum(tl.where(gates < -104.5, -104.5, gates).to(tl.float64), 0)
+
+
+@triton.jit
+def load_decays(g, row, rows, h, H, BT: tl.constexpr):
+    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32."""
+    gamma = load_gamma(g, row, rows, h, H, BT)
+    last = tl.min(gamma, 0)  # γ never rises, and does not fall over padding
+    return tl.exp(gamma.to(tl.float32)), tl.exp((last - gamma).to(tl.float32)), tl.exp(last.to(tl.float32))
+
+
+@triton.jit
 def square(x, i_c, h, H, BT: tl.constexpr):
     """Pointers to the [BT, BT] of a chunk and head."""
     t = tl.arange(0, BT)
@@ -172,7 +190,8 @@ def weigh(den, t, READ: tl.constexpr):
 def decays(gamma, BT: tl.constexpr):
     """exp(γ_i − γ_j) for i ≥ j, 0 elsewhere; masked before exp, so that no factor exceeds 1."""
     t = tl.arange(0, BT)
-    return tl.exp(tl.where(t[:, None] >= t[None, :], gamma[:, None] - gamma[None, :], float("-inf")))
+    exponent = (gamma[:, None] - gamma[None, :]).to(tl.float32)
+    return tl.exp(tl.where(t[:, None] >= t[None, :], exponent, float("-inf")))
 
 
 @triton.jit
@@ -250,11 +269,10 @@ def prepare(
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
         if GATED:
-            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
-            weights = tl.exp(tl.min(gamma, 0) - gamma)
+            _, weights, _ = load_decays(g, row, rows, h, HV, BT)
         store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
     if GATED:
-        delta = decays(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0), BT)
+        delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
     p = tl.dot(q1, tl.trans(k1), input_precision=PREC)
@@ -325,19 +343,18 @@ def states(
                 tl.store(us + here * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
+        into = tl.full([BT], 1.0, tl.float32)
+        out, whole = into, 1.0
+        if GATED:
+            into, out, whole = load_decays(g, row, rows, h, HV, BT)
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
         dtype = w.dtype
-        gamma = tl.zeros([BT], tl.float32)
-        if GATED:
-            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
-        last = tl.min(gamma, 0)  # γ never rises, and does not fall over padding
-        out = tl.exp(last - gamma)
         if DELTA:
             read = tl.dot(k1, s1.to(dtype), input_precision=PREC)
             if MAP.halves == 2:
                 read = tl.dot(k2, s2.to(dtype), read, input_precision=PREC)
-            r = (w.to(tl.float32) - tl.exp(gamma)[:, None] * read).to(dtype)
+            r = (w.to(tl.float32) - into[:, None] * read).to(dtype)
             error = tl.dot(tl.load(square(inverse, chunk + i, h, HV, BT)), r, input_precision=PREC)
             store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
             out *= load_gate(beta, row, rows, h, HV, BT)
@@ -347,12 +364,12 @@ def states(
                 u += tl.sum(w.to(tl.float32), 0)
             w = (w.to(tl.float32) * out[:, None]).to(dtype)
         if READ.name != "":
-            z1 = z1 * tl.exp(last) + tl.load(z_sums + oz, mask=mz, other=0.0)
+            z1 = z1 * whole + tl.load(z_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
-                z2 = z2 * tl.exp(last) + tl.load(z_sums + oz + K, mask=mz, other=0.0)
-        s1 = tl.dot(tl.trans(k1), w, s1 * tl.exp(last), input_precision=PREC)
+                z2 = z2 * whole + tl.load(z_sums + oz + K, mask=mz, other=0.0)
+        s1 = tl.dot(tl.trans(k1), w, s1 * whole, input_precision=PREC)
         if MAP.halves == 2:
-            s2 = tl.dot(tl.trans(k2), w, s2 * tl.exp(last), input_precision=PREC)
+            s2 = tl.dot(tl.trans(k2), w, s2 * whole, input_precision=PREC)
     if FINAL:
         tl.store(s_final + offsets1, s1, mask=inside)
         if MAP.halves == 2:
@@ -507,15 +524,15 @@ def state_gradients(
         rows = row + tl.arange(0, BT) < end
         y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         dtype = y.dtype
-        gamma = tl.zeros([BT], tl.float32)
+        into = tl.full([BT], 1.0, tl.float32)
+        out, whole = into, 1.0
         if GATED:
-            gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
-        last = tl.min(gamma, 0)
+            into, out, whole = load_decays(g, row, rows, h, HV, BT)
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
             w = tl.dot(k2, s2.to(dtype), w, input_precision=PREC)
-        w *= tl.exp(last - gamma)[:, None]
+        w *= out[:, None]
         p = tl.load(square(scores, chunk + i, h, HV, BT))
         if READ.name == "mala":
             t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
@@ -528,19 +545,19 @@ def state_gradients(
             w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
             w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
         store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
-        s1 *= tl.exp(last)
-        s2 *= tl.exp(last)
+        s1 *= whole
+        s2 *= whole
         if DELTA:
-            w = (w * -tl.exp(gamma)[:, None]).to(dtype)
+            w = (w * -into[:, None]).to(dtype)
             s1 = tl.dot(tl.trans(k1), w, s1, input_precision=PREC)
             if MAP.halves == 2:
                 s2 = tl.dot(tl.trans(k2), w, s2, input_precision=PREC)
-        y = (y.to(tl.float32) * (tl.exp(gamma) * scale)[:, None]).to(dtype)
+        y = (y.to(tl.float32) * (into * scale)[:, None]).to(dtype)
         q1, q2 = load_features(q, row, rows, hk, H, K, MAP, True, BT, BK, swapped(h, READ))
         if READ.name != "":
-            z1 = z1 * tl.exp(last) + tl.load(dz_sums + oz, mask=mz, other=0.0)
+            z1 = z1 * whole + tl.load(dz_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
-                z2 = z2 * tl.exp(last) + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
+                z2 = z2 * whole + tl.load(dz_sums + oz + K, mask=mz, other=0.0)
         s1 = tl.dot(tl.trans(q1), y, s1, input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(q2), y, s2, input_precision=PREC)
@@ -580,13 +597,13 @@ def pair_gradients(
             pairs_v = tl.dot(y, w, pairs_v, input_precision=PREC)
     if READ.name != "":
         pairs_o += load_gate(d_den, row, rows, h, HV, BT)[:, None]
+    if GATED:
+        delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
+    else:
+        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
     b = tl.full([BT], 1.0, tl.float32)
     if DELTA:
         b = load_gate(beta, row, rows, h, HV, BT)
-    if GATED:
-        delta = decays(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0), BT)
-    else:
-        delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
     at = square(d_scores, i_c, h, HV, BT)
     tl.store(at, (pairs_o * delta * (b * scale)[None, :]).to(d_scores.dtype.element_ty))
     if DELTA or GATED:
@@ -626,10 +643,10 @@ def input_gradients(
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
-    gamma = tl.zeros([BT], tl.float32)
+    into = tl.full([BT], 1.0, tl.float32)
+    out, whole = into, 1.0
     if GATED:
-        gamma = tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0)
-    last = tl.min(gamma, 0)
+        into, out, whole = load_decays(g, row, rows, h, HV, BT)
     dq = tl.zeros([BT, BK], tl.float32)
     dk = tl.zeros([BT, BK], tl.float32)  # by what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # by what it reads of the last one
@@ -659,14 +676,14 @@ def input_gradients(
     k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
     if MAP.halves == 2:
         k1 = tl.where(half == 0, k1, k2)
-    dq *= (tl.exp(gamma) * scale)[:, None]
-    dk *= tl.exp(last - gamma)[:, None]
+    dq *= (into * scale)[:, None]
+    dk *= out[:, None]
     if DELTA or GATED:
         gates = (half.to(tl.int64) * tokens + row + tl.arange(0, BT)) * HV + h
         writes = tl.sum(dk * k1.to(tl.float32), 1)
         reads = tl.zeros([BT], tl.float32)
         if DELTA:
-            dk_read *= tl.exp(gamma)[:, None]
+            dk_read *= into[:, None]
             reads -= tl.sum(dk_read * k1.to(tl.float32), 1)
             tl.store(d_beta + gates, writes, mask=rows)
             b = load_gate(beta, row, rows, h, HV, BT)
@@ -683,7 +700,7 @@ def input_gradients(
             t[:, None] > t[None, :], writes[None, :], 0.0
         )  # exact where the own write dwarfs them
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
-        tl.store(d_g + gates, d_gamma + tl.exp(last) * tl.sum(carried, 0), mask=rows)
+        tl.store(d_g + gates, d_gamma + whole * tl.sum(carried, 0), mask=rows)
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)
     store_gradient(d_q, dq, q, row, rows, h, H, HV, half ^ swap, K, MAP, True, BT, BK)
     dk = tl.dot(tl.trans(d_p), q1, dk, input_precision=PREC)

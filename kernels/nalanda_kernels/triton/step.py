@@ -78,7 +78,7 @@ def step_kernel(
     SILU: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    i_v, i = tl.program_id(0), tl.program_id(1)
+    i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
     n, h_v = (i // HV).to(tl.int64), i % HV
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     in_K, in_V = f < K, c < V
@@ -153,7 +153,7 @@ def step_kernel(
     else:
         tl.store(o_raw + heads + c, y, mask=in_V)
         tl.debug_barrier()  # the ticket says that all threads have stored
-        if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             all_c = tl.arange(0, WHOLE)
             in_all = all_c < V
             whole = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
@@ -252,7 +252,7 @@ def step(
     weight, eps = norm or (None, 0.0)
     positions = x.get("positions")
     kernel: Any = step_kernel
-    kernel[(triton.cdiv(value_dim, blocks["BV"]), N * num_v_heads)](
+    kernel[(N * num_v_heads, triton.cdiv(value_dim, blocks["BV"]))](
         *(x[name] for name in "qkv"),
         *(taps.get(name) for name in "qkv"),
         *(past.get(name) for name in "qkv"),

@@ -54,7 +54,7 @@ class SoftmaxAttention(Mixer):
         heads = super().heads(x, seq, state, new)
         if self.rope_theta is None:
             return heads
-        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta)
+        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta, x.dtype)
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles)}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:

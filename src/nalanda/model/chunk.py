@@ -153,7 +153,9 @@ def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int)
 #     A = tril(β_i Δ_ij k_i⊤k_j, −1)    T = (I + A)⁻¹    U = T(βV)    W = T(β eᵞ K)    V' = U − W S
 #
 # Only V' and S go from chunk to chunk. Padding has β = k = g = 0: it neither writes nor decays, and γ_C is
-# that of the last real token. Differences of γ are masked with −∞ before exp, so that no factor exceeds 1.
+# that of the last real token. No factor exceeds 1. Every γ_i − γ_j is a sum of its own, over the g behind j
+# up to i: as a difference it would lose the digits that an earlier strong decay takes from both γ, and behind
+# a reset, g = −∞, it would be ∞ − ∞.
 #
 # The backward (d for gradients, S' the state after the chunk) needs no gradient of T, U or W, because
 # V' = TX with X = β(V − eᵞ K S) gives dA = −dX V'⊤:
@@ -175,23 +177,22 @@ class _Chunk:
         self.q, self.k, self.g = q, k, g
         self.vector = g is not None and g.ndim == 3
         if g is None:
+            self.qk = (q @ k.mT).tril_()  # tril(Δ QK⊤), [P, C, C]
             self.q_in, self.k_out = q, k
         else:
-            self.gamma = g.cumsum(1) if self.vector else g.cumsum(1)[..., None]  # [P, C, K or 1]
-            self.decay_in = self.gamma.exp()  # eᵞ
-            self.decay_out = (self.gamma[:, -1:] - self.gamma).exp()  # e^{γ_C − γ}
+            if self.vector:
+                since, until = g.clone(), torch.zeros_like(g)
+                self.qk = self._vector_scores(since, until)
+                self.decay_in, self.decay_out = since.exp_(), until.exp_()  # eᵞ, e^{γ_C − γ}, [P, C, K or 1]
+            else:
+                self.qk = q @ k.mT
+                future = torch.ones_like(self.qk[0], dtype=torch.bool).triu()
+                self.delta = torch.where(future, 0, g[..., None]).cumsum_(1)  # Σ of g_t, j < t ≤ i
+                self.delta.masked_fill_(future.triu(1), -torch.inf).exp_()
+                self.qk.mul_(self.delta)
+                self.decay_in, self.decay_out = g.cumsum(1).exp_()[..., None], self.delta[:, -1, :, None]
             self.decay = self.decay_in[:, -1:].mT  # e^{γ_C}, [P, K or 1, 1]
             self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
-        if self.vector:
-            self.qk = self._vector_scores()
-        else:
-            self.qk = q @ k.mT  # tril(Δ QK⊤), [P, C, C]
-            if g is None:
-                self.qk.tril_()
-            else:
-                future = torch.ones_like(self.qk[0], dtype=torch.bool).triu(1)
-                self.delta = (self.gamma - self.gamma.mT).masked_fill_(future, -torch.inf).exp_()
-                self.qk.mul_(self.delta)
         if beta is not None:
             self.beta = beta[..., None]
             self.kk = k @ k.mT  # tril(Δ KK⊤, −1), [P, C, C]
@@ -204,22 +205,28 @@ class _Chunk:
     # two neighbouring spans meet at their border m: e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, neither
     # above 1. Spans of 1, 2, 4, … C/2 tokens reach every pair i > j once.
 
-    def _spans(self) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor]]]:
-        """(slices into a pair of spans, size, (e^{γ_i − γ_m}, e^{γ_m − γ_j}))."""
+    def _spans(
+        self, since: Tensor, until: Tensor
+    ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor]]]:
+        """(slices into a pair of spans, size, (e^{γ_i − γ_m}, e^{γ_m − γ_j})).
+
+        since, until: g and 0, [P, C, K]. In place, they become the sums of g from a span's first token up to
+        and with each, and from behind each to its last; in the end those of the chunk, γ and γ_C − γ.
+        """
         size = 1
         while size < self.q.shape[1]:
             before, after = slice(0, size), slice(size, None)
-            gamma = self.gamma.unflatten(1, (-1, 2 * size))
-            border = gamma[:, :, size - 1 : size]
-            factors = (gamma[:, :, after] - border).exp(), (border - gamma[:, :, before]).exp()
-            yield before, after, size, factors
+            since_, until_ = (x.unflatten(1, (-1, 2 * size)) for x in (since, until))
+            yield before, after, size, (since_[:, :, after].exp(), until_[:, :, before].exp())
+            until_[:, :, before] += since_[:, :, -1:]
+            since_[:, :, after] += since_[:, :, size - 1 : size]
             size *= 2
 
-    def _vector_scores(self) -> Tensor:
+    def _vector_scores(self, since: Tensor, until: Tensor) -> Tensor:
         p, c, _ = self.q.shape
         scores = self.q.new_zeros(p, c, c)
         scores.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
-        for before, after, size, (late, early) in self._spans():
+        for before, after, size, (late, early) in self._spans(since, until):
             q, k = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k))
             block = (q[:, :, after] * late) @ (k[:, :, before] * early).mT
             _diagonal_blocks(scores, 2 * size)[:, :, after, before] = block
@@ -227,8 +234,9 @@ class _Chunk:
 
     def vector_scores_backward(self, d_qk: Tensor, dq: Tensor, dk: Tensor, dg: Tensor) -> None:
         """Adds what the gradient of the scores, [P, C, C], makes of q, k and g."""
+        assert self.g is not None
         diagonal = d_qk.diagonal(0, 1, 2)[..., None]
-        for before, after, size, (late, early) in self._spans():
+        for before, after, size, (late, early) in self._spans(self.g.clone(), torch.zeros_like(self.g)):
             q, k, dq_, dk_, dg_ = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k, dq, dk, dg))
             block = _diagonal_blocks(d_qk, 2 * size)[:, :, after, before]
             later = late * (block @ (k[:, :, before] * early))

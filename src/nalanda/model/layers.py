@@ -256,14 +256,18 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
-def rotary_angles(positions: Tensor, size: int, theta: float) -> Tensor:
-    """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864): fp32 `[…, size/2]`."""
-    frequencies = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
-    return positions[..., None].float() * frequencies
+def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864), `[…, size/2]`.
+
+    For inputs in `dtype`: in fp32 at least.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = theta ** (-torch.arange(0, size, 2, dtype=wide, device=positions.device) / size)
+    return positions[..., None].to(wide) * frequencies
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32.
+    """Turns the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32 at least.
 
     x `[B, T, H, K]`, angles `[B or 1, T, K/2]`; halves are paired, as transformers and Llama's weights do.
     """

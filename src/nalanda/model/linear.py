@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec, convolve
+from .chunk import wide_dtype
 from .feature_maps import EPS, opposite
 from .layers import Sequences, ShortConv, at_least_fp32, rotary_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
@@ -112,9 +113,9 @@ class LinearAttention(Mixer):
 
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
-        """t of each token, from 1, `[B or 1, T, 1, 1]`."""
+        """t of each token, from 1, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
-        return (seq.positions(v.shape[1], v.device) + 1)[..., None, None]
+        return (seq.positions(v.shape[1], v.device) + 1).to(wide_dtype(v))[..., None, None]
 
     def step_options(self) -> dict | None:
         if type(self).mix is not LinearAttention.mix:
@@ -320,8 +321,8 @@ class Retention(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta)
-        h = torch.arange(self.num_heads, device=x.device, dtype=torch.float32)
+        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta, x.dtype)
+        h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
         g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
 

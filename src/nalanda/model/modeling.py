@@ -77,7 +77,12 @@ class NalandaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers calls this for each module that no checkpoint filled; `init` skips what one did."""
+        """transformers calls this for each module that no checkpoint filled; `init` skips what one did.
+
+        A module whose class is not among these gives its values by `initial()`, or draws them by torch's own
+        functions in `reset_parameters()`. Raises ValueError where a parameter or buffer stays unset: it would
+        hold whatever the memory did.
+        """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             if self.config.initializer == "xavier":
@@ -99,8 +104,24 @@ class NalandaPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
             init.zeros_(module.bias)
         elif callable(initial := getattr(module, "initial", None)):
-            for name, value in initial().items():
+            values = initial()
+            for name, value in values.items():
                 init.copy_(getattr(module, name), value)
+            self._refuse_unset(module, set(values))
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        else:
+            self._refuse_unset(module, set())
+
+    @staticmethod
+    def _refuse_unset(module: nn.Module, known: set[str]) -> None:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        unset = [n for n, x in own if n not in known and not getattr(x, "_is_hf_initialized", False)]
+        if unset:
+            raise ValueError(
+                f"nothing sets {', '.join(unset)} of {type(module).__name__}: give the class a method "
+                "initial() that returns the first values by name"
+            )
 
 
 class Decoder(NalandaPreTrainedModel):
@@ -207,6 +228,18 @@ class Decoder(NalandaPreTrainedModel):
         past = None if cache is None else cache.lengths
         if T == 1 and past is not None and bool((past > 0).all()):
             attention_mask = None  # decoding: every text has begun, so that no padding can follow on its left
+        order = real = None
+        described = position_ids is not None or cu_seqlens is not None
+        if (
+            torch.compiler.is_compiling()
+            and attention_mask is not None
+            and not (described or carrying or use_cache or cache is not None)
+        ):
+            # A graph cannot depend on what a mask holds. Each row's tokens move before its padding instead,
+            # which they do not see there: all mixers are causal.
+            real = last_columns(attention_mask, B, T).to(x.device)
+            order = (~real).to(torch.uint8).argsort(dim=1, stable=True)[..., None].expand_as(x)
+            x, attention_mask = x.gather(1, order), None
         kept, cu_seqlens = find_sequences(attention_mask, position_ids, cu_seqlens, B, T, x.device)
         packed = kept is None and cu_seqlens is not None
         if packed and cache is not None:
@@ -237,11 +270,14 @@ class Decoder(NalandaPreTrainedModel):
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
-            angles = rotary_angles(seq.positions(x.shape[1], x.device), self.config.hidden_size, 10000.0)
+            positions = seq.positions(x.shape[1], x.device)
+            angles = rotary_angles(positions, self.config.hidden_size, 10000.0, x.dtype)
             x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
         x = self.dropout(x)
 
         def padded(x: Tensor) -> Tensor:
+            if order is not None and real is not None:
+                return torch.zeros_like(x).scatter(1, order, x) * real[..., None]
             if kept is not None:
                 x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, kept.to(x.device), x[0])
             return x.view(B, T, x.shape[-1])
@@ -288,12 +324,7 @@ def find_sequences(
     if position_ids is not None and T > 1 and position_ids.dim() == 2:
         restart = position_ids.diff(dim=1) != 1
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-            raise ValueError(
-                f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
-                f"got {list(attention_mask.shape)}"
-            )
-        mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
+        mask = last_columns(attention_mask, B, T)
         if not bool(mask.all()):
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
@@ -318,6 +349,16 @@ def find_sequences(
         first[:, 1:] = restart.cpu()
         return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
     return None, None
+
+
+def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
+    """Those of this call's tokens, bool `[B, T]`."""
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
+            f"got {list(attention_mask.shape)}"
+        )
+    return attention_mask[:, attention_mask.shape[1] - T :].bool()
 
 
 def find_rows(carried: Tensor | None, cu_seqlens: Tensor, B: int, T: int) -> Rows:

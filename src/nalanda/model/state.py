@@ -22,10 +22,14 @@ SETTINGS = (
 )
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of all weights with their names, types and shapes, first 16 hexadecimal digits."""
+def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """SHA-256 of all weights with their names, types and shapes, first 16 hexadecimal digits.
+
+    dtype: what they are rounded to before, so that a model has one fingerprint at whatever precision.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
@@ -105,6 +109,8 @@ class State:
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),
+            "rounded": fingerprint(self.model, torch.bfloat16),
+            "dtype": _dtype(self.model),
             "model": _settings(self.model),
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
@@ -116,7 +122,7 @@ class State:
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> "State":
-        """A saved state of this very model, on its devices.
+        """A saved state of this very model, on its devices, whichever precision either was loaded at.
 
         Raises ValueError for a file of another kind, other weights or settings, or shapes that do not fit.
         """
@@ -129,10 +135,12 @@ class State:
         if about.get("format") != FORMAT:
             raise ValueError(f"{path} is no state that this version saves")
         if about["fingerprint"] != fingerprint(model):
-            raise ValueError(
-                f"{path} was read with other weights, {about['fingerprint']}, than this model has: "
-                f"{about['model']}"
-            )
+            saved, here = about.get("dtype", "an unknown dtype"), _dtype(model)
+            if saved == here or about.get("rounded") != fingerprint(model, torch.bfloat16):
+                raise ValueError(
+                    f"{path} was read with other weights, {about['fingerprint']} in {saved}, than this model "
+                    f"has in {here}: {about['model']}"
+                )
         if about["model"] != _settings(model):
             raise ValueError(f"{path} was read with other settings: {about['model']}")
         last, lengths = tensors.pop("last"), tensors.pop("lengths")
@@ -166,6 +174,10 @@ def _look_for_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
             "add_special_tokens=False",
             stacklevel=4,
         )
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _settings(model: Any) -> str:

@@ -81,7 +81,7 @@ def step(
     new["recurrent"] = S = torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2))
     o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
     if denominator:
-        o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1)[..., None, None])
+        o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])
     if norm is not None:
         o = F.rms_norm(o, (value_dim,), at_least_fp32(norm[0]), norm[1])
     if "gate" in x:
