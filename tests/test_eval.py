@@ -1,6 +1,7 @@
 """Evaluation through lm-evaluation-harness on a tiny model and documents of our own making; generation."""
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -15,12 +16,15 @@ import types
 import pytest
 import torch
 import transformers
+from nalanda_eval import harness as harness_module
 from nalanda_eval import report
 from nalanda_eval.harness import evaluate
 from nalanda_eval.sources import PACKAGED, find
+from nalanda_eval.store import Store
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.errors import InputError
+from nalanda import generate as generate_module
+from nalanda.errors import DiskFull, InputError
 from nalanda.generate import check_name, generate, load
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
@@ -522,6 +526,71 @@ def test_answers_are_the_weights_not_the_names(lm, checkpoint, data, tmp_path, f
     (tmp_path / "out" / "answers.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers"):
         run(checkpoint)
+
+
+def test_a_damaged_answer_is_named_and_never_given(tmp_path):
+    """A bit flipped anywhere, or an end cut off: what is found is right, or is asked again, or the file is
+    refused by name."""
+    answers = {((1, i), (2, 3 + i)): (-0.5 * i, i % 2 == 0) for i in range(30)}
+    file, refused = tmp_path / "answers.sqlite", []
+    store = Store(file, {"weights": "w"})
+    store.keep(answers)
+    store.close()
+    content = file.read_bytes()
+    harms = [content[: len(content) * k // 9] for k in range(9)]
+    for place in range(0, len(content), 7):
+        harms.append(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+    for harmed in harms:
+        file.write_bytes(harmed)
+        try:
+            store = Store(file, {"weights": "w"})
+            found = store.find(answers)
+            store.close()
+        except InputError as error:
+            refused.append(str(error))
+        else:
+            assert found.items() <= answers.items()
+    assert len(refused) > 50
+    assert all(
+        re.fullmatch(r".*sqlite cannot keep answers \(.*\): .*use another directory", r) for r in refused
+    )
+    file.write_bytes(content)
+    assert Store(file, {"weights": "w"}).find(answers) == answers
+
+
+def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "load", None)  # nothing is loaded
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
+    for name in ("file", "file/below", "dangling"):
+        with pytest.raises(InputError, match=rf"--output: .*{name}: .*; choose another directory") as error:
+            evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / name))
+        assert "\n" not in str(error.value)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "answers.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers .*: remove it"):
+        evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / "kept"))
+
+
+def test_a_full_disk_costs_no_answer(lm, checkpoint, data, tmp_path, monkeypatch):
+    def full(file, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run():
+        return evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path))["models"][0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness_module, "write_atomically", full)
+        with pytest.raises(DiskFull, match="the disk is full; make room, and start again: answers are kept"):
+            run()
+    assert not (tmp_path / "results.json").exists()
+    again = run()
+    assert again["found"] == again["log_likelihoods"]
+    store = Store(tmp_path / "answers.sqlite", {})
+    [(pages,)] = store.file.execute("PRAGMA page_count").fetchall()
+    store.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
+    with pytest.raises(DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"):
+        store.keep({((i,), (i,)): (0.0, True) for i in range(2000)})
 
 
 def test_results_as_json_and_csv(checkpoint, data, tmp_path):

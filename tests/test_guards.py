@@ -193,7 +193,13 @@ def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkey
     rows = [tuple(row.tolist()) for batch in read for row in batch["input_ids"]]
     assert len(rows) == 8 * (24 + 4)
     assert rows[8 * 15 : 8 * 19] != rows[8 * 19 : 8 * 23]
-    assert "step-15" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step-15" in out
+    assert out.count("by steps 2 to 11") == out.count(" by steps ") == 1  # the estimate of the launch
+    assert (
+        "causal attention is half of T × T"
+        in json.loads((tmp_path / "run" / "run.json").read_text())["flops"]
+    )
 
 
 def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=3)
-    log.step(1, 2.5, 12_345.0)
+    log.step(1, 2.5, 12_345.0, 0.1)
     log.say("a line [bold] above")
     log.close()
     text = terminal.getvalue()
@@ -216,6 +216,28 @@ def test_durations():
         "71 h 00 min",
         "4 d 07 h",
     ]
+
+
+def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
+    def said(expected, seconds: list[float], begun: int = 0) -> list[str]:
+        log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=begun, steps=1000)
+        if expected:
+            log.expect(1000 - begun, expected)
+        for step, took in enumerate(seconds, begun + 1):
+            log.step(step, 1.0, 1.0, took)
+        log.close()
+        return capsys.readouterr().out.splitlines()
+
+    slow_first = [9.0] + [0.1] * 9 + [3.0] + [0.1] * 20  # one step beside other work, too
+    assert said((4.0, 16.0), slow_first) == [
+        "estimate   2 min by steps 2 to 11, not 4 s to 16 s: 1.6 % of the peak"
+    ]
+    assert said((60.0, 240.0), slow_first) == ["estimate   2 min by steps 2 to 11"]
+    assert said((400.0, 1600.0), slow_first, begun=500) == [
+        "estimate   50 s by steps 502 to 511, not 7 min to 27 min: 320.0 % of the peak"
+    ]
+    assert said((4.0, 16.0), slow_first[:10]) == []
+    assert said(None, slow_first) == []  # after a rollback
 
 
 def test_flops():

@@ -35,6 +35,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -53,10 +54,12 @@ from rich.progress import (
 )
 
 from nalanda import generate
-from nalanda.errors import InputError, output_folder
+from nalanda.checkpoint import write_atomically
+from nalanda.errors import DiskFull, InputError, no_room, output_folder
 from nalanda_eval import report
 from nalanda_eval.perplexity import ratio
 from nalanda_eval.sources import find
+from nalanda_eval.store import Store
 
 
 def evaluate(
@@ -109,8 +112,8 @@ def evaluate(
     for model in models:
         generate.check_name(model)
     device = None if device is None else generate.choose_device(device)
-    directory = None if output is None else output_folder(output, "--output")
     sources, left_out = find(tasks, data)  # before the import, which takes many seconds
+    directory = None if output is None else _directory(Path(output))
 
     processes = launched()
     main = processes is None or processes.is_main_process
@@ -195,12 +198,34 @@ def evaluate(
                 }
             )
     if directory is not None and main:
+        rows = io.StringIO(newline="")
+        csv.writer(rows).writerows(report.rows(results))
         text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
-        (directory / "results.json").write_text(text + "\n", encoding="utf-8")
-        (directory / "results.md").write_text(report.markdown(results), encoding="utf-8")
-        with (directory / "results.csv").open("w", encoding="utf-8", newline="") as stream:
-            csv.writer(stream).writerows(report.rows(results))
+        with _writing(directory):
+            write_atomically(directory / "results.csv", rows.getvalue())
+            write_atomically(directory / "results.md", report.markdown(results))
+            write_atomically(directory / "results.json", text + "\n")
     return results
+
+
+def _directory(path: Path) -> Path:
+    """The directory of results, made and tried: answers of hours must not be lost for it."""
+    with _writing(output_folder(path, "--output")):
+        tempfile.TemporaryFile(dir=path).close()
+    Store(path / "answers.sqlite", {}).close()
+    return path
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if no_room(error):
+            raise DiskFull(
+                f"--output: {directory}: the disk is full; make room, and start again: answers are kept"
+            ) from None
+        raise InputError(f"--output: {directory}: {error.strerror}; choose another directory") from None
 
 
 def launched() -> Any:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sqlite3
+import struct
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,17 +16,20 @@ from typing import Any
 import nalanda_kernels
 from transformers import PreTrainedModel
 
-from nalanda.errors import InputError
+from nalanda.errors import DiskFull, InputError
 from nalanda.model.state import fingerprint
 from nalanda_eval import scoring
 from nalanda_eval.scoring import Answer, Request
+
+ANSWER = struct.Struct("<d?")
 
 
 class Store:
     """Answers by what decides them: model, device, versions, code and the request's token ids.
 
     Where texts begin, how long ones are cut and what the tokenizer does stands in those ids; a model's name
-    does not count. Several processes may hold the same file.
+    does not count. Several processes may hold the same file. An answer is kept with a hash of itself and its
+    request, since SQLite does not see a bit that has flipped.
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any]):
@@ -34,28 +38,32 @@ class Store:
         self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
         with _one_line(path):
             self.file = sqlite3.connect(":memory:" if path is None else path, timeout=60)
-            self.file.execute("CREATE TABLE IF NOT EXISTS answers (request BLOB PRIMARY KEY, logp, greedy)")
+            self.file.execute("CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)")
 
     def find(self, requests: Iterable[Request]) -> dict[Request, Answer]:
         """Those of the answers that are kept."""
         found = {}
         with _one_line(self.path):
             for request in requests:
-                query = self.file.execute(
-                    "SELECT logp, greedy FROM answers WHERE request = ?", [self._key(request)]
-                )
-                for logp, greedy in query:
-                    found[request] = logp, bool(greedy)
+                key = self._key(request)
+                for (kept,) in self.file.execute("SELECT answer FROM kept WHERE request = ?", [key]):
+                    answer = kept[: ANSWER.size] if isinstance(kept, bytes) else b""
+                    if len(answer) < ANSWER.size or kept != _sealed(key, answer):
+                        raise sqlite3.DatabaseError("an answer in it is damaged")
+                    found[request] = ANSWER.unpack(answer)
         return found
 
     def keep(self, answers: dict[Request, Answer]) -> None:
-        rows = [  # SQLite has no NaN
-            (self._key(request), logp, greedy)
+        rows = [  # what a broken model answered is asked again
+            (key := self._key(request), _sealed(key, ANSWER.pack(logp, greedy)))
             for request, (logp, greedy) in answers.items()
             if not math.isnan(logp)
         ]
         with _one_line(self.path), self.file:
-            self.file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
+            self.file.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", rows)
+
+    def close(self) -> None:
+        self.file.close()
 
     def _key(self, request: Request) -> bytes:
         context, continuation = request
@@ -86,6 +94,16 @@ def _one_line(path: Path | None) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise InputError(
-            f"{path} cannot keep answers ({error}): remove it, or use another directory"
-        ) from error
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise DiskFull(
+                f"{path}: the disk is full; the answers before are kept: make room, and start again"
+            ) from error
+        place = code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+        advice = "use another directory" if place else "remove it, or use another directory"
+        raise InputError(f"{path} cannot keep answers ({error}): {advice}") from error
+
+
+def _sealed(key: bytes, answer: bytes) -> bytes:
+    """An answer with the hash that it is kept with."""
+    return answer + hashlib.sha256(key + answer).digest()[:8]

@@ -28,6 +28,7 @@ from nalanda.metrics import (
     known_peak,
     peak_flops,
     run_time,
+    time_left,
 )
 from nalanda.model.layers import Sequences
 from nalanda.model.modeling import Block
@@ -136,8 +137,6 @@ def held_bytes(model: nn.Module, config: RunConfig, processes: int, shards: int)
 
 def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     """Time and memory of a run whose model is there, in a line. facts: as run.json has them."""
-    left = (config.train.steps - facts["step"]) * config.train.tokens_per_step
-    times = run_time(left * facts["training_flops_per_token"], facts["peak_flops"])
     split = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     count = 1
     if split is not None:
@@ -152,7 +151,7 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
             model.config, train.micro_batch_size, config.data.seq_len, dtype, train.gradient_checkpointing
         )
         memory += f", at most {size(kept)} for activations"
-    return f"{time_range(times)}; {memory}"
+    return f"{time_range(time_left(config, facts))}; {memory}"
 
 
 def time_range(seconds: Sequence[float]) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import accelerate
@@ -42,7 +43,9 @@ PEAK_FLOPS = {
 }
 UTILISATION = (0.1, 0.4)
 """The shares of the peak between which a run is expected. By public figures for one H100 linear attention
-reaches 20 % at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less."""
+reaches 20 % at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less: the first steps tell."""
+MEASURED = 10
+"""Steps that correct the estimate of the launch, behind the first, which allocates and compiles."""
 
 CAUSAL = "causal attention is half of T × T"
 """The one convention for counting FLOPs of softmax attention, whoever built the model."""
@@ -85,6 +88,8 @@ class RunLog:
     ):
         self.quiet, self.steps = quiet, steps
         self.board = self.progress = self.tracker = None
+        self.expected: tuple[int, float, float] | None = None
+        self.taken: list[float] = []
         if quiet:
             return
         self.file = run_dir / "metrics.jsonl"
@@ -119,10 +124,19 @@ class RunLog:
         if self.tracker:
             self.tracker.log(numbers, values["step"])
 
-    def step(self, step: int, loss: float, rate: float) -> None:
-        """Moves the progress bar."""
+    def expect(self, steps: int, seconds: tuple[float, float]) -> None:
+        """What the launch takes `steps` to take, (shortest, longest); `step` says once what they do take."""
+        self.expected = (steps, *seconds)
+
+    def step(self, step: int, loss: float, rate: float, seconds: float) -> None:
+        """Moves the progress bar; seconds: the step's own."""
         if self.progress:
             self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=_si(rate))
+        if self.expected:
+            self.taken.append(seconds)
+            if len(self.taken) > MEASURED:
+                self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
+                self.expected = None
 
     def train(self, **values: Any) -> None:
         """A training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
@@ -258,6 +272,7 @@ def announce(
         from nalanda.info import estimate  # it imports the trainer, which imports this module
 
         log.say(f"estimate   {estimate(config, facts, model)}")
+        log.expect(c.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
         log.say("WARNING    this model lets packed documents see one another; run.json is marked accordingly")
 
@@ -377,6 +392,22 @@ def run_time(flops: float, peak: float) -> tuple[float, float]:
     """(shortest, longest) seconds that `flops` are expected to take at a share of `peak` in UTILISATION."""
     low, high = UTILISATION
     return flops / (high * peak), flops / (low * peak)
+
+
+def time_left(config: Any, facts: dict) -> tuple[float, float]:
+    """`run_time` of what is left of a run; facts: as run.json has them."""
+    tokens = (config.train.steps - facts["step"]) * config.train.tokens_per_step
+    return run_time(tokens * facts["training_flops_per_token"], facts["peak_flops"])
+
+
+def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
+    """The estimate for `steps` steps by the seconds that the last of them, up to `step`, have taken."""
+    whole = steps * median(taken)
+    by = f"{duration(whole)} by steps {step - len(taken) + 1} to {step}"
+    if shortest <= whole <= longest:
+        return by
+    share = UTILISATION[1] * shortest / whole
+    return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

@@ -236,7 +236,8 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             optimizer.zero_grad()
             at.step, at.tokens = step, at.tokens + config.train.tokens_per_step
             facts["step"] = step
-            seconds += time.perf_counter() - began
+            took = time.perf_counter() - began
+            seconds += took
 
             end = step == config.train.steps
             due = config.checkpoint.every and step % config.checkpoint.every == 0
@@ -264,7 +265,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 continue
 
             rate = (at.tokens - since) / seconds
-            log.step(step, loss, rate)
+            log.step(step, loss, rate, took)
             if problem is None and (end or step % config.log.every == 0):
                 values = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate}
                 log.train(step=step, tokens=at.tokens, **values, mfu=rate * flops / peak)
