@@ -461,6 +461,9 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
         config = configured(recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0")
         loop.train(config)
         assert f"goes on from step-{(24, 26)[again]}" in capsys.readouterr().out
+    loop.train(configured(recipe, run, "train.resume=20", "train.steps=24", "validation.every=0"))
+    aside = sorted(p.name for p in (run / "checkpoints").glob("later-step-24*"))
+    assert aside == ["later-step-24", "later-step-24.2"]  # what was set aside before is still there
     with pytest.raises(InputError, match=r"train\.resume: .* has no step-7; there are .*step-24"):
         loop.train(configured(recipe, run, "train.resume=step-7"))
     (run / "checkpoints" / "step-10" / "model.safetensors").write_bytes(b"short")

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -373,12 +374,16 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
     for path in reversed(checkpoint.steps(directory)):
         if suspect is not None and checkpoint.step_of(path) >= checkpoint.step_of(suspect):
             continue
-        if checkpoint.unusable(path) is not None or json.loads((path / "trainer.json").read_text())["bad"]:
+        if checkpoint.unusable(path) is not None or _between_bad_steps(path):
             continue
         if suspect is not None:
             checkpoint.mark(suspect, f"no step behind it was good: {reason}")
         return path
     return suspect
+
+
+def _between_bad_steps(path: Path) -> bool:
+    return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
 
 
 def gave_up(step: int, why: str, back: Path | None) -> str:
@@ -542,8 +547,8 @@ def go_back_to(directory: Path, name: str | int) -> None:
         raise InputError(f"train.resume: {chosen} is damaged: {problem}")
     (chosen / checkpoint.MARK).unlink(missing_ok=True)
     for path in there[there.index(chosen) + 1 :]:
-        aside = path.with_name(f"later-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
+        names = (f"later-{path.name}{f'.{n}' * (n > 1)}" for n in itertools.count(1))
+        aside = next(a for a in map(path.with_name, names) if not a.exists())
         path.rename(aside)
         print(f"{path} is set aside as {aside.name}", flush=True)
 
