@@ -624,6 +624,7 @@ def _pack(
     _check_heard(heard)
     if len(tokens) > joined and not whole and not done:
         begun = {"documents": documents.state_dict(), "carried": len(tokens)}
+        begun |= {"skipped": documents.skipped} if documents.skipped else {}
         yield partial(cut, tokens, starts, 0, seq_len), {**begun, "done": 1, "rows": rows + 1}
 
 
@@ -634,7 +635,7 @@ def _check_heard(heard: bool) -> None:
 
 
 def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], list[str]]]:
-    """The stream's state before a group of documents, its epoch and count of skipped ones after it, the texts.
+    """The stream's state before a group of documents, its epoch and its skipped ones after it, the texts.
 
     A group ends with the epoch.
     """
