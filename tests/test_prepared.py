@@ -154,7 +154,7 @@ def killed(place: int, work: Callable) -> None:
         os._exit(1)
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 7, 24, 38, 39, 40])
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 7, 24, 38, 39, 40, 50])  # 50: of the index
 def test_goes_on_behind_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     """What has its record is kept as it is, the rest is made, and the bytes are as if nothing was."""
     data = DataConfig(source=str(corpus(tmp_path / "in")))

@@ -624,6 +624,7 @@ def _pack(
     _check_heard(heard)
     if len(tokens) > joined and not whole and not done:
         begun = {"documents": documents.state_dict(), "carried": len(tokens)}
+        begun |= {"skipped": documents.skipped} if documents.skipped else {}
         yield partial(cut, tokens, starts, 0, seq_len), {**begun, "done": 1, "rows": rows + 1}
 
 

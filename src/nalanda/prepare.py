@@ -385,8 +385,9 @@ class Preparation:
         }
         if skipped := sum(record.get("skipped", 0) for record in records if record):
             index["skipped"] = skipped
-        for leftover in [p for split in SPLITS for p in (self.directory / split).glob(".*")]:
-            leftover.unlink(missing_ok=True)  # of workers that were killed
+        places = [self.directory / split / ".*" for split in SPLITS] + [self.directory / ".index.json.*"]
+        for leftover in [p for place in places for p in place.parent.glob(place.name)]:
+            leftover.unlink(missing_ok=True)  # of processes that were killed
         write(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
         shutil.rmtree(self.directory / "preparing", ignore_errors=True)
         return index
