@@ -27,6 +27,7 @@ from harness import (
     Torn,
     Trainer,
     checkpoints,
+    documents,
     finish,
     lines,
     make_recipe,
@@ -1210,6 +1211,159 @@ def killed_preparations(work: Work) -> str:
     return f"{kills} kills; {len(found[0])} files equal, their sums those of the index"
 
 
+# ------------------------------ evaluation
+
+# `nalanda eval` that kills itself before or behind its n-th call of one kind: where answers are kept, or
+# results are synced or renamed.
+EVAL = """
+import os, signal, sys
+import nalanda_cli
+from nalanda import checkpoint
+from nalanda_eval import store
+
+at, nth, behind = sys.argv.pop(1), int(sys.argv.pop(1)), sys.argv.pop(1) == "behind"
+owner = {"keep": store.Store, "sync": checkpoint, "rename": os}.get(at)
+if owner:
+    call, calls = getattr(owner, at), 0
+
+    def deadly(*arguments):
+        global calls
+        calls += 1
+        if calls == nth and not behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = call(*arguments)
+        if calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, at, deadly)
+nalanda_cli.main()
+"""
+
+
+def evaluation(work: Work, output: Path, *point: object, before: tuple[str, ...] = ()) -> subprocess.Popen:
+    """`nalanda eval` of the uninterrupted run's model on 40 documents of two tasks."""
+    data = work.folder / "questions"
+    with work.locks.setdefault("questions", threading.Lock()):
+        if not data.exists():
+            data.mkdir()
+            words, asked = " ".join(documents("code")[0]).split(), {"piqa_val": [], "arc_easy_test": []}
+            for k in range(40):
+                goal, ends = " ".join(words[k : k + 9]), words[-k - 4 :][:4]
+                asked["piqa_val"].append({"goal": goal, "sol1": ends[0], "sol2": ends[1], "label": k % 2})
+                asked["arc_easy_test"].append({"query": goal, "choices": ends, "gold": k % 4})
+            for name, rows in asked.items():
+                (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tasks = work.whole() / "final", ("--tasks", "piqa,arc_easy", "--batch-size", "2")
+    command = [sys.executable, "-c", EVAL, *map(str, point or ("nowhere", 0, "")), "eval", str(model), *tasks]
+    return subprocess.Popen(
+        [*before, *command, "--data", str(data), "--output", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def evaluated(work: Work, output: Path, code: int = 0, **options) -> str:
+    process = evaluation(work, output, **options)
+    text, _ = process.communicate()
+    need(process.returncode == code, f"exit code {process.returncode}, not {code}: {text[-600:]}")
+    need("Traceback" not in text, text[-600:])
+    return text
+
+
+def results(output: Path) -> dict:
+    """results.json but for its clocks and for how many answers an earlier start had kept."""
+    found = json.loads((output / "results.json").read_text())
+    del found["date"]
+    for model in found["models"]:
+        del model["seconds"], model["found"]
+    return found
+
+
+def evaluation_killed(work: Work) -> str:
+    """`nalanda eval --output`, SIGKILLed at random moments, around keeping answers and around sync and rename
+    of its results: started again it ends with the same results.json, which is never there in part"""
+    output, expected = work.run("eval-killed"), work.run("eval-whole")
+    evaluated(work, expected)
+    draw, kept = random.Random(work.seed), 0
+    points = [("keep", 2, "before"), ("keep", 4, "behind"), "time", "time", ("sync", 1, "before")]
+    points += [("rename", nth, when) for nth, when in ((2, "behind"), (3, "before"), (3, "behind"))]
+    for point in points:
+        process = evaluation(work, output, *(point if point != "time" else ()))
+        if point == "time":
+            deadline = time.monotonic() + 120
+            while not (output / "answers.sqlite").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 15))
+            os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        need(process.returncode == -signal.SIGKILL or point == "time", f"{point}: {text[-400:]}")
+        if (output / "results.json").exists():
+            need(results(output) == results(expected), f"{point}: other results.json")
+        else:
+            kept += 1
+    evaluated(work, output)
+    need(results(output) == results(expected), "other results.json than without kills")
+    for name in ("results.md", "results.csv"):
+        need((output / name).stat().st_size > 0, f"{name} is empty")
+    need(not list(output.glob(".tmp-*")), "a half-written file stays")
+    again = json.loads((output / "results.json").read_text())["models"][0]
+    need(again["found"] == again["log_likelihoods"] > 0, "answers were lost")
+    return f"{len(points)} kills, {kept} of them before any results; results.json equal"
+
+
+def evaluation_faults(work: Work) -> str:
+    """`nalanda eval --output` with its file of answers cut short, emptied, replaced or a bit of it flipped,
+    a file in the folder's place, a folder that cannot be written, or a full disk: one line and its code, or
+    the same results; never other ones"""
+    expected, output, named = work.run("eval-faults-whole"), work.run("eval-faults"), 0
+    evaluated(work, expected)
+    content = (expected / "answers.sqlite").read_bytes()
+    draw = random.Random(work.seed)
+    output.mkdir()
+
+    def flipped(place: int) -> bytes:
+        return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
+
+    harms = [content[: len(content) // 2], b"", b"no database" * 99, flipped(20)]
+    harms += [flipped(draw.randrange(len(content))) for _ in range(2)]
+    for number, harmed in enumerate(harms):
+        (output / "answers.sqlite").write_bytes(harmed)
+        (output / "results.json").unlink(missing_ok=True)
+        process = evaluation(work, output)
+        text, _ = process.communicate()
+        need("Traceback" not in text and process.returncode in (0, 2), f"harm {number}: {text[-400:]}")
+        if process.returncode:
+            said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+            need(len(said) == 1 and "answers.sqlite" in said[0], f"harm {number}: {text[-400:]}")
+            named += 1
+        else:
+            need(results(output) == results(expected), f"harm {number}: other results")
+    places = {"a file": expected / "results.csv", "below a file": expected / "results.csv" / "x"}
+    able = subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {output}"], capture_output=True).returncode == 0
+    for name, place in places.items():
+        text = evaluated(work, place, 2)
+        need(f"nalanda: --output: {place}: " in text, f"{name}: {text[-400:]}")
+    if not able:
+        return f"{len(harms)} harms, {named} named; 2 places refused; no tmpfs may be mounted here"
+    locked = work.run("eval-locked")
+    locked.mkdir()
+    mount = 'mount -t tmpfs -o ro tmpfs "$0" && "$@"'
+    text = evaluated(work, locked, 2, before=(*TMPFS, mount, str(locked)))
+    need("nalanda: --output: " in text and "Read-only" in text, text[-400:])
+    full = work.run("eval-full")
+    full.mkdir()
+    text = evaluated(work, full, 74, before=(*TMPFS, MOUNT, str(full), "24k"))
+    need("nalanda: " in text and "the disk is full" in text, text[-400:])
+    full.rmdir()
+    full.with_name("eval-full.kept").rename(full)
+    evaluated(work, full)
+    need(results(full) == results(expected), "after the full disk: other results")
+    return f"{len(harms)} harms, {named} named; 3 places refused; a tmpfs of 24 kB full, then equal with room"
+
+
 QUICK = (sigkill, damaged, hostile_checkpoint)
 CASES = (
     sigkill,
@@ -1244,4 +1398,6 @@ CASES = (
     edited,
     bombs,
     killed_preparations,
+    evaluation_killed,
+    evaluation_faults,
 )
