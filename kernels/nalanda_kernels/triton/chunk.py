@@ -120,9 +120,12 @@ def load_gamma(g, row, rows, h, H, BT: tl.constexpr):
 
 
 @triton.jit
-def load_decays(g, row, rows, h, H, BT: tl.constexpr):
-    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32."""
-    gamma = load_gamma(g, row, rows, h, H, BT)
+def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
+    """e^γ and e^{γ_C − γ} [BT], and e^{γ_C}, in fp32; 1 without gates."""
+    if GATED:
+        gamma = load_gamma(g, row, rows, h, H, BT)
+    else:
+        gamma = tl.zeros([BT], tl.float32)
     last = tl.min(gamma, 0)  # γ never rises, and does not fall over padding
     return tl.exp(gamma.to(tl.float32)), tl.exp((last - gamma).to(tl.float32)), tl.exp(last.to(tl.float32))
 
@@ -269,7 +272,7 @@ def prepare(
     if READ.name != "":
         weights = tl.full([BT], 1.0, tl.float32)
         if GATED:
-            _, weights, _ = load_decays(g, row, rows, h, HV, BT)
+            _, weights, _ = load_decays(g, row, rows, h, HV, True, BT)
         store_sum(z_sums, k1, k2, weights, i_c * HV + h, K, MAP.halves, BK)
     if GATED:
         delta = decays(load_gamma(g, row, rows, h, HV, BT), BT)
@@ -343,10 +346,7 @@ def states(
                 tl.store(us + here * V + i_v * BV + tl.arange(0, BV), u, mask=mu)
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
-        into = tl.full([BT], 1.0, tl.float32)
-        out, whole = into, 1.0
-        if GATED:
-            into, out, whole = load_decays(g, row, rows, h, HV, BT)
+        into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
         dtype = w.dtype
@@ -524,10 +524,7 @@ def state_gradients(
         rows = row + tl.arange(0, BT) < end
         y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         dtype = y.dtype
-        into = tl.full([BT], 1.0, tl.float32)
-        out, whole = into, 1.0
-        if GATED:
-            into, out, whole = load_decays(g, row, rows, h, HV, BT)
+        into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
@@ -643,10 +640,7 @@ def input_gradients(
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
     hk = h // (HV // H)
-    into = tl.full([BT], 1.0, tl.float32)
-    out, whole = into, 1.0
-    if GATED:
-        into, out, whole = load_decays(g, row, rows, h, HV, BT)
+    into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
     dq = tl.zeros([BT, BK], tl.float32)
     dk = tl.zeros([BT, BK], tl.float32)  # by what k writes to the next state
     dk_read = tl.zeros([BT, BK], tl.float32)  # by what it reads of the last one

@@ -293,27 +293,28 @@ class GLU(nn.Module):
 
 class _CausalDepthwise(torch.autograd.Function):
     """y_t = Σ_i w_i ⊙ x_{t+i} over a layout `[B, W−1+T, D]` whose first W−1 rows are the past; backward by
-    hand, because autograd would zero-fill a whole buffer for each of the W shifted views."""
+    hand, because autograd would zero-fill a whole buffer for each of the W shifted views. Sums are fp32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # x [B, W-1+T, D], weight [W, D]
         ctx.save_for_backward(x, weight)
-        width, steps = len(weight), x.shape[1] - len(weight) + 1
+        width, steps, dtype = len(weight), x.shape[1] - len(weight) + 1, x.dtype
+        x, weight = at_least_fp32(x), at_least_fp32(weight)
         y = x[:, :steps] * weight[0]
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
-        return y
+        return y.to(dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        steps = dy.shape[1]
+        dtype, steps = dy.dtype, dy.shape[1]
+        x, weight, dy = (at_least_fp32(tensor) for tensor in (*ctx.saved_tensors, dy))
         dx = torch.zeros_like(x)
         dweight = torch.empty_like(weight)
         for i in range(len(weight)):
             dx[:, i : i + steps].addcmul_(dy, weight[i])
             dweight[i] = (dy * x[:, i : i + steps]).sum((0, 1))
-        return dx, dweight
+        return dx.to(dtype), dweight.to(dtype)
 
 
 class ShortConv(nn.Module):

@@ -1,7 +1,8 @@
 """One token of generation in torch: what a mixer does between its projections and o_proj, in few operators.
 
 With one token an operator's price is its launch, on a CPU as well: this is the chunkwise path's formula, and
-the fused kernel's signature, without what only longer inputs need.
+the fused kernel's signature, without what only longer inputs need. It rounds to the model's dtype wherever
+that path does, so that in bf16 too a text continued from a cache is the one that is read anew.
 """
 
 from collections.abc import Callable
@@ -45,24 +46,26 @@ def step(
     """
     x, new = inputs(), {}
     q, k, v = x["q"], x["k"], x["v"]
+    narrow = v.dtype
     if filters:
         names, sizes = list(filters), [x[name].shape[-1] for name in filters]
         past = torch.cat([state[f"conv_{name}"] for name in names], -1)
         laid = torch.cat([past.to(q.dtype), torch.cat([x[name] for name in names], -1)], 1)
         taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
-        q, k, v = (laid * taps).sum(1).split(sizes, -1)
+        q, k, v = (at_least_fp32(laid) * taps).sum(1).to(narrow).split(sizes, -1)
         # Clones: views would keep one another alive.
         new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
+    if silu:
+        v = F.silu(v)
     q, k, v = (
         at_least_fp32(y).view(-1, heads, size)
         for y, heads, size in ((q, num_heads, key_dim), (k, num_heads, key_dim), (v, num_v_heads, value_dim))
     )
-    if silu:
-        v = F.silu(v)
     if feature_map is not None:
         q, k = (y.squeeze(1) for y in feature_map(q[:, None], k[:, None]))
     if qk_norm is not None:
         q, k = l2norm(q), l2norm(k)
+    q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if num_v_heads > num_heads:
         q, k = (y.repeat_interleave(num_v_heads // num_heads, 1) for y in (q, k))
@@ -82,8 +85,10 @@ def step(
     o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
     if denominator:
         o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])
+    elif delta or narrow != torch.float16:  # sums of many terms leave its range before a norm sees them
+        o = o.to(narrow)
     if norm is not None:
-        o = F.rms_norm(o, (value_dim,), at_least_fp32(norm[0]), norm[1])
+        o = F.rms_norm(at_least_fp32(o), (value_dim,), at_least_fp32(norm[0]), norm[1]).to(narrow)
     if "gate" in x:
-        o = o * F.silu(x["gate"]).view(o.shape)
+        o = o.to(narrow) * F.silu(x["gate"]).view(o.shape)
     return o if o.dtype == torch.float64 else o.to(dtype), new
