@@ -681,7 +681,9 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     with pytest.raises(InputError, match=r"a\.jsonl, line 1: a document of more than 10,000 bytes"):
         loop.train(configured(recipe, run, *settings))
     loop.train(configured(recipe, run, *settings, "data.oversized=skip"))
-    assert "2 documents above data.max_document_bytes were left out" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "2 documents above data.max_document_bytes were left out" in said.out
+    assert "2 documents above data.max_document_bytes were left out among those read for val" in said.err
     events = [line for line in metrics.read(run / "metrics.jsonl") if line.get("event") == "oversized"]
     assert [event["documents"] for event in events] == [2]
 

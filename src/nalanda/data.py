@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -414,13 +415,15 @@ def validation_batches(
             data, tokenizer, split="validation", batch_size=batch_size, rank=rank, world_size=world_size
         )
         with contextlib.closing(batches):
-            return {"": list(batches)}
+            found = {"": list(batches)}
+        _say_skipped(batches.skipped(), rank)
+        return found
     parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
     groups: dict[str, list[np.ndarray]] = {}
     for name, part in parts.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
-        for source, tokens in _validation_documents(part, tokenizer):
+        for source, tokens in _validation_documents(part, tokenizer, rank):
             groups.setdefault("/".join(filter(None, (name, source))), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
@@ -472,8 +475,14 @@ def _validation_parts(data: DataConfig) -> dict[str, DataConfig]:
     return data.parts()
 
 
+def _say_skipped(count: int, rank: int) -> None:
+    if count and rank == 0:
+        what = f"{count} documents above data.max_document_bytes were left out"
+        print(f"nalanda: {what} among those read for validation", file=sys.stderr, flush=True)
+
+
 def _validation_documents(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rank: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Source and tokens of every validation document, in order."""
     encode = encoder(tokenizer, data)
@@ -482,10 +491,15 @@ def _validation_documents(
             document, source = tokens.document(number)
             yield source, document
         return
-    documents = iter(DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1))
-    while group := _take(documents, STREAM_GROUP):
-        encoded = encode([document.text for document in group])
-        yield from ((document.source, ids) for document, ids in zip(group, encoded, strict=True) if len(ids))
+    stream = DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1)
+    documents = iter(stream)
+    try:
+        while group := _take(documents, STREAM_GROUP):
+            encoded = encode([document.text for document in group])
+            pairs = zip(group, encoded, strict=True)
+            yield from ((document.source, ids) for document, ids in pairs if len(ids))
+    finally:  # whoever has enough reads no further
+        _say_skipped(stream.skipped, rank)
 
 
 def _set(data: DataConfig, split: str) -> TokenSet | None:
