@@ -533,6 +533,16 @@ def evaluated(whole, tmp_path):
     return run
 
 
+def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
+    for name, text in (("a", '{"models": [{'), ("b", "[]"), ("c", '{"models": [{"tasks": {}}]}')):
+        (evaluated / name).mkdir()
+        (evaluated / name / "results.json").write_text(text)
+    card = (export(evaluated, tmp_path / "out") / "README.md").read_text()
+    assert "| copa | acc | 0.6250 | 0.0625 |" in card
+    said = capsys.readouterr().err
+    assert all(f"{name}/results.json: unreadable" in said for name in "abc")
+
+
 def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):
     out = tmp_path / "out"
     assert push(evaluated, out, "me/small").endswith("/me/small/commit/0a1b")

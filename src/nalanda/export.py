@@ -209,13 +209,15 @@ def evaluated(run_dir: Path, folder: Path) -> dict[str, Any]:
     if not found:
         return {}
     mine = fingerprint(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
-    models = [
-        model
-        for file in sorted(found, key=lambda file: file.stat().st_mtime)
-        for model in json.loads(file.read_text(encoding="utf-8")).get("models", [])
-        if model.get("fingerprint") == mine
-    ]
-    return {task: scores for model in models for task, scores in model["tasks"].items()}
+    tasks: dict[str, Any] = {}
+    for file in sorted(found, key=lambda file: file.stat().st_mtime):
+        try:
+            models = json.loads(file.read_text(encoding="utf-8"))["models"]
+            for model in models:
+                tasks |= model["tasks"] if model["fingerprint"] == mine else {}
+        except (ValueError, KeyError, TypeError) as error:  # a card without scores is better than no model
+            print(f"{file}: unreadable, its scores are not in the card: {error!r}", file=sys.stderr)
+    return tasks
 
 
 def card(
