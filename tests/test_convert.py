@@ -537,7 +537,7 @@ def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
     for name, text in (("a", '{"models": [{'), ("b", "[]"), ("c", '{"models": [{"tasks": {}}]}')):
         (evaluated / name).mkdir()
         (evaluated / name / "results.json").write_text(text)
-    card = (export(evaluated, tmp_path / "out") / "README.md").read_text()
+    card = (exporting.export(evaluated, tmp_path / "out") / "README.md").read_text()
     assert "| copa | acc | 0.6250 | 0.0625 |" in card
     said = capsys.readouterr().err
     assert all(f"{name}/results.json: unreadable" in said for name in "abc")
