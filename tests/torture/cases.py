@@ -1133,7 +1133,7 @@ print(f"{number} {stream.skipped} {peak() - before:.0f}")
 
 
 def bombs(work: Work) -> str:
-    """Three gigabytes in a zstandard shard of 0.3 MB, one in a gzip shard of 1 MB, as short lines or as one:
+    """Three gigabytes in a zstandard shard of 0.3 MB, one in a gzip shard of 3 MB, as short lines or one:
     reading takes less than 200 MB; a line above the limit is refused by file and number, or left out and
     counted"""
     folder, most = work.folder / "bombs", 0.0
