@@ -798,6 +798,32 @@ def test_bf16_is_rounded_alike_with_a_cache_and_without(mixer):
     assert (cached - whole).norm() < 0.5 * (whole - exact).norm()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
+    """5e-3 nats a token; with other companions and padding, products round elsewhere."""
+    model = build(mixer, dtype=torch.bfloat16, hidden_size=64)
+    texts = [ids(1, n, seed=n) for n in (9, 40, 65, 70)]
+
+    def scored(tokens, mask):
+        said = logits(model, tokens, attention_mask=mask).double().log_softmax(-1)[:, :-1]
+        said = said.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        return (said * (mask[:, 1:] & mask[:, :-1])).sum(1)
+
+    alone = torch.cat([scored(text, torch.ones_like(text)) for text in texts])
+    lengths = torch.tensor([text.shape[1] for text in texts])
+    for size in (2, 4):
+        for i in range(0, 4, size):
+            gaps = [int(lengths[i : i + size].max()) - n for n in lengths[i : i + size].tolist()]
+            pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
+            tokens, mask = (
+                torch.cat([F.pad(x, pad) for x, pad in zip(part, pads, strict=True)])
+                for part in (texts[i : i + size], [torch.ones_like(t) for t in texts[i : i + size]])
+            )
+            off = (scored(tokens, mask) - alone[i : i + size]) / (lengths[i : i + size] - 1)
+            assert off.abs().max() <= 5e-3
+
+
 @pytest.mark.parametrize("row", rows())
 def test_half_precision_agrees(row):
     """What bf16 loses in two layers without a map grows to a tenth; what a wrong dtype loses is far more."""
