@@ -53,7 +53,8 @@ class Mixer(nn.Module):
     `conv_size` (None: no short convolutions), `map_name` (None: no feature map), `gated` (None: no output
     gate), `norm` of the output ("head": RMSNorm of each; over all heads "layer" or a subclass's own "rms";
     None). Its options are the keyword-only arguments of its constructor, which raises ValueError where they
-    cannot work, so that a config refuses them.
+    cannot work, so that a config refuses them. Parameters and buffers of its own, besides its modules', have
+    their first values in `initial()`, by name, and are left uninitialised; a model refuses others.
 
     Sizes: K = head_dim·expand_k and V = head_dim·expand_v a head; H heads of q, HK of k, HV of v.
     """
