@@ -788,14 +788,23 @@ def test_masked_batches_compile_into_one_graph():
         close(mine, right)
 
 
-@pytest.mark.parametrize("mixer", [m for m in MIXERS if not issubclass(MIXERS[m], SoftmaxAttention)])
+def nats_a_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T − 1]: the log-likelihood of each token behind the first."""
+    return logits.double().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_bf16_is_rounded_alike_with_a_cache_and_without(mixer):
-    """Either may be away from the exact result; where both round alike, they are nearer to one another."""
+    """Either may be away from the exact result; where both round alike, they are nearer to one another.
+    torch's softmax attention rounds otherwise for one query than for many. `-rP` prints the figures."""
     model, tokens, cache = build(mixer, dtype=torch.bfloat16, hidden_size=64), ids(4, 40), NalandaCache(2)
     pieces = [logits(model, piece, past_key_values=cache) for piece in tokens.split([8] + [1] * 32, 1)]
     cached, whole = torch.cat(pieces, 1).double(), logits(model, tokens).double()
     exact = logits(model.double(), tokens)
-    assert (cached - whole).norm() < 0.5 * (whole - exact).norm()
+    apart = nats_a_token(cached, tokens) - nats_a_token(whole, tokens)
+    print(f"{mixer}: {apart.square().mean().sqrt():.1e} nats a token, root mean square")
+    share = 2 if issubclass(MIXERS[mixer], SoftmaxAttention) else 0.5
+    assert (cached - whole).norm() < share * (whole - exact).norm()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -806,8 +815,7 @@ def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
     texts = [ids(1, n, seed=n) for n in (9, 40, 65, 70)]
 
     def scored(tokens, mask):
-        said = logits(model, tokens, attention_mask=mask).double().log_softmax(-1)[:, :-1]
-        said = said.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        said = nats_a_token(logits(model, tokens, attention_mask=mask), tokens)
         return (said * (mask[:, 1:] & mask[:, :-1])).sum(1)
 
     alone = torch.cat([scored(text, torch.ones_like(text)) for text in texts])
@@ -821,6 +829,7 @@ def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
                 for part in (texts[i : i + size], [torch.ones_like(t) for t in texts[i : i + size]])
             )
             off = (scored(tokens, mask) - alone[i : i + size]) / (lengths[i : i + size] - 1)
+            print(f"{mixer}: batch of {size}, {side}: {off.abs().max():.1e} nats a token")
             assert off.abs().max() <= 5e-3
 
 
