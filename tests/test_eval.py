@@ -563,7 +563,7 @@ def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_pa
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
     for name in ("file", "file/below", "dangling"):
-        with pytest.raises(InputError, match=rf"--output: .*{name}: .*; choose another directory") as error:
+        with pytest.raises(InputError, match=rf"--output .*{name}: ") as error:
             evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / name))
         assert "\n" not in str(error.value)
     (tmp_path / "kept").mkdir()

@@ -94,7 +94,7 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
 def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     """One flipped byte costs its own line, not all behind it."""
     file = tmp_path / "metrics.jsonl"
-    bad = (b'{"step": 2, "lo\xffss": 1.5\n', b"17\n", b'{"loss": 1}\n')
+    bad = (b'{"step": 2, "lo\xffss": 1.5\n', b"17\n", b'{"step": "x"}\n')
     good = [json.dumps(line(step)).encode() + b"\n" for step in (1, 3, 4, 5)]
     file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
     assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]

@@ -346,7 +346,7 @@ def cut(file: Path, step: int, keep_events: bool = False) -> int:
                 bad += 1
                 kept.append(line)
             continue
-        beyond = values["step"] > step
+        beyond = values.get("step", 0) > step
         if not beyond or (keep_events and "event" in values):
             kept.append(line)
     write_atomically(file, b"".join(kept))
@@ -360,8 +360,8 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
             values = None
             try:
                 values = json.loads(line)
-                readable = isinstance(values, dict) and isinstance(values["step"], int)
-            except (ValueError, KeyError):
+                readable = isinstance(values, dict) and isinstance(values.get("step", 0), int)
+            except ValueError:
                 readable = False
             yield line, values if readable and line.endswith(b"\n") else None
 
