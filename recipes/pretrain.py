@@ -5,10 +5,11 @@
 Every key of a recipe can be given again as `section.key=value`. Started again with the same output_dir, a
 run goes on where it stopped.
 
-Exit codes; after each but the first two the same command resumes from the last checkpoint:
+Exit codes; after each but the first three the same command resumes from the last checkpoint:
 
     0    finished
     2    bad input, or training that diverges: one line on stderr
+    65   every step was left out as bad: no model is written
     70   a process made no progress for guard.hang_timeout seconds; its stacks are on stderr
     71   out of memory: the line says what would fit; the earlier checkpoints are unharmed
     74   the disk is full, or a file may not grow further: the earlier checkpoints are unharmed
