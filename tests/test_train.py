@@ -574,6 +574,12 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     assert found[10]["finite"] == "lm_head.weight has values of nan"
     assert "expected [320, 32]" in found[15]["loadable"]
     assert found[20]["marked"] == "no step behind it was good"
+    for path in (p for p in (folder / "step-24").iterdir() if p.name != "config.json"):
+        os.truncate(path, path.stat().st_size // 2)
+    *_, last = verify(run)  # every answer is a line, whatever the file
+    assert "manifest.json" in last.whole
+    assert "model.safetensors" in last.finite
+    assert last.loadable != "yes"
     with pytest.raises(InputError, match="no checkpoints here"):
         next(verify(run.parent))
 

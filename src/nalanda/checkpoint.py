@@ -46,7 +46,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from nalanda.errors import DiskFull, InputError, no_room
+from nalanda.errors import DiskFull, InputError, first_line, no_room
 
 DTYPES = {
     "F64": torch.float64,
@@ -233,6 +233,8 @@ def load_rank(file: Path) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{file}: it holds more than numbers and text, and was not loaded") from None
+    except (RuntimeError, EOFError, ValueError) as error:  # what torch says of a file that is cut short
+        raise InputError(f"{file}: cannot be read: {first_line(error)}") from None
 
 
 def check_moments(
@@ -386,9 +388,13 @@ def unusable(path: Path) -> str | None:
     """`damaged: …` where a byte is not as it was written, `unsound: …` where `mark` says so, or None."""
     if (problem := verify(path)) is not None:
         return f"damaged: {problem}"
-    if (file := path / MARK).is_file():
-        return f"unsound: {(file.read_text(errors='replace').strip().splitlines() or ['?'])[0]}"
-    return None
+    return None if (reason := marked(path)) is None else f"unsound: {reason}"
+
+
+def marked(path: Path) -> str | None:
+    """The reason that `mark` wrote, None without one."""
+    file = path / MARK
+    return (file.read_text(errors="replace").strip().splitlines() or ["?"])[0] if file.is_file() else None
 
 
 def mark(path: Path, reason: str) -> None:

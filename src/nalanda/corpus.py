@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nalanda.errors import InputError
+from nalanda.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from nalanda.data import DataConfig
@@ -582,10 +582,6 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     for name in fields.source.split("."):
         source = source.get(name) if isinstance(source, dict) else None
     return Document(text, source if isinstance(source, str) else "")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # ------------------------------ Python

@@ -121,3 +121,8 @@ def _link(path: Path) -> str:
 
 def _is(error: BaseException, number: int) -> bool:
     return getattr(error, "errno", None) == number or f"(os error {number})" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, in one line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -20,7 +20,7 @@ import transformers
 import yaml
 
 from nalanda.checkpoint import write_atomically
-from nalanda.errors import InputError
+from nalanda.errors import InputError, first_line
 from nalanda.optim import describe_groups
 
 # A second, by the vendors' data sheets, dense: (bf16, fp32 outside the tensor cores).
@@ -211,7 +211,7 @@ class Tracker:
                 **options,
             )
         except Exception as error:
-            raise InputError(f"log.tracker: {self.kind}: {_first_line(error)}") from None
+            raise InputError(f"log.tracker: {self.kind}: {first_line(error)}") from None
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         if step > self.sent:
@@ -227,11 +227,7 @@ class Tracker:
             call(*arguments, **options)
         except Exception as error:
             self.failed = True
-            self.say(f"{self.kind} gets no more metrics, metrics.jsonl does: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.say(f"{self.kind} gets no more metrics, metrics.jsonl does: {first_line(error)}")
 
 
 def announce(

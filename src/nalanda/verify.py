@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nalanda import checkpoint
 from nalanda.config import load_config
-from nalanda.errors import InputError
+from nalanda.errors import InputError, first_line
 from nalanda.export import load_config as model_config
 from nalanda.optim import OptimConfig, build_optimizer
 
@@ -46,14 +46,12 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     recipe = run_dir / "config.yaml"
     optim = load_config(recipe).optim if recipe.is_file() else OptimConfig()
     for path in found:
-        problem = checkpoint.unusable(path)
-        marked = problem.partition(": ")[2] if problem and problem.startswith("unsound") else None
         yield Verdict(
             step=checkpoint.step_of(path),
             whole=checkpoint.verify(path) or "yes",
             finite=_answer(_spoilt, path),
             loadable=_answer(_misfit, path, optim),
-            marked=marked,
+            marked=checkpoint.marked(path),
         )
 
 
@@ -61,7 +59,7 @@ def _answer(question, *arguments) -> str:
     try:
         return question(*arguments) or "yes"
     except (OSError, ValueError, KeyError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
 
 
 def _spoilt(path: Path) -> str | None:
