@@ -180,18 +180,22 @@ def prepare(work: Work, source: str, output: Path, *options: str) -> subprocess.
     )
 
 
+def mixture(folder: Path) -> str:
+    """The recipe's two sources, taken from `folder`."""
+    parts = (f"{{name: {n}, source: {folder / n}, weight: {w}}}" for n, w in (("web", 2), ("code", 1)))
+    return f"data.mixture=[{', '.join(parts)}]"
+
+
 def prepared(work: Work) -> tuple[str, ...]:
     """The settings of a run whose two sources are prepared sets."""
-    parts = []
     with work.locks.setdefault("prepared", threading.Lock()):
-        for source, weight in (("web", 2), ("code", 1)):
+        for source in ("web", "code"):
             output = work.folder / "prepared" / source
             if not output.exists():
                 process = prepare(work, source, output, "--workers", "1")
                 text, _ = process.communicate()
                 need(process.returncode == 0, text[-600:])
-            parts.append(f"{{name: {source}, source: {output}, weight: {weight}}}")
-    return f"data.mixture=[{', '.join(parts)}]", f"tokenizer={work.whole() / 'tokenizer'}"
+    return mixture(work.folder / "prepared"), f"tokenizer={work.whole() / 'tokenizer'}"
 
 
 def resumes(work: Work) -> str:
@@ -684,8 +688,10 @@ def servers(work: Work) -> str:
 def changed(work: Work) -> str:
     """Another tokenizer, model, sequence length, order or corpus under a run is refused with code 2, and not
     a byte of the run changes; another learning rate is taken, printed and recorded"""
-    run, corpus = work.run("changed"), work.folder / "corpus"
-    finish(work.recipe, run, "train.steps=10", "schedule.warmup_steps=2")
+    run, corpus = work.run("changed"), work.folder / "corpus-changed"
+    shutil.copytree(work.folder / "corpus", corpus)  # other cases read the common one meanwhile
+    settings = "train.steps=20", "schedule.warmup_steps=2", mixture(corpus)
+    finish(work.recipe, run, *settings, "train.steps=10")
 
     def files() -> dict[str, str]:
         return {
@@ -704,7 +710,7 @@ def changed(work: Work) -> str:
     )
     before = files()
     for override in refusals:
-        with Trainer(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2", override) as trainer:
+        with Trainer(work.recipe, run, *settings, override) as trainer:
             text = trainer.end(2)
         key = override.split("=")[0]
         need(f"nalanda: {run} holds another run: {key}" in text, text[-400:])
@@ -713,12 +719,12 @@ def changed(work: Work) -> str:
     content = shard.read_bytes()
     shard.write_bytes(content + content)  # zstandard frames may follow one another
     try:
-        with Trainer(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2") as trainer:
+        with Trainer(work.recipe, run, *settings) as trainer:
             text = trainer.end(2)
         need("nalanda: " in text and "Traceback" not in text, text[-400:])
     finally:
         shard.write_bytes(content)
-    text = finish(work.recipe, run, "train.steps=20", "schedule.warmup_steps=2", "optim.lr=1e-3")
+    text = finish(work.recipe, run, *settings, "optim.lr=1e-3")
     need("optim.lr: 0.003 → 0.001" in text, text[:600])
     recorded = json.loads((run / "run.json").read_text())["changes"]
     need(any(change.get("optim.lr") == [0.003, 0.001] for change in recorded), recorded)
@@ -800,11 +806,10 @@ def two_at_once(work: Work) -> str:
     run, refused = work.run("twice"), 0
     pause, elsewhere = {"at": "forward", "after_step": 3}, work.folder / "corpus-copy"
     shutil.copytree(work.folder / "corpus", elsewhere)
-    parts = [f"{{name: {n}, source: {elsewhere / n}, weight: {w}}}" for n, w in (("web", 2), ("code", 1))]
     with Trainer(work.recipe, run, pause=pause) as first:
         first.paused()  # before its first checkpoint: then a tokenizer would be made anew
         before = snapshot(run)
-        for settings in ((), ("optim.lr=1",), (f"data.mixture=[{', '.join(parts)}]",), ("seed=9",)):
+        for settings in ((), ("optim.lr=1",), (mixture(elsewhere),), ("seed=9",)):
             command = [sys.executable, str(PRETRAIN), str(work.recipe), f"output_dir={run}", *settings]
             done = subprocess.run(command, capture_output=True, text=True)
             need(done.returncode == 2, f"exit code {done.returncode}: {done.stderr[-400:]}")
@@ -1077,10 +1082,12 @@ def edited(work: Work) -> str:
     said, texts = [], work.folder / "edited"
     shutil.copytree(work.folder / "corpus", texts / "train")
     shutil.copytree(work.folder / "corpus" / "web", texts / "validation")
-    sets = prepared(work)
+    sets = work.folder / "prepared-edited"
+    tokenizer = prepared(work)[1]
+    shutil.copytree(work.folder / "prepared", sets)
     kinds = {
-        "texts": ("data.mixture=[]", f"data.source={texts}", f"tokenizer={work.whole() / 'tokenizer'}"),
-        "sets": sets,
+        "texts": ("data.mixture=[]", f"data.source={texts}", tokenizer),
+        "sets": (mixture(sets), tokenizer),
     }
     for name, settings in kinds.items():
         run = work.run(f"edited-{name}")
@@ -1089,7 +1096,7 @@ def edited(work: Work) -> str:
             trainer.kill()
         files = [min(folder.glob("*.zst")) for folder in (texts / "train" / "code", texts / "validation")]
         if name == "sets":  # index.json; tokens and documents of train and of validation
-            found = sorted((work.folder / "prepared" / "code").rglob("*"))
+            found = sorted((sets / "code").rglob("*"))
             files = [p for p in found if p.is_file() and p.parent.name != "tokenizer"]
         for file in files:
             saved, before = max(checkpoints(run)), swap(file)
