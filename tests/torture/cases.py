@@ -1352,14 +1352,14 @@ def evaluation_faults(work: Work) -> str:
     able = subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {output}"], capture_output=True).returncode == 0
     for name, place in places.items():
         text = evaluated(work, place, 2)
-        need(f"nalanda: --output: {place}: " in text, f"{name}: {text[-400:]}")
+        need(f"nalanda: --output {place}: " in text, f"{name}: {text[-400:]}")
     if not able:
         return f"{len(harms)} harms, {named} named; 2 places refused; no tmpfs may be mounted here"
     locked = work.run("eval-locked")
     locked.mkdir()
     mount = 'mount -t tmpfs -o ro tmpfs "$0" && "$@"'
     text = evaluated(work, locked, 2, before=(*TMPFS, mount, str(locked)))
-    need("nalanda: --output: " in text and "Read-only" in text, text[-400:])
+    need(f"nalanda: --output {locked}: nothing may be written there" in text, text[-400:])
     full = work.run("eval-full")
     full.mkdir()
     text = evaluated(work, full, 74, before=(*TMPFS, MOUNT, str(full), "24k"))
