@@ -17,8 +17,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda import checkpoint, metrics
-from nalanda.corpus import first_line
-from nalanda.errors import InputError, SourceUnavailable, output_folder
+from nalanda.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.model.state import fingerprint
 from nalanda.remote import is_hub_id, redact, transient
 

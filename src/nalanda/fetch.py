@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from nalanda.checkpoint import sha256_of, write_atomically
-from nalanda.corpus import first_line
-from nalanda.errors import InputError, SourceUnavailable, output_folder
+from nalanda.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.remote import (
     download,
     identity_of,

@@ -33,11 +33,10 @@ from nalanda.corpus import (
     Shard,
     TextShard,
     document_in,
-    first_line,
     open_corpus,
     split_lines,
 )
-from nalanda.errors import DiskFull, InputError, no_room
+from nalanda.errors import DiskFull, InputError, first_line, no_room
 from nalanda.prepared import (
     FORMAT,
     SPLITS,

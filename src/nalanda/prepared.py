@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from nalanda.corpus import first_line
-from nalanda.errors import InputError
+from nalanda.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

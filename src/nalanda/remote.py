@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
-from nalanda.corpus import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard, document_of, first_line
-from nalanda.errors import DiskFull, InputError, SourceUnavailable, no_room
+from nalanda.corpus import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard, document_of
+from nalanda.errors import DiskFull, InputError, SourceUnavailable, first_line, no_room
 
 if TYPE_CHECKING:
     from nalanda.data import DataConfig
