@@ -619,8 +619,8 @@ def build(card: Card, recipe: str, T: int) -> tuple[Any, Any]:
     """A recipe's model with random weights in fp32, and the recipe."""
     from transformers import AutoModelForCausalLM
 
-    from nalanda.config import load_config
-    from nalanda.train import build_model_config
+    from nalanda.config.load import load_config
+    from nalanda.train.loop import build_model_config
 
     overrides = [f"data.seq_len={T}", f"train.tokens_per_step={8 * T}"]
     if card.dry:
@@ -668,9 +668,9 @@ def recurrences_by_fla() -> Any:
 
 def train_speed(card: Card, model: Any, config: Any, T: int, ours: bool) -> Values:
     """Steps as the trainer takes them: bf16 autocast, packed rows, clipped gradients, AdamW."""
-    from nalanda.metrics import flops_per_token, peak_flops
-    from nalanda.optim import build_optimizer
-    from nalanda.train import summed_loss
+    from nalanda.train.log import flops_per_token, peak_flops
+    from nalanda.train.loop import summed_loss
+    from nalanda.train.optim import build_optimizer
 
     device, rows = torch.device(card.device), max(1, (64 if card.dry else TOKENS) // T)
     optimizer, vocabulary = build_optimizer(model, config.optim), model.config.vocab_size
@@ -725,7 +725,7 @@ def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
         model = build_peer(recipe, T)
         if model is None:
             return None
-        from nalanda.config import load_config
+        from nalanda.config.load import load_config
 
         return train_speed(card, model, load_config(ROOT / "recipes" / f"{recipe}_340m.yaml"), T, False)
 

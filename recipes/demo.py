@@ -25,7 +25,7 @@ console = Console(highlight=False)
 
 
 def main(overrides: list[str]) -> None:
-    from nalanda.config import load_config
+    from nalanda.config.load import load_config
     from nalanda_cli import one_line_errors
 
     recipe = os.path.relpath(RECIPES / "demo.yaml")
@@ -83,8 +83,8 @@ def run(program: str, *arguments: str) -> None:
 
 def held_out_documents(run_dir: Path) -> list[str]:
     """The validation documents of a run."""
-    from nalanda.config import load_config
-    from nalanda.corpus import DocumentStream, open_corpus
+    from nalanda.config.load import load_config
+    from nalanda.data.corpus import DocumentStream, open_corpus
 
     corpus = open_corpus(load_config(run_dir / "config.yaml").data, "validation")
     return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts())
@@ -130,11 +130,11 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
 def compare(run_dir: Path) -> Panel:
     """The validation perplexity of a finished run, of a bigram model of the tokens that it saw, and of itself
     with its token mixers zeroed, all on the same rows."""
-    from nalanda.baselines import Bigram, perplexity, zeroed_mixers
-    from nalanda.config import load_config
-    from nalanda.generate import load
-    from nalanda.runs import plot
-    from nalanda.train import open_batches
+    from nalanda.bench.baselines import Bigram, perplexity, zeroed_mixers
+    from nalanda.config.load import load_config
+    from nalanda.inference.generate import load
+    from nalanda.report.runs import plot
+    from nalanda.train.loop import open_batches
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load(str(run_dir / "final"))

@@ -54,8 +54,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     In this process; for many, `accelerate launch recipes/pretrain.py RECIPE` does the same.
     """
-    from nalanda.config import load_config
-    from nalanda.train import train
+    from nalanda.config.load import load_config
+    from nalanda.train.loop import train
 
     train(load_config(recipe, overrides or []))
 
@@ -107,7 +107,7 @@ def eval(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if fetch is not None:
-        from nalanda_eval.sources import fetch as fetch_tasks
+        from nalanda_eval.task_data import fetch as fetch_tasks
 
         fetch_tasks(names, fetch)
         return
@@ -210,7 +210,7 @@ def generate(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Stream a continuation of a prompt."""
-    from nalanda.generate import generate
+    from nalanda.inference.generate import generate
 
     generate(
         model,
@@ -247,7 +247,7 @@ def chat(
 
     By its chat template, or in plain text. The state is carried from turn to turn: only what is new is read.
     """
-    from nalanda.chat import chat
+    from nalanda.inference.chat import chat
 
     chat(
         model,
@@ -283,8 +283,8 @@ def info(
     """
     import json
 
-    from nalanda import tables
-    from nalanda.info import info, show
+    from nalanda.report import tables
+    from nalanda.report.info import info, show
 
     if recipe is None:
         found = {"recipes": tables.recipes(), "mixers": tables.mixers(), "feature_maps": tables.maps()}
@@ -314,7 +314,7 @@ def export(
     """
     from pathlib import Path
 
-    from nalanda import export as work
+    from nalanda.train import export as work
 
     if push is None:
         print(work.export(Path(run), Path(out), step=step))
@@ -335,7 +335,7 @@ def convert(
     Between ours, flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and
     transformers' Llama: equal logits, or an error that names what cannot be expressed.
     """
-    from nalanda.convert import convert
+    from nalanda.convert.convert import convert
 
     print(convert(source, destination, to))
 
@@ -349,7 +349,7 @@ def runs(
 
     With model, step, loss, speed and state, what changed last first.
     """
-    from nalanda.runs import overview, show, to_json
+    from nalanda.report.runs import overview, show, to_json
 
     found = overview(directory)
     print(to_json(found)) if as_json else show(found)
@@ -366,7 +366,7 @@ def verify(
     """
     from pathlib import Path
 
-    from nalanda.verify import show, to_json, verify
+    from nalanda.report.verify import show, to_json, verify
 
     verdicts = []
     for verdict in verify(Path(run)):
@@ -394,7 +394,7 @@ def plot(
     """
     from pathlib import Path
 
-    from nalanda.runs import plot
+    from nalanda.report.runs import plot
 
     if x not in ("tokens", "steps", "hours"):
         raise typer.BadParameter("choose tokens, steps or hours", param_hint="--x")
@@ -426,7 +426,7 @@ def analyze(
     A recipe stands for the model that its run has trained, or for an untrained one.
     """
     from nalanda_eval.analysis import analyze
-    from nalanda_eval.figures import show
+    from nalanda_eval.plots import show
     from rich.console import Console
 
     with Console(stderr=True).status("loading, measuring, drawing …"):
@@ -490,7 +490,7 @@ def prepare(
     Once, in parallel, before training. Run it again after an interruption: what is finished stays. The bytes
     are the same whatever the number of workers, tasks or machines.
     """
-    from nalanda.prepare import command
+    from nalanda.data.prepare import command
 
     chosen = {
         "validation_share": validation_share,
@@ -520,7 +520,7 @@ def inspect(
     show: Annotated[int, typer.Option(min=0, help="print the beginning of so many documents")] = 0,
 ) -> None:
     """Print what a prepared set holds, and check it."""
-    from nalanda.prepared import inspect
+    from nalanda.data.token_set import inspect
 
     inspect(directory, verify=verify, samples=show)
 
@@ -541,8 +541,8 @@ def fetch(
     The tokenizer, the dataset's files, shards that have a URL, the model to start from. Run it again after an
     interruption: what is there stays.
     """
-    from nalanda.config import load_config
-    from nalanda.fetch import fetch
+    from nalanda.config.load import load_config
+    from nalanda.data.offline import fetch
 
     if not to:
         raise typer.BadParameter("name the directory to fill: --to DIR")
@@ -574,8 +574,8 @@ def study_run(
     Run it again after an interruption, or with more seeds in study.yaml: finished runs stay. By default the
     study is recipes/study of a checkout, elsewhere runs/study; with --quick it is runs/study-quick.
     """
-    from nalanda_eval.study import begin, folder, run
-    from nalanda_eval.study_report import report
+    from nalanda_eval.studies.report import report
+    from nalanda_eval.studies.study import begin, folder, run
 
     place = folder(directory, quick=quick)
     begin(place, quick=quick)
@@ -589,8 +589,8 @@ def study_report(directory: Folder = None) -> None:
 
     Writes RESULTS.md, whose words between the marks stay, and the pictures beside it.
     """
-    from nalanda_eval.study import folder
-    from nalanda_eval.study_report import report
+    from nalanda_eval.studies.report import report
+    from nalanda_eval.studies.study import folder
 
     report(folder(directory))
 
@@ -609,7 +609,7 @@ def ops(
 
     Forward and backward, in one run, after a check that the two agree.
     """
-    from nalanda.bench import bench_ops
+    from nalanda.bench.ops import bench_ops
 
     bench_ops(threads=threads, json=json)
 
@@ -628,7 +628,7 @@ def decode(
 
     Gated DeltaNet, with and without the NaLa map, beside transformers' Qwen3-Next and our softmax.
     """
-    from nalanda.bench_decode import bench_decode
+    from nalanda.bench.decode import bench_decode
 
     bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
 
@@ -779,9 +779,9 @@ def _said(error: BaseException) -> tuple[str, int | None]:
         how = "; a recipe's settings are written section.key=value, such as train.steps=10"
         return f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}", error.exit_code
     # The module that knows our errors costs an import of the package; by now whoever raised one has paid.
-    if "nalanda.errors" not in sys.modules:
+    if "nalanda.common.errors" not in sys.modules:
         return "", None
-    from nalanda.errors import explained
+    from nalanda.common.errors import explained
 
     known = explained(error)
     return (f"nalanda: {known}", known.exit_code) if known else ("", None)

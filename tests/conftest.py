@@ -79,7 +79,7 @@ def whole(recipe, tmp_path_factory) -> Path:
     from accelerate.state import AcceleratorState
     from training import configured
 
-    from nalanda.train import train
+    from nalanda.train.loop import train
 
     AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
     return train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))

@@ -20,12 +20,12 @@ from nalanda_eval.analysis import (
     positive_entropy,
     relative_std,
 )
-from nalanda_eval.figures import show
+from nalanda_eval.plots import show
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
 
 T = 6

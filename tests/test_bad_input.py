@@ -18,9 +18,10 @@ import torch
 import yaml
 from training import PRETRAIN, configured
 
-from nalanda import NalandaConfig, NalandaForCausalLM, checkpoint, memory
-from nalanda import train as training
-from nalanda.errors import DiskFull, OutOfMemory
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import DiskFull, OutOfMemory
+from nalanda.train import checkpoint, memory
+from nalanda.train import loop as training
 from nalanda_cli import main
 
 LEADING = {"outside": "../model/model.safetensors", "absolute": "/etc/passwd", "linked": "link.safetensors"}
@@ -299,7 +300,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
         return held[0]
 
     def summed_loss(*arguments, **keywords):
-        from nalanda.info import activation_bytes, held_bytes
+        from nalanda.report.info import activation_bytes, held_bytes
 
         config, model = configured(recipe, run), arguments[0]
         kept = [activation_bytes(model.config, rows, 32, torch.float32, False) for rows in (2, 4)]
@@ -339,7 +340,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
     ],
 )
 def test_too_little_memory_elsewhere_has_a_code(monkeypatch, capsys, error, line):
-    import nalanda.runs
+    import nalanda.report.runs
 
     def overview(*_):
         raise error

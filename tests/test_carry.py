@@ -12,9 +12,9 @@ from test_model import rows as every_row
 from torch.utils._pytree import tree_leaves
 
 from nalanda import NalandaCache
-from nalanda.carry import RowStates, check, lanes_of, read_lanes
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
+from nalanda.train.row_states import RowStates, check, lanes_of, read_lanes
 
 T = 16
 # Documents of three lanes, three rows each: over two borders, ended by one, of a token before or behind one,

@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from nalanda import checkpoint
-from nalanda.checkpoint import CheckpointConfig
-from nalanda.errors import DiskFull, InputError
-from nalanda.optim import OptimConfig, build_optimizer
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.train import checkpoint
+from nalanda.train.checkpoint import CheckpointConfig
+from nalanda.train.optim import OptimConfig, build_optimizer
 
 
 class Tied(torch.nn.Module):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nalanda.config import RunConfig, differences, find_recipe, load_config
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
+from nalanda.config.load import RunConfig, differences, find_recipe, load_config
 
 RECIPE = """
 output_dir: runs/x

@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import nalanda_cli
 from nalanda import NalandaConfig
-from nalanda import convert as converting
-from nalanda import export as exporting
-from nalanda.convert import convert
-from nalanda.errors import InputError, SourceUnavailable
-from nalanda.export import push
+from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.convert import convert as converting
+from nalanda.convert.convert import convert
 from nalanda.model.state import fingerprint
+from nalanda.train import export as exporting
+from nalanda.train.export import push
 
 D, I, N, L = 32, 40, 50, 2  # hidden size, GLU, vocabulary, layers
 

@@ -22,8 +22,10 @@ import torch
 import zstandard
 from pyarrow import parquet
 
-from nalanda import corpus, data
-from nalanda.corpus import (
+from nalanda.common.errors import InputError
+from nalanda.data import corpus
+from nalanda.data import loader as data
+from nalanda.data.corpus import (
     Document,
     DocumentStream,
     Fields,
@@ -32,9 +34,8 @@ from nalanda.corpus import (
     split_families,
     without_copies,
 )
-from nalanda.data import DataConfig, PackedBatches
-from nalanda.errors import InputError
-from nalanda.tokenizer import TokenizerConfig, build_tokenizer, check_vocabulary
+from nalanda.data.loader import DataConfig, PackedBatches
+from nalanda.data.tokenizer import TokenizerConfig, build_tokenizer, check_vocabulary
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
 
@@ -1099,7 +1100,7 @@ def test_trained_tokenizer_is_deterministic_and_reloaded(tmp_path, prose, monkey
     assert tokenizer.decode(ids[1:]) == text
     assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
 
-    monkeypatch.setattr("nalanda.tokenizer._train_bpe", None)  # not called again
+    monkeypatch.setattr("nalanda.data.tokenizer._train_bpe", None)  # not called again
     reloaded = build_tokenizer(config, prose, tmp_path / "run" / "tokenizer")
     assert reloaded(text) == tokenizer(text)
     for path in (tmp_path / "again", tmp_path / "again" / "tokenizer.json"):
@@ -1157,7 +1158,7 @@ def test_only_words_have_no_size_of_their_own():
 def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("nalanda.tokenizer.BPE_SAMPLE", 1)  # all words count
+    monkeypatch.setattr("nalanda.data.tokenizer.BPE_SAMPLE", 1)  # all words count
     config = TokenizerConfig(train="words")
     tokenizer = build_tokenizer(config, lines, tmp_path / "run" / "tokenizer")
     build_tokenizer(config, lines, tmp_path / "again")
@@ -1167,7 +1168,7 @@ def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.bos_token is tokenizer.pad_token is None
 
-    monkeypatch.setattr("nalanda.tokenizer._train_words", None)  # not called again
+    monkeypatch.setattr("nalanda.data.tokenizer._train_words", None)  # not called again
     for loaded in (
         build_tokenizer(config, lines, tmp_path / "run" / "tokenizer"),
         AutoTokenizer.from_pretrained(tmp_path / "again"),

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.baselines import Bigram, perplexity, zeroed_mixers
-from nalanda.config import load_config
+from nalanda.bench.baselines import Bigram, perplexity, zeroed_mixers
+from nalanda.config.load import load_config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHAPES = {
@@ -117,7 +117,7 @@ def test_perplexity_of_packed_documents():
 
 
 def test_recipe_is_whole_and_builds():
-    from nalanda.train import build_model_config
+    from nalanda.train.loop import build_model_config
 
     config = load_config(RECIPES / "demo.yaml")
     assert config.model["feature_map"] == "nala"

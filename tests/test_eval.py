@@ -18,14 +18,14 @@ import torch
 import transformers
 from nalanda_eval import harness as harness_module
 from nalanda_eval import report
+from nalanda_eval.cache import Store
 from nalanda_eval.harness import evaluate
-from nalanda_eval.sources import PACKAGED, find
-from nalanda_eval.store import Store
+from nalanda_eval.task_data import PACKAGED, find
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda import generate as generate_module
-from nalanda.errors import DiskFull, InputError
-from nalanda.generate import check_name, generate, load
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.inference import generate as generate_module
+from nalanda.inference.generate import check_name, generate, load
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()
@@ -34,7 +34,7 @@ WORDS = SENTENCE.split()
 @pytest.fixture(scope="module")
 def lm():
     """Seconds to import, so that only the tests that need it wait."""
-    import nalanda_eval.lm as lm
+    import nalanda_eval.adapter as lm
 
     return lm
 

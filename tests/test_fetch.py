@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import nalanda_cli
-from nalanda import remote
-from nalanda.config import load_config
-from nalanda.data import PackedBatches
-from nalanda.errors import InputError, SourceUnavailable
-from nalanda.fetch import fetch, needs, offline
-from nalanda.tokenizer import TokenizerConfig, build_tokenizer, fingerprint, mistral_model
+from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.config.load import load_config
+from nalanda.data import urls as remote
+from nalanda.data.loader import PackedBatches
+from nalanda.data.offline import fetch, needs, offline
+from nalanda.data.tokenizer import TokenizerConfig, build_tokenizer, fingerprint, mistral_model
 
 RECIPE = """
 output_dir: runs/x
@@ -278,7 +278,7 @@ def test_files_of_other_kinds_become_documents(recipe, hub, tmp_path, tokenizer)
     assert not [call for call in hub if call.startswith("download")]
     config = offline(recipe(f"offline={root}"))
     assert texts_of(config, tokenizer, "validation") == online
-    from nalanda.corpus import DocumentStream, open_corpus
+    from nalanda.data.corpus import DocumentStream, open_corpus
 
     stream = DocumentStream(open_corpus(config.data, "train"), seed=0, buffer_size=0, epochs=1)
     assert {document.source for document in stream} == {"Web"}
@@ -360,7 +360,7 @@ def test_the_command(tmp_path, hub, recipe):
 
 def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     import datasets
-    from nalanda_eval.sources import LOCAL, _official, read
+    from nalanda_eval.task_data import LOCAL, _official, read
 
     arc = {"question": "?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "id": "x"}
     rows = {

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 from typer.testing import CliRunner
 
-import nalanda.bench_decode
+import nalanda.bench.decode
 from nalanda import NalandaCache, NalandaForCausalLM, State
-from nalanda.chat import Conversation
-from nalanda.errors import InputError
-from nalanda.generate import Printer, ends, sampling
+from nalanda.common.errors import InputError
+from nalanda.inference.chat import Conversation
+from nalanda.inference.generate import Printer, ends, sampling
 from nalanda.model import MIXERS
 from nalanda_cli import app
 

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from training import configured, outcome
 
-from nalanda import checkpoint, guards, metrics
-from nalanda import train as loop
-from nalanda.errors import InputError, NothingTrained, SourceUnavailable
-from nalanda.guards import GuardConfig, Spikes
+from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
+from nalanda.train import checkpoint, guards, loop
+from nalanda.train import log as metrics
+from nalanda.train.guards import GuardConfig, Spikes
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

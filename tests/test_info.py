@@ -7,12 +7,13 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from nalanda import NalandaConfig, NalandaForCausalLM, tables
-from nalanda.config import load_config
-from nalanda.errors import InputError
-from nalanda.info import activation_bytes, estimate, info, saved_bytes, show, size
-from nalanda.metrics import UTILISATION, duration
-from nalanda.train import build_model_config
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import InputError
+from nalanda.config.load import load_config
+from nalanda.report import tables
+from nalanda.report.info import activation_bytes, estimate, info, saved_bytes, show, size
+from nalanda.train.log import UTILISATION, duration
+from nalanda.train.loop import build_model_config
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 MILLIONS = {
@@ -80,7 +81,7 @@ def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
 
     assert table() == 64  # 7 words and 3 special tokens, rounded up
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("nalanda.info.build_tokenizer", None)  # nothing is read
+    monkeypatch.setattr("nalanda.report.info.build_tokenizer", None)  # nothing is read
     assert table("tokenizer.vocab_size=1000") == 1024
     assert table("model.vocab_size=267744") == 267744
     assert (

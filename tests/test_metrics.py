@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nalanda import NalandaConfig, NalandaForCausalLM, metrics
-from nalanda.errors import InputError
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import InputError
+from nalanda.train import log as metrics
 
 
 def line(step: int, **more) -> dict:

@@ -563,7 +563,7 @@ def test_blockwise_loss_is_cross_entropy(dtype):
 def test_z_loss_is_in_the_gradient_alone(small):
     """Against float64 autograd over all logits, in several blocks, rows left out."""
     from nalanda.model.layers import _LinearCrossEntropy
-    from nalanda.train import summed_loss
+    from nalanda.train.loop import summed_loss
 
     torch.manual_seed(0)
     labels = torch.randint(0, 31, (150,)).masked_fill(torch.rand(150) < 0.2, -100)

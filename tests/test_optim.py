@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
-from nalanda import NalandaConfig, NalandaForCausalLM, checkpoint
-from nalanda.errors import InputError
-from nalanda.optim import (
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import InputError
+from nalanda.train import checkpoint
+from nalanda.train.optim import (
     GroupConfig,
     OptimConfig,
     ScheduleConfig,

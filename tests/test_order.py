@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from nalanda import corpus, data
-from nalanda.config import load_config
-from nalanda.data import Component, DataConfig, PackedBatches, encoder, validation_batches
-from nalanda.errors import InputError
-from nalanda.order import Permutation, turn, whole_weights
-from nalanda.prepare import prepare
-from nalanda.tokenizer import TokenizerConfig
+from nalanda.common.errors import InputError
+from nalanda.config.load import load_config
+from nalanda.data import corpus
+from nalanda.data import loader as data
+from nalanda.data.loader import Component, DataConfig, PackedBatches, encoder, validation_batches
+from nalanda.data.prepare import prepare
+from nalanda.data.shuffle import Permutation, turn, whole_weights
+from nalanda.data.tokenizer import TokenizerConfig
 
 T = 16
 SETS = ["Book", "Github", ""]
@@ -186,7 +187,7 @@ def test_order_state_and_batches_for_any_processes_workers_and_interruptions(fol
 
 @pytest.mark.parametrize("kind", ["web-tokens", "code-tokens"])
 def test_every_row_of_a_prepared_set_once_an_epoch(folder, tokenizer, kind):
-    from nalanda.prepared import open_set
+    from nalanda.data.token_set import open_set
 
     tokens = open_set(folder / kind, "train")
     count = tokens.tokens // T
@@ -225,7 +226,7 @@ def test_rows_of_a_prepared_set_have_the_documents_boundaries(folder, tokenizer)
 
 
 def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
-    from nalanda.prepared import TokenSet
+    from nalanda.data.token_set import TokenSet
 
     read = []
     monkeypatch.setattr(
@@ -458,7 +459,7 @@ def laned(
 
 
 def test_a_lane_goes_on_in_the_next_step(long_documents, tokenizer):
-    from nalanda.prepared import open_set
+    from nalanda.data.token_set import open_set
 
     tokens = open_set(long_documents, "train")
     rows = tokens.tokens // T
@@ -641,7 +642,7 @@ def running(monkeypatch):
             super().__init__(*arguments, **options)
             started.append(self)
 
-    monkeypatch.setattr("nalanda.workers.subprocess.Popen", Recorded)
+    monkeypatch.setattr("nalanda.data.workers.subprocess.Popen", Recorded)
     return lambda: [process for process in started if process.poll() is None]
 
 

@@ -29,13 +29,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from nalanda import NalandaConfig, checkpoint, metrics, parallel
-from nalanda.checkpoint import CheckpointConfig, Saver
-from nalanda.config import TrainConfig, load_config
-from nalanda.errors import DiskFull, InputError
-from nalanda.export import export
-from nalanda.optim import OptimConfig, build_optimizer
-from nalanda.train import summed_loss, train
+from nalanda import NalandaConfig
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.config.load import TrainConfig, load_config
+from nalanda.train import checkpoint, parallel
+from nalanda.train import log as metrics
+from nalanda.train.checkpoint import CheckpointConfig, Saver
+from nalanda.train.export import export
+from nalanda.train.loop import summed_loss, train
+from nalanda.train.optim import OptimConfig, build_optimizer
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.data import DataConfig
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
+from nalanda.data.loader import DataConfig
 
 V = 320
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from nalanda import prepare as preparing
-from nalanda.corpus import held_out
-from nalanda.data import DataConfig, PackedBatches, encoder
-from nalanda.errors import DiskFull, InputError
-from nalanda.prepare import Preparation, begin, prepare
-from nalanda.prepared import SumCheck, check_set, inspect, is_prepared, open_set
-from nalanda.tokenizer import TokenizerConfig, fingerprint
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.data import prepare as preparing
+from nalanda.data.corpus import held_out
+from nalanda.data.loader import DataConfig, PackedBatches, encoder
+from nalanda.data.prepare import Preparation, begin, prepare
+from nalanda.data.token_set import SumCheck, check_set, inspect, is_prepared, open_set
+from nalanda.data.tokenizer import TokenizerConfig, fingerprint
 from nalanda_cli import app
 
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
@@ -708,7 +708,7 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
 
 def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
     pytest.importorskip("datatrove")
-    from nalanda.cluster import prepare_with
+    from nalanda.data.datatrove import prepare_with
 
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
@@ -725,7 +725,7 @@ def test_slurm_gets_an_array_and_an_index_behind_it(tmp_path, byte_tokenizer, mo
     pytest.importorskip("datatrove")
     import dill
 
-    from nalanda.cluster import prepare_with
+    from nalanda.data.datatrove import prepare_with
 
     data, out = DataConfig(source=str(corpus(tmp_path / "in"))), tmp_path / "out"
     commands = {
@@ -763,7 +763,7 @@ def test_ray_says_what_is_missing(tmp_path, byte_tokenizer):
     pytest.importorskip("datatrove")
     if importlib.util.find_spec("ray"):
         pytest.skip("Ray is installed")
-    from nalanda.cluster import prepare_with
+    from nalanda.data.datatrove import prepare_with
 
     data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
     with pytest.raises(InputError, match=r"the ray executor does not start here.*ray"):

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 from nalanda_eval import recall as recall_module
-from nalanda_eval.grid import sweep
 from nalanda_eval.recall import (
     CLOSE,
     EVERY,
@@ -30,6 +29,7 @@ from nalanda_eval.recall import (
     with_parameters,
     with_state,
 )
+from nalanda_eval.sweep import sweep
 from nalanda_eval.synthetic import (
     IGNORED,
     LISTOPS_TOKENS,
@@ -47,7 +47,7 @@ from nalanda_eval.synthetic import (
 from typer.testing import CliRunner
 
 import nalanda_cli
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
 
 SMALL = [*QUICK.values()]

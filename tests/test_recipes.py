@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from nalanda.config import load_config
-from nalanda.optim import OptimConfig, build_optimizer
-from nalanda.train import build_model_config
+from nalanda.config.load import load_config
+from nalanda.train.loop import build_model_config
+from nalanda.train.optim import OptimConfig, build_optimizer
 
 RECIPES = sorted(p for p in Path("recipes").glob("*.yaml") if p.stem != "demo")
 VOCAB, PATTERN, T, ROWS, STEPS = 16, 4, 32, 32, 50

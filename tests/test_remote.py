@@ -11,11 +11,11 @@ from collections import Counter
 
 import pytest
 
-from nalanda import remote
-from nalanda.corpus import DocumentStream, Fields, open_corpus
-from nalanda.data import DataConfig, PackedBatches
-from nalanda.errors import InputError, SourceUnavailable
-from nalanda.remote import HubShard, UrlShard, persist, persistent, redact, transient
+from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.data import urls as remote
+from nalanda.data.corpus import DocumentStream, Fields, open_corpus
+from nalanda.data.loader import DataConfig, PackedBatches
+from nalanda.data.urls import HubShard, UrlShard, persist, persistent, redact, transient
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
 

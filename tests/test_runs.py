@@ -15,9 +15,9 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nalanda import runs
-from nalanda.errors import InputError
-from nalanda.runs import Run
+from nalanda.common.errors import InputError
+from nalanda.report import runs
+from nalanda.report.runs import Run
 
 
 def make(folder: Path, *, lines: list[dict] | None = None, facts: dict | None = None, **settings) -> Path:

@@ -9,11 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from nalanda_eval import recall, study_report
-from nalanda_eval import study as module
-from nalanda_eval.figures import STYLE
-from nalanda_eval.grid import key, records
-from nalanda_eval.study import (
+from nalanda_eval import recall
+from nalanda_eval.plots import STYLE
+from nalanda_eval.studies import report as study_report
+from nalanda_eval.studies import study as module
+from nalanda_eval.studies.report import (
+    Interval,
+    Row,
+    differences,
+    judged,
+    pooled,
+    report,
+    rows,
+    table,
+    verdict,
+)
+from nalanda_eval.studies.study import (
     NEAR,
     Cell,
     Claim,
@@ -31,12 +42,12 @@ from nalanda_eval.study import (
     screening,
     tokenised,
 )
-from nalanda_eval.study_report import Interval, Row, differences, judged, pooled, report, rows, table, verdict
+from nalanda_eval.sweep import key, records
 from typer.testing import CliRunner
 
 import nalanda_cli
-from nalanda import train as trainer
-from nalanda.errors import InputError
+from nalanda.common.errors import InputError
+from nalanda.train import loop as trainer
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "study"
 SILU, NALA = "deltanet + silu", "deltanet + nala(power=2)"

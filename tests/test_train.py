@@ -19,12 +19,12 @@ from accelerate.utils import set_seed
 from training import configured, outcome, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, pipeline
 
-from nalanda import checkpoint, metrics
-from nalanda import train as loop
-from nalanda.config import RunConfig, load_config
-from nalanda.errors import InputError
-from nalanda.tokenizer import fingerprint
-from nalanda.verify import verify
+from nalanda.common.errors import InputError
+from nalanda.config.load import RunConfig, load_config
+from nalanda.data.tokenizer import fingerprint
+from nalanda.report.verify import verify
+from nalanda.train import checkpoint, loop
+from nalanda.train import log as metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -617,7 +617,7 @@ def test_bad_data_may_be_corrected_in_the_same_folder(recipe, tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared_set(recipe, tmp_path_factory) -> Path:
-    from nalanda.prepare import prepare
+    from nalanda.data.prepare import prepare
 
     config, folder = load_config(recipe), tmp_path_factory.mktemp("prepared")
     prepare(config.data, config.tokenizer, folder / "set")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from nalanda import checkpoint, metrics
-from nalanda.config import RunConfig, load_config
+from nalanda.config.load import RunConfig, load_config
+from nalanda.train import checkpoint
+from nalanda.train import log as metrics
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"

@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from nalanda.baselines import token_mixers
-from nalanda.config import check_seed, load_config
-from nalanda.data import DataConfig
-from nalanda.errors import InputError, output_folder
-from nalanda.fetch import offline
-from nalanda.generate import bos_token, choose_device, load
-from nalanda.metrics import versions
+from nalanda.bench.baselines import token_mixers
+from nalanda.common.errors import InputError, output_folder
+from nalanda.config.load import check_seed, load_config
+from nalanda.data.loader import DataConfig
+from nalanda.data.offline import offline
+from nalanda.data.tokenizer import build_tokenizer
+from nalanda.inference.generate import bos_token, choose_device, load
 from nalanda.model import build_feature_map
-from nalanda.tokenizer import build_tokenizer
-from nalanda.train import build_model
-from nalanda_eval.figures import draw
+from nalanda.train.log import versions
+from nalanda.train.loop import build_model
 from nalanda_eval.perplexity import documents
+from nalanda_eval.plots import draw
 
 WINDOWS = [i / 50 for i in range(51)]  # of the local score
 DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)  # of queries; norms in units of √K

@@ -54,13 +54,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from nalanda import generate
-from nalanda.checkpoint import write_atomically
-from nalanda.errors import DiskFull, InputError, no_room, output_folder
+from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
+from nalanda.inference import generate
+from nalanda.train.checkpoint import write_atomically
 from nalanda_eval import report
+from nalanda_eval.cache import Store
 from nalanda_eval.perplexity import ratio
-from nalanda_eval.sources import find
-from nalanda_eval.store import Store
+from nalanda_eval.task_data import find
 
 
 def evaluate(
@@ -93,7 +93,7 @@ def evaluate(
         long: texts beyond that are read in disjoint `window`s (of a prompt, the last one), as the literature
             does, or `whole`, which takes a recurrent model.
         share: read a context once for all its continuations; without it, once for each.
-        device, dtype, trust_remote_code: as in `nalanda.generate.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.generate.load`.
         output: a directory for results.json, .md and .csv, and for the answers: the same command, stopped and
             started again, goes on, and no model is asked twice.
 
@@ -123,7 +123,7 @@ def evaluate(
     # Bound now: stderr itself is silenced while the harness works.
     console = Console(file=sys.stderr, quiet=not main)
     with console.status("importing lm-evaluation-harness …"), _quiet():
-        from nalanda_eval.lm import Scorer, characters, harness, load_tasks
+        from nalanda_eval.adapter import Scorer, characters, harness, load_tasks
 
         loaded = load_tasks(sources)
 

@@ -27,14 +27,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nalanda.config import load_config
-from nalanda.corpus import SUFFIXES, DocumentStream, open_corpus
-from nalanda.data import DataConfig
-from nalanda.errors import InputError, output_folder
-from nalanda.generate import bos_token, check_name, choose_device, load
-from nalanda.metrics import duration, versions
+from nalanda.common.errors import InputError, output_folder
+from nalanda.config.load import load_config
+from nalanda.data.corpus import SUFFIXES, DocumentStream, open_corpus
+from nalanda.data.loader import DataConfig
+from nalanda.inference.generate import bos_token, check_name, choose_device, load
 from nalanda.model.state import fingerprint
-from nalanda_eval.figures import COLOURS, GREY, MARKERS, STYLE
+from nalanda.train.log import duration, versions
+from nalanda_eval.plots import COLOURS, GREY, MARKERS, STYLE
 
 AT_ONCE = 4096  # tokens whose logits exist at the same time
 LONGEST = 16  # windows in a row, where the text has them
@@ -68,7 +68,7 @@ def perplexity(
         window: by default the length of training (`max_position_embeddings`).
         tokens: how many are scored, where the text has so many; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
-        device, dtype, trust_remote_code: as in `nalanda.generate.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.generate.load`.
 
     Raises:
         InputError: no such model or text, or a length that a model cannot read.

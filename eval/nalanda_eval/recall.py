@@ -25,18 +25,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.checkpoint import write_atomically
-from nalanda.config import nearest, parse_yaml
-from nalanda.errors import InputError, output_folder
-from nalanda.generate import choose_device
-from nalanda.info import size
-from nalanda.metrics import versions
+from nalanda.common.errors import InputError, output_folder
+from nalanda.config.load import nearest, parse_yaml
+from nalanda.inference.generate import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.options import check_names, check_types
-from nalanda.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
-from nalanda_eval.figures import COLOURS, GREY, LINES, MARKERS, STYLE
-from nalanda_eval.grid import Jobs, follow, key
+from nalanda.report.info import size
+from nalanda.train.checkpoint import write_atomically
+from nalanda.train.log import versions
+from nalanda.train.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
+from nalanda_eval.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.report import markdown_table
+from nalanda_eval.sweep import Jobs, follow, key
 from nalanda_eval.synthetic import (
     IGNORED,
     MQAR,

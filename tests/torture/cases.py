@@ -40,11 +40,10 @@ from harness import (
 )
 from safetensors.torch import load_file, save_file
 
-from nalanda import checkpoint
-from nalanda import train as loop
-from nalanda.config import load_config
-from nalanda.prepared import check_set, is_prepared, open_set
-from nalanda.verify import verify
+from nalanda.config.load import load_config
+from nalanda.data.token_set import check_set, is_prepared, open_set
+from nalanda.report.verify import verify
+from nalanda.train import checkpoint, loop
 
 
 @dataclass

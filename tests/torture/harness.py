@@ -255,7 +255,7 @@ def digest(value: object) -> str:
 def tensors(source: Path) -> dict[str, str]:
     """SHA-256 of every tensor of a safetensors file, or of a folder of parts of them: metadata, order and how
     many processes wrote it are none of it."""
-    from nalanda import checkpoint
+    from nalanda.train import checkpoint
 
     found = {name: torch.empty(*kind[:1], dtype=kind[1]) for name, kind in checkpoint.shapes(source).items()}
     checkpoint.read(source, found)

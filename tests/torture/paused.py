@@ -127,8 +127,10 @@ if ORDERS.get("clock"):
 
 import torch  # noqa: E402
 
-from nalanda import checkpoint, data, metrics, remote  # noqa: E402
-from nalanda import train as loop  # noqa: E402
+from nalanda.data import loader as data  # noqa: E402
+from nalanda.data import urls as remote  # noqa: E402
+from nalanda.train import checkpoint, loop  # noqa: E402
+from nalanda.train import log as metrics  # noqa: E402
 
 if "group" in ORDERS:
     data.STREAM_GROUP = ORDERS["group"]

@@ -1,10 +1,11 @@
 """The model: flat files, sibling-relative imports only: `save_pretrained` copies them with the weights."""
 
+from nalanda.model.modeling import Decoder, NalandaForCausalLM
+
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .feature_maps import FEATURE_MAPS, build_feature_map
 from .mixers import MIXERS
-from .modeling import Decoder, NalandaForCausalLM
 from .state import State
 
 # For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.

@@ -1,0 +1,250 @@
+"""The harness's model wrapper and task loader, fitted to the house. Importing this imports lm-eval (slow)."""
+
+import difflib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from lm_eval import evaluate as harness
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import perplexity, weighted_perplexity
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nalanda.common.errors import InputError
+from nalanda.inference.generate import bos_token
+from nalanda_eval import scoring
+from nalanda_eval.cache import Store, identify
+from nalanda_eval.scoring import Answer, Request
+from nalanda_eval.task_data import Source, read
+
+__all__ = ["Scorer", "characters", "harness", "load_tasks"]
+OFFICIAL = Path(lm_eval.tasks.__file__).parent
+
+
+class Scorer(HFLM):
+    """HFLM, with every text beginning as in training: with exactly one bos token, or with none.
+
+    (The harness asks the tokenizer, which then counts twice in rolling perplexities and, for a tokenizer that
+    never adds one, not at all.) Log-likelihoods come from `scoring`, or from the store where it has them.
+    Launched as several processes, each of them answers its part and all of them get every answer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        max_length: int | None = None,
+        whole: bool = False,
+        share: bool = True,
+        store: Path | None = None,
+        processes: PartialState | None = None,
+        advance: Callable[[float], None] = lambda characters: None,
+    ) -> None:
+        """
+        Args:
+            max_length: tokens that the model sees at once; by default what its config says.
+            whole: it sees texts of any length at once instead.
+            share: read contexts once, see `scoring.answers`.
+            store: a file for the answers, see `store.Store`.
+            processes: the state of a launch of several.
+            advance: called with the number of characters that were scored.
+        """
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,  # type: ignore[arg-type]
+            backend="causal",
+            batch_size=batch_size,
+            max_length=sys.maxsize if whole else max_length,
+            add_bos_token=False,
+        )
+        self.bos = bos_token(model, tokenizer)
+        self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
+        self.identity = identify(model)
+        self.store = Store(store, self.identity)
+        self.processes, self.advance = processes, advance
+        self.answered = self.found = 0  # log-likelihoods; those of them that the store had
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        context_ids, continuation_ids = super()._encode_pair(context, continuation)
+        return self.bos + context_ids, continuation_ids
+
+    def tok_batch_encode(self, strings: list[str], *args: Any, **kwargs: Any) -> Any:
+        begin = self.tokenizer.bos_token if self.bos else ""  # type: ignore[missing-attribute]
+        return super().tok_batch_encode([begin + text for text in strings], *args, **kwargs)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        self._characters = characters(requests)
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts in disjoint windows; all of them are sorted and batched together."""
+        self._characters = characters(requests)
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context_ids, continuation_ids in map(make_disjoint_window, rolling):
+                windows.append((None, context_ids, continuation_ids))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += value
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        asked = [self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        state = self.processes
+        own = scoring.part(asked, state.process_index, state.num_processes) if state else asked
+        answers = self.store.find(own)
+        found = len(answers)
+        # In tokens of its own, each process shows how far all of them are.
+        unit = self._characters / max(sum(map(_length, dict.fromkeys(own))), 1)
+        self.advance(unit * sum(map(_length, answers)))
+        missing = [request for request in own if request not in answers]
+        for batch in self.score(missing):
+            self.store.keep(batch)
+            self.advance(unit * sum(map(_length, batch)))
+            answers |= batch
+        if state:
+            everyones = gather_object([(answers, found)])
+            answers = {request: answer for theirs, _ in everyones for request, answer in theirs.items()}
+            found = sum(count for _, count in everyones)
+        self.answered += len(answers)
+        self.found += found
+        return [answers[request] for request in asked]
+
+    def _cut(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
+        """The request without what is too far left for `max_length` inputs."""
+        if not continuation:
+            raise InputError("a continuation has no token of its own: the tokenizer joins it to its context")
+        if len(continuation) > self.max_length:
+            raise InputError(
+                f"a continuation has {len(continuation)} tokens, the model sees {self.max_length} at once: "
+                "raise max_length, or read texts whole (--long whole)"
+            )
+        excess = len(context) + len(continuation) - 1 - self.max_length
+        return context[max(excess, 0) :], continuation
+
+
+def characters(requests: Iterable[Instance]) -> int:
+    """Of the texts that are to be scored: what a progress bar counts."""
+    scored = [request for request in requests if request.request_type.startswith("loglikelihood")]
+    return sum(len(text) for request in scored for text in request.args)
+
+
+def _length(request: Request) -> int:
+    context, continuation = request
+    return len(context) + len(continuation)
+
+
+def load_tasks(sources: list[Source]) -> dict[str, dict]:
+    """The harness's task objects, zero-shot unless their file says otherwise.
+
+    Raises:
+        InputError: an unknown name, a task file that does not load, or data that are not there.
+    """
+    # Indexing the harness's 14 000 tasks takes long: only for names whose file is not known.
+    named = any(not (source.task_file or source.local) for source in sources)
+    manager = TaskManager(include_defaults=named)
+    tasks: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for source in sources:
+        for kind, entries in _load(manager, source).items():
+            tasks[kind].update(entries)
+    for task in tasks["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(seed=1234)
+        aggregations = task.aggregation()
+        for metric, aggregate in aggregations.items():
+            if aggregate in (perplexity, weighted_perplexity):
+                aggregations[metric] = _or_infinity(aggregate)
+    return tasks
+
+
+def _load(manager: TaskManager, source: Source) -> Any:
+    hint = "" if source.task_file or source.documents else " (without the hub: --data DIR)"
+    try:
+        config = _config(source)
+        if isinstance(config, str) and config not in manager.all_tasks:
+            raise InputError(f"unknown task {config}{_nearest(config, manager.all_tasks)}")
+        return manager.load([config])
+    except InputError:
+        raise
+    except Exception as error:  # the harness, the hub's client and a task's functions raise what they like
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"task {source.name} cannot be loaded{hint}: {reason}") from error
+
+
+def _config(source: Source) -> str | dict[str, Any]:
+    """What the harness's loader takes: a name, or a task's configuration with its data where they are."""
+    if source.task_file:
+        config = load_yaml(source.task_file)
+        files = (config.get("dataset_kwargs") or {}).get("data_files")
+        if files:
+            base = source.data or source.task_file.parent
+            config["dataset_kwargs"]["data_files"] = _resolve(files, base)
+        return config
+    if not source.local:
+        return source.name
+    config = load_yaml(OFFICIAL / source.local.official)
+    if source.documents:
+        split = source.local.split
+        rows = read(source.documents, source.local)
+        config |= {
+            "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
+            "training_split": None,
+            "validation_split": "validation" if split == "validation" else None,
+            "test_split": "test" if split == "test" else None,
+        }
+    return config
+
+
+def _resolve(files: Any, base: Path) -> Any:
+    if isinstance(files, dict):
+        return {split: _resolve(entry, base) for split, entry in files.items()}
+    if isinstance(files, list):
+        return [_resolve(entry, base) for entry in files]
+    if "://" in files or "*" in files:
+        return files
+    if not (base / files).is_file():
+        raise InputError(f"no such data file: {base / files}")
+    return str(base / files)
+
+
+def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
+    """An untrained model's perplexity may not fit a float, which must not cost the run its other results."""
+
+    @functools.wraps(aggregate)
+    def aggregate_or_infinity(items: list) -> float:
+        try:
+            return aggregate(items)
+        except OverflowError:
+            return math.inf
+
+    return aggregate_or_infinity
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3)
+    return (
+        f", did you mean {', '.join(near)}?" if near else "; give table4, a task file or one of the harness's"
+    )

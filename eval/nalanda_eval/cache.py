@@ -1,0 +1,109 @@
+"""Answers that a file keeps, so that a run that was killed goes on and the next one reads nothing twice."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import math
+import sqlite3
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nalanda_kernels
+from transformers import PreTrainedModel
+
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.model.state import fingerprint
+from nalanda_eval import scoring
+from nalanda_eval.scoring import Answer, Request
+
+ANSWER = struct.Struct("<d?")
+
+
+class Store:
+    """Answers by what decides them: model, device, versions, code and the request's token ids.
+
+    Where texts begin, how long ones are cut and what the tokenizer does stands in those ids; a model's name
+    does not count. Several processes may hold the same file. An answer is kept with a hash of itself and its
+    request, since SQLite does not see a bit that has flipped.
+    """
+
+    def __init__(self, path: Path | None, identity: dict[str, Any]):
+        """path: of an SQLite file that may be there already; None keeps nothing. identity: see `identify`."""
+        self.path = path
+        self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
+        with _one_line(path):
+            self.file = sqlite3.connect(":memory:" if path is None else path, timeout=60)
+            self.file.execute("CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)")
+
+    def find(self, requests: Iterable[Request]) -> dict[Request, Answer]:
+        """Those of the answers that are kept."""
+        found = {}
+        with _one_line(self.path):
+            for request in requests:
+                key = self._key(request)
+                for (kept,) in self.file.execute("SELECT answer FROM kept WHERE request = ?", [key]):
+                    answer = kept[: ANSWER.size] if isinstance(kept, bytes) else b""
+                    if len(answer) < ANSWER.size or kept != _sealed(key, answer):
+                        raise sqlite3.DatabaseError("an answer in it is damaged")
+                    found[request] = ANSWER.unpack(answer)
+        return found
+
+    def keep(self, answers: dict[Request, Answer]) -> None:
+        rows = [  # what a broken model answered is asked again
+            (key := self._key(request), _sealed(key, ANSWER.pack(logp, greedy)))
+            for request, (logp, greedy) in answers.items()
+            if not math.isnan(logp)
+        ]
+        with _one_line(self.path), self.file:
+            self.file.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", rows)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _key(self, request: Request) -> bytes:
+        context, continuation = request
+        tokens = array("q", (len(context), *context, *continuation)).tobytes()
+        return hashlib.sha256(self.identity + tokens).digest()[:16]
+
+
+def identify(model: PreTrainedModel) -> dict[str, Any]:
+    """What an answer depends on besides its request."""
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    modeling = sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
+    kernels = sorted(Path(nalanda_kernels.__file__).parent.rglob("*.py"))
+    code = hashlib.sha256()
+    for file in (Path(scoring.__file__), *modeling, *(kernels if config["model_type"] == "nalanda" else ())):
+        code.update(file.read_bytes())
+    return {
+        "weights": fingerprint(model),
+        "config": config,
+        "device": model.device.type,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "code": code.hexdigest(),
+    }
+
+
+@contextlib.contextmanager
+def _one_line(path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise DiskFull(
+                f"{path}: the disk is full; the answers before are kept: make room, and start again"
+            ) from error
+        place = code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+        advice = "use another directory" if place else "remove it, or use another directory"
+        raise InputError(f"{path} cannot keep answers ({error}): {advice}") from error
+
+
+def _sealed(key: bytes, answer: bytes) -> bytes:
+    """An answer with the hash that it is kept with."""
+    return answer + hashlib.sha256(key + answer).digest()[:8]

@@ -1,0 +1,212 @@
+"""Which tasks, and where their documents come from. Nothing here is slow to import."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nalanda.common.errors import InputError, output_folder
+from nalanda_eval.report import TABLE4
+
+PACKAGED = Path(__file__).parent / "tasks"
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """Local documents for one of the harness's own task files, which expects the hub's field names."""
+
+    official: str  # the task file, relative to the harness's
+    file: str  # in the data directory, with .jsonl or .jsonl.gz
+    split: str
+    fields: tuple[str, ...]  # the hub's
+    convert: Callable[[dict], dict] = dict  # a row of the file to one with the hub's fields
+
+
+def _lambada(row: dict) -> dict:
+    return row if "text" in row else {"text": row["context"] + row["continuation"]}
+
+
+def _arc(row: dict, question: str = "question") -> dict:
+    if question in row:
+        return row
+    labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
+    return {
+        question: row["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+        "choices": {"text": row["choices"], "label": labels},
+        "answerKey": labels[row["gold"]],
+    }
+
+
+def _openbookqa(row: dict) -> dict:
+    return _arc(row, "question_stem")
+
+
+def _boolq(row: dict) -> dict:
+    return row if "label" in row else row | {"label": int(row["answer"])}
+
+
+_ARC = ("question", "choices", "answerKey")
+_OPENBOOKQA = ("question_stem", "choices", "answerKey")
+_SCIQ = ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+_COPA = ("premise", "question", "choice1", "choice2", "label")
+_SIQA = ("context", "question", "answerA", "answerB", "answerC", "label")
+_HELLASWAG = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+_WINOGRANDE = ("sentence", "option1", "option2", "answer")
+LOCAL = {
+    "wikitext": LocalData("wikitext/wikitext.yaml", "wikitext_test", "test", ("page",)),
+    "lambada_openai": LocalData("lambada/lambada_openai.yaml", "lambada_test", "test", ("text",), _lambada),
+    "piqa": LocalData("piqa/piqa.yaml", "piqa_val", "validation", ("goal", "sol1", "sol2", "label")),
+    "hellaswag": LocalData("hellaswag/hellaswag.yaml", "hellaswag_val", "validation", _HELLASWAG),
+    "winogrande": LocalData("winogrande/default.yaml", "winogrande_xl_val", "validation", _WINOGRANDE),
+    "arc_easy": LocalData("arc/arc_easy.yaml", "arc_easy_test", "test", _ARC, _arc),
+    "arc_challenge": LocalData("arc/arc_challenge.yaml", "arc_challenge_test", "test", _ARC, _arc),
+    "boolq": LocalData(
+        "super_glue/boolq/default.yaml", "boolq_val", "validation", ("passage", "question", "label"), _boolq
+    ),
+    "openbookqa": LocalData(
+        "openbookqa/openbookqa.yaml", "openbookqa_test", "test", _OPENBOOKQA, _openbookqa
+    ),
+    "sciq": LocalData("sciq/sciq.yaml", "sciq_val", "validation", _SCIQ),
+    "copa": LocalData("super_glue/copa/default.yaml", "copa_val", "validation", _COPA),
+    "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", "validation", _SIQA),
+    "commonsense_qa": LocalData("commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC),
+}
+GROUPS = {"table4": [task for task, _, _ in TABLE4], "all": list(LOCAL)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A task to run: one of the harness's names, or a task file; its documents, if they are local."""
+
+    name: str
+    task_file: Path | None = None
+    local: LocalData | None = None
+    documents: Path | None = None  # with `local`, the file to read
+    data: Path | None = None  # with `task_file`, where its relative data_files are
+
+
+def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, str]]:
+    """The tasks that `tasks` names, and those of groups that have no local data, with the reason.
+
+    Raises:
+        InputError: a file or directory that is not there, or a task that `data` cannot serve.
+    """
+    directory = None if data is None else Path(data).expanduser()
+    if directory is not None and not directory.is_dir():
+        raise InputError(f"no such directory of evaluation data: {data}")
+    found: dict[str, Source] = {}
+    left_out: dict[str, str] = {}
+    for task in tasks:
+        for source in _expand(task, directory):
+            if source.local and directory and not source.documents:
+                reason = f"{data} has no {source.local.file}.jsonl or .jsonl.gz"
+                if task not in GROUPS:
+                    raise InputError(f"no data for {task}: {reason}")
+                left_out[source.name] = reason
+            else:
+                found[source.name] = source
+    if not found:
+        names = ", ".join(f"{LOCAL[name].file}.jsonl.gz" for name in left_out) or "a name, a file or table4"
+        raise InputError(
+            f"{data} has data for none of the tasks, expected {names}" if left_out else f"no task: {names}"
+        )
+    return list(found.values()), left_out
+
+
+def _expand(task: str, data: Path | None) -> list[Source]:
+    if task in GROUPS or task in LOCAL:
+        return [_official(name, data) for name in GROUPS.get(task, [task])]
+    path = PACKAGED / task if (PACKAGED / task).is_dir() and task.isidentifier() else Path(task).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.yaml"))
+        if not files:
+            raise InputError(f"the directory {task} holds no task file (*.yaml)")
+    elif path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise InputError(f"no such task file: {task}")
+        files = [path]
+    elif data is not None:
+        raise InputError(
+            f"{data} cannot serve {task}: local data is for task files and for {', '.join(LOCAL)}"
+        )
+    else:
+        return [Source(task)]
+    return [Source(str(file), task_file=file, data=data) for file in files]
+
+
+def _official(name: str, data: Path | None) -> Source:
+    local = LOCAL[name]
+    candidates = [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []
+    return Source(name, local=local, documents=next((file for file in candidates if file.is_file()), None))
+
+
+def read(file: Path, local: LocalData) -> list[dict]:
+    """The documents of `file`, each with the hub's fields.
+
+    Raises:
+        InputError: a broken line or a missing field, named with its line.
+    """
+    rows: list[dict] = []
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                row = local.convert(json.loads(line))
+                rows.append({field: row[field] for field in local.fields})
+    except KeyError as error:
+        raise InputError(f"{file}, line {len(rows) + 1}: the field {error} is missing") from error
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, IndexError) as error:
+        raise InputError(f"{file}, line {len(rows) + 1} is broken: {error}") from error
+    if not rows:
+        raise InputError(f"{file} is empty")
+    return rows
+
+
+def fetch(tasks: list[str], directory: str) -> None:
+    """Fills `directory` from the Hub with the files that `find` looks for there; those it has are kept.
+
+    Raises:
+        InputError: a task whose data is not read from such a file, or data that cannot be had.
+        SourceUnavailable: the Hub failed too often in a row; the same command goes on.
+    """
+    names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
+    if unknown := [name for name in names if name not in LOCAL]:
+        raise InputError(f"{unknown[0]}: no data to fetch; there are {', '.join([*GROUPS, *LOCAL])}")
+    root = output_folder(directory, "--fetch")
+    for name in names:
+        file, local = _official(name, root).documents, LOCAL[name]
+        if file:
+            print(f"{file}: there already")
+            continue
+        rows = _from_hub(name, local)
+        half = root / f".{local.file}.partial.jsonl.gz"
+        with half.open("wb") as stream, gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines:
+            for row in rows:
+                kept = {field: row[field] for field in local.fields}
+                lines.write((json.dumps(kept, ensure_ascii=False) + "\n").encode())
+        file = half.replace(root / f"{local.file}.jsonl.gz")
+        print(f"{file}: {len(rows)} documents")
+
+
+def _from_hub(name: str, local: LocalData) -> Any:
+    """The dataset that the harness's own task file names."""
+    import datasets
+
+    from nalanda.data.urls import persist, redact
+    from nalanda_eval.adapter import OFFICIAL, load_yaml
+
+    task = load_yaml(OFFICIAL / local.official, resolve_func=False)
+    where = f"{name}: {task['dataset_path']}, {local.split}"
+    try:
+        return persist(
+            lambda: datasets.load_dataset(task["dataset_path"], task.get("dataset_name"), split=local.split),
+            where,
+            retries=8,
+        )
+    except InputError:
+        raise
+    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{where}: cannot be had from the Hub ({redact(reason)})") from None

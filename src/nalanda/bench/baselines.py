@@ -1,0 +1,117 @@
+"""What a trained model has to beat: bigrams of the text that it saw, and itself without its token mixers."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nalanda.train.loop import loss_sums
+
+IGNORED = -100
+
+
+class Bigram:
+    """Interpolated Kneser–Ney bigrams over token ids, the strongest of the simple ones.
+
+        P(b|a)  = max(c(ab) − d, 0) / c(a) + d · n(a·) / c(a) · P(b)
+        P(b)    = max(n(·b) − e, 0) / n(··) + e · n(·) / n(··) · 1/V
+
+    c counts tokens, n different ones: n(a·) followers of a, n(·b) predecessors of b, n(··) bigrams, n(·)
+    tokens with a predecessor. The discounts d and e are n₁/(n₁ + 2n₂) of the counts that they discount (Ney,
+    Essen and Kneser, 1994), so that nothing is tuned. After an unseen a, P(b|a) is P(b).
+
+    Args:
+        batches: dicts with input_ids [B, T] and labels [B, T], unshifted, −100 where no loss is taken: a pair
+            counts where its second token has a label, as the model's loss does.
+        vocab_size: V.
+    """
+
+    def __init__(self, batches: Iterable[dict[str, Tensor]], vocab_size: int):
+        self.vocab_size = vocab_size
+        pairs = [_pairs(batch) for batch in batches]
+        first, second = (np.concatenate(ids) for ids in zip(*pairs, strict=True))
+        self.bigrams, self.counts = np.unique(first * vocab_size + second, return_counts=True)
+        a, b = self.bigrams // vocab_size, self.bigrams % vocab_size
+        total = np.bincount(first, minlength=vocab_size)
+        followers = np.bincount(a, minlength=vocab_size)
+        predecessors = np.bincount(b, minlength=vocab_size)
+
+        self.discount, e = _discount(self.counts), _discount(predecessors)
+        spread = e * (predecessors > 0).sum() / len(self.bigrams)
+        self.lower = np.maximum(predecessors - e, 0) / len(self.bigrams) + spread / vocab_size
+        self.total = np.maximum(total, 1)
+        self.backoff = np.where(total > 0, self.discount * followers / self.total, 1.0)
+
+    def probabilities(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """P(second|first), elementwise."""
+        keys = first * self.vocab_size + second
+        place = np.minimum(np.searchsorted(self.bigrams, keys), len(self.bigrams) - 1)
+        count = np.where(self.bigrams[place] == keys, self.counts[place], 0)
+        seen = np.maximum(count - self.discount, 0) / self.total[first]
+        return seen + self.backoff[first] * self.lower[second]
+
+    def perplexity(self, batches: Iterable[dict[str, Tensor]]) -> float:
+        """exp of the mean negative log-probability of the labels, a row's first one excepted."""
+        nll = np.concatenate([-np.log(self.probabilities(*_pairs(batch))) for batch in batches])
+        return math.exp(nll.mean())
+
+
+def _pairs(batch: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    labelled = batch["labels"][:, 1:] != IGNORED
+    first, second = batch["input_ids"][:, :-1][labelled], batch["labels"][:, 1:][labelled]
+    return first.numpy().astype(np.int64), second.numpy().astype(np.int64)
+
+
+def _discount(counts: np.ndarray) -> float:
+    once, twice = (counts == 1).sum(), (counts == 2).sum()
+    return float(once / (once + 2 * twice)) if once else 0.5
+
+
+def perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
+    """exp of the mean loss over the labels of packed batches, as the trainer validates."""
+    total, count = loss_sums(model, batches)
+    return math.exp(total / count)
+
+
+# What the layers of transformers and flash-linear-attention call the part that looks at other tokens.
+TOKEN_MIXERS = ("mixer", "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba")
+
+
+@contextlib.contextmanager
+def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
+    """While this is open, no layer's token mixer adds anything: each token sees itself alone.
+
+    Raises ValueError for a model with a layer whose token mixer is not found.
+    """
+    hooks = [mixer.register_forward_hook(_zero_output) for mixer in token_mixers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """The token mixer of each layer of any decoder: nalanda's, transformers', flash-linear-attention's."""
+    depth = model.config.num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    mixers = [
+        next((getattr(layer, name) for name in TOKEN_MIXERS if hasattr(layer, name)), None)
+        for layer in (lists[0] if lists else [])
+    ]
+    found = [mixer for mixer in mixers if mixer is not None]
+    if not found or len(found) < len(mixers):
+        raise ValueError(f"a {model.config.model_type} layer has none of {', '.join(TOKEN_MIXERS)}")
+    return found
+
+
+def _zero_output(mixer: nn.Module, inputs: tuple, output: Any) -> Any:
+    """Mixers give their output alone, or in front of weights and states."""
+    if isinstance(output, Tensor):
+        return torch.zeros_like(output)
+    return (torch.zeros_like(output[0]), *output[1:])

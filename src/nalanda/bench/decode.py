@@ -1,0 +1,246 @@
+"""Milliseconds a token of decoding at growing contexts, beside transformers' Qwen3-Next and softmax."""
+
+import inspect
+import json as jsonlib
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from nalanda.common.errors import output_file
+from nalanda.inference.generate import carried
+from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
+from nalanda.report.runs import FAINT, GREY, PALETTE
+
+LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
+CONTEXTS = (1024, 4096, 16384, 65536)
+OURS = {
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "gated_deltanet, nala": {"mixer": "gated_deltanet", "feature_map": "nala"},
+    "softmax": {"mixer": "softmax"},
+}
+PEER = "Qwen3-Next"
+FLOOR = "matrix products alone"
+SELDOM = 8  # softmax, which takes up to a hundred times as long, has its turn in every so many rounds
+
+Step = Callable[[], Any]  # reads one token behind a context, which stays as it is
+
+
+def bench_decode(
+    *,
+    threads: int = 2,
+    rounds: int = 40,
+    read: bool = False,
+    json: str | Path | None = None,
+    png: str | Path | None = None,
+) -> dict:
+    """Times one token at batch 1 in fp32 on the CPU behind contexts of 1 k to 64 k tokens.
+
+    Ours with two maps, our softmax baseline, and the layers of transformers' Qwen3-Next, all of them linear
+    attention, at the same shape. Every round takes each of them at each context once, in turn.
+
+    Prints per context the median milliseconds, the median ratio of the peer's to ours within a round, the
+    growth from the shortest context and the bytes carried. Ours and softmax are whole models as `generate`
+    calls them; of the peer only embedding, layers, norm and head are called, without its masks. Beside them
+    stand the products with all of a model's matrices and nothing else: what any model of the shape must read.
+
+    Args:
+        threads: that torch may use.
+        rounds: measurements of each pair of model and context; softmax has an eighth of them.
+        read: whether recurrent states behind the longer contexts come from reading so many tokens, which
+            takes minutes. By default all have read 1 k tokens, and longer contexts are their count alone;
+            softmax has random keys and values.
+        json, png: files for the figures and for a picture.
+    """
+    file = None if json is None else output_file(json, "--json")
+    picture = None if png is None else output_file(png, "--png")
+    console, before = Console(highlight=False), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        console.print(
+            f"one token, batch 1, fp32, {LAYERS} layers × {WIDTH}, {HEADS} heads of {HEAD_DIM}, {threads} "
+            f"threads, {platform.machine()}, torch {torch.__version__}, "
+            f"transformers {version('transformers')}",
+            soft_wrap=True,
+        )
+        with torch.inference_mode():
+            rows = _measure(rounds, read)
+    finally:
+        torch.set_num_threads(before)
+    _print(console, rows)
+    figures = {
+        "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
+        "threads": threads,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "shape": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "inner": INNER},
+        "rounds": rounds,
+        "states_read": read,
+        "rows": rows,
+    }
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    if picture is not None:
+        draw(rows, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)
+    return figures
+
+
+def _measure(rounds: int, read: bool) -> list[dict]:
+    torch.manual_seed(0)
+    steps: dict[tuple[str, int], tuple[Step, int]] = {}
+    for name, options in OURS.items():
+        steps |= {(name, context): step for context, step in _ours(options, read).items()}
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # it imports flash-linear-attention where that is installed
+        peer = _peer()
+    for name, step in ((PEER, peer), (FLOOR, _products())):
+        steps |= {(name, context): step for context in CONTEXTS}
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
+    for i in track(range(-1, rounds), "decoding", transient=True, console=Console(stderr=True)):
+        for key, (step, _) in steps.items():
+            if key[0] == "softmax" and i % SELDOM:
+                continue
+            start = time.perf_counter()
+            step()
+            if i >= 0:  # the first round warms up
+                seconds[key].append(time.perf_counter() - start)
+    return [
+        {
+            "model": name,
+            "context": context,
+            "ms": 1e3 * statistics.median(times),
+            "fastest_ms": 1e3 * min(times),
+            "ratio_to_peer": _ratio(seconds[PEER, context], times),
+            "growth": _ratio(times, seconds[name, CONTEXTS[0]]),
+            "state_bytes": steps[name, context][1],
+        }
+        for (name, context), times in seconds.items()
+    ]
+
+
+def _ratio(a: list[float], b: list[float]) -> float:
+    """The median of what neighbouring measurements say: what else the machine does hits both."""
+    every = max(len(a), len(b)) // min(len(a), len(b))
+    a, b = (x[::every] if len(x) > min(len(a), len(b)) else x for x in (a, b))
+    return statistics.median(x / y for x, y in zip(a, b, strict=False))
+
+
+def _model(options: dict) -> NalandaForCausalLM:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    heads = {"num_heads": HEADS, "head_dim": HEAD_DIM}
+    return NalandaForCausalLM(NalandaConfig(vocab_size=VOCABULARY, **sizes, **heads, **options)).eval()
+
+
+def _products() -> tuple[Step, int]:
+    layers = [m for m in _model(OURS["gated_deltanet"]).modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {layer.in_features: torch.randn(1, 1, layer.in_features) for layer in layers}
+    return lambda: [F.linear(inputs[layer.in_features], layer.weight) for layer in layers], 0
+
+
+def _ours(options: dict, read: bool) -> dict[int, tuple[Step, int]]:
+    model, cache = _model(options), NalandaCache(LAYERS)
+    tokens, found = torch.randint(VOCABULARY, (1, CONTEXTS[-1])), {}
+    for context in CONTEXTS:
+        missing = tokens[:, cache.seen_tokens : context]
+        if context == CONTEXTS[0] or (read and options["mixer"] != "softmax"):
+            for piece in missing.split(2048, 1):
+                model.model(piece, past_key_values=cache)
+        else:
+            if options["mixer"] == "softmax":
+                cache.states = [
+                    {name: torch.randn(1, context, HEADS, HEAD_DIM) for name in ("k", "v")}
+                    for _ in range(LAYERS)
+                ]
+            cache.seen(missing.shape[1], torch.tensor([missing.shape[1]]))
+        found[context] = _step(model, cache.fork(), tokens[:, :1]), cache.nbytes
+    return found
+
+
+def _step(model: NalandaForCausalLM, cache: NalandaCache, token: Tensor) -> Step:
+    return lambda: model(token, past_key_values=cache.fork())
+
+
+def _peer() -> tuple[Step, int]:
+    """What it carries is of one size and knows no count: one cache stands for every context."""
+    from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    # The public names prefer kernels for GPUs where such are installed, also on a CPU.
+    for name in ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"):
+        setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        if callable(getattr(qwen3_next, name, None)):
+            setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        layer_types=["linear_attention"] * LAYERS, mlp_only_layers=list(range(LAYERS)), num_experts=0,
+        linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
+        linear_key_head_dim=HEAD_DIM, linear_value_head_dim=HEAD_DIM,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config).eval()
+    cache = DynamicCache(config=config)
+
+    def run(tokens: Tensor) -> Tensor:
+        x = model.model.embed_tokens(tokens)
+        for layer in model.model.layers:
+            x = layer(x, position_embeddings=None, attention_mask=None, past_key_values=cache)
+        return model.lm_head(model.model.norm(x))
+
+    tokens = torch.randint(VOCABULARY, (1, CONTEXTS[0]))
+    run(tokens)
+    return lambda: run(tokens[:, :1]), carried(cache)
+
+
+def _print(console: Console, rows: list[dict]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for head in ("context", "ms", "peer / it", "growth", "state"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["model"] if row["context"] == CONTEXTS[0] else "",
+            f"{row['context'] // 1024} k", f"{row['ms']:.1f}", f"{row['ratio_to_peer']:.2f}×",
+            f"{row['growth']:.2f}×", f"{row['state_bytes'] / 2**20:.1f} MiB",
+            end_section=row["context"] == CONTEXTS[-1],
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
+
+
+def draw(rows: list[dict], png: str | Path) -> None:
+    """Milliseconds a token against the context, a line a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    looks = zip((*PALETTE[:4], GREY), "os^D ", ("-", "--", ":", "-.", "-"), strict=True)
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
+    for name, (colour, marker, line) in zip(dict.fromkeys(row["model"] for row in rows), looks, strict=True):
+        points = [(row["context"], row["ms"]) for row in rows if row["model"] == name]
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=name)
+    axes.set_title(f"Decoding on a CPU: {LAYERS} layers × {WIDTH}, batch 1, fp32", loc="left")
+    axes.set(xlabel="context (tokens)", ylabel="ms a token", xscale="log", yscale="log")
+    axes.set_xticks(CONTEXTS, [f"{n // 1024} k" for n in CONTEXTS])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(png)
+    plt.close(figure)

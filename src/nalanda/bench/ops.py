@@ -1,0 +1,217 @@
+"""Speed of the ops beside a peer's, measured in one run, and only after the two are shown to agree."""
+
+import inspect
+import json as jsonlib
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from nalanda.common.errors import InputError, output_file
+from nalanda.model import ops
+
+HEAD_DIM = 128  # K and V
+SHAPES = ((2048, 8), (8192, 4))  # (T, H), beside the peer
+CASES = ("gated delta rule", "delta rule", "linear attention")
+LONG = (8192, 16384, 32768, 65536)  # T of the linearity row, with 4 heads
+TOLERANCE = 1e-4  # of the largest entry, between two fp32 results
+
+Function = Callable[..., torch.Tensor]
+
+
+def bench_ops(
+    *, threads: int = 2, json: str | Path | None = None, repeats: int = 7, long: bool = True
+) -> dict:
+    """Times `delta_rule` and `linear_attention`, forward and backward in fp32 on the CPU, beside
+
+    transformers' torch paths for the same: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
+
+    Prints the agreement of outputs and gradients; per shape the median milliseconds of both (runs alternate),
+    the median ratio of neighbouring runs, and the share that ours has of the machine's matrix-product rate
+    (three times the forward's FLOPs, recomputation not counted); and the time a token up to T = 65 536.
+
+    Args:
+        threads: that torch may use.
+        json: a file for the same figures.
+        repeats: timed runs of each side and shape, after one for warming up.
+        long: whether to measure long sequences, which takes a minute or two.
+
+    Raises:
+        InputError: ours and the peer disagree; nothing is timed then.
+    """
+    file = None if json is None else output_file(json, "--json")
+    console, before = Console(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        console.print(
+            f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "
+            f"{platform.machine()}, torch {torch.__version__}\n"
+            f"peers: torch_chunk_gated_delta_rule (Qwen3-Next) and MiniMaxLightningAttention of transformers "
+            f"{version('transformers')}"
+        )
+        _print_agreement(console)
+        rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
+        _print_rows(console, rows)
+        linearity = _linearity(repeats) if long else []
+        _print_linearity(console, linearity)
+    finally:
+        torch.set_num_threads(before)
+    figures = {"threads": threads, "torch": torch.__version__, "shapes": rows, "linearity": linearity}
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def _ours(case: str) -> Function:
+    def ours(q, k, v, beta, g) -> torch.Tensor:
+        if case == "linear attention":
+            return ops.linear_attention(q, k, v, g, scale=1.0, backend="torch")[0]
+        return ops.delta_rule(q, k, v, beta, g, backend="torch")[0]
+
+    return ours
+
+
+def _peer(case: str, H: int) -> Function:
+    if case == "linear attention":
+        attention = _lightning_attention(H)
+
+        def peer(q, k, v, beta, g):  # its decays are its own; `_inputs` gives ours the same
+            return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(2, (H, HEAD_DIM))
+
+        return peer
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # it imports flash-linear-attention where that is installed
+        from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    # The public name prefers a GPU kernel where one is installed, also on a CPU.
+    rule = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
+
+    def peer(q, k, v, beta, g):  # knows no rule without decay
+        return rule(q, k, v, g=torch.zeros_like(beta) if g is None else g, beta=beta)[0]
+
+    return peer
+
+
+def _lightning_attention(H: int) -> torch.nn.Module:
+    """MiniMax's layer without its projections, activation, norm and gate: what remains is its recurrence."""
+    from transformers import MiniMaxConfig
+    from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+    class Open(torch.nn.Module):
+        def forward(self, x):
+            return x.new_full((), 100.0)  # its sigmoid is 1
+
+    sizes = {"hidden_size": 3 * H * HEAD_DIM, "num_attention_heads": H, "head_dim": HEAD_DIM}
+    config = MiniMaxConfig(**sizes, num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    layer = MiniMaxLightningAttention(config, 0)
+    for name in ("qkv_proj", "act_fn", "norm", "out_proj"):
+        setattr(layer, name, torch.nn.Identity())
+    layer.output_gate = Open()  # pyrefly: ignore[bad-assignment]
+    return layer
+
+
+def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """Leaves q, k, v, beta, g (k of unit length, β in (0, 1)) that the case has, and a gradient of o."""
+    generator = torch.Generator().manual_seed(T)
+    q, k, v, d_o = (torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v)]
+    if case == "linear attention":
+        g = -_lightning_attention(H).slope_rate.flatten()  # pyrefly: ignore[not-callable]
+        return [*leaves, None, g.expand(1, T, H).contiguous()], d_o
+    beta, g = (torch.randn(1, T, H, generator=generator) for _ in range(2))
+    g = F.logsigmoid(g + 3).requires_grad_() if case == "gated delta rule" else None
+    return [*leaves, beta.sigmoid().requires_grad_(), g], d_o
+
+
+def _run(
+    function: Function, inputs: list[torch.Tensor | None], d_o: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    o = function(*inputs)
+    return o, *torch.autograd.grad(o, [x for x in inputs if x is not None and x.requires_grad], d_o)
+
+
+def _seconds(function: Function, inputs: list[torch.Tensor | None], d_o: torch.Tensor) -> float:
+    start = time.perf_counter()
+    _run(function, inputs, d_o)
+    return time.perf_counter() - start
+
+
+def _print_agreement(console: Console) -> None:
+    for case in CASES:
+        inputs, d_o = _inputs(case, 1000, 4)
+        pairs = zip(_run(_ours(case), inputs, d_o), _run(_peer(case, 4), inputs, d_o), strict=True)
+        errors = [((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
+        named = dict(zip(("o", "dq", "dk", "dv", "dbeta", "dg"), errors, strict=False))
+        text = ", ".join(f"{name} {error:.0e}" for name, error in named.items())
+        console.print(f"largest difference from the peer, {case}: {text}")
+        if not max(errors) < TOLERANCE:  # NaN fails too
+            raise InputError(f"{case}: ours and the peer differ by {max(errors):.1e}, so nothing is timed")
+
+
+def _matmul_rate(size: int = 1536) -> float:
+    """FLOP/s of one big fp32 product."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    start = time.perf_counter()
+    torch.mm(a, b)
+    return 2 * size**3 / (time.perf_counter() - start)
+
+
+def _compare(case: str, T: int, H: int, repeats: int) -> dict:
+    inputs, d_o = _inputs(case, T, H)
+    ours, peer = _ours(case), _peer(case, H)
+    for warm_up in (ours, peer):
+        _run(warm_up, inputs, d_o)
+    measured = [
+        (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate()) for _ in range(repeats)
+    ]
+    mine, theirs, rate = (statistics.median(column) for column in zip(*measured, strict=True))
+    count = ops.linear_attention_flops if case == "linear attention" else ops.delta_rule_flops
+    return {
+        "case": case,
+        "T": T,
+        "H": H,
+        "ours_ms": 1e3 * mine,
+        "peer_ms": 1e3 * theirs,
+        "ratio": statistics.median(theirs / mine for mine, theirs, _ in measured),
+        "matmul_gflops": rate / 1e9,
+        "matmul_share": 3 * T * count(H, HEAD_DIM, HEAD_DIM) / mine / rate,
+    }
+
+
+def _linearity(repeats: int) -> list[dict]:
+    """Time a token at growing T, relative to the shortest; lengths alternate as the sides do."""
+    cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
+    seconds = {T: [] for T in LONG}
+    for _ in range(1 + repeats // 2):
+        for T, case in cases.items():
+            seconds[T].append(_seconds(_ours(CASES[0]), *case))
+    per_token = {T: statistics.median(times[1:] or times) / T for T, times in seconds.items()}
+    return [
+        {"T": T, "H": 4, "us_per_token": 1e6 * cost, "relative": cost / per_token[LONG[0]]}
+        for T, cost in per_token.items()
+    ]
+
+
+def _print_rows(console: Console, rows: list[dict]) -> None:
+    table = Table("", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it")
+    for row in rows:
+        table.add_row(
+            row["case"], f"{row['T']}", f"{row['H']}", f"{row['ours_ms']:.0f}", f"{row['peer_ms']:.0f}",
+            f"{row['ratio']:.1f}×", f"{row['matmul_gflops']:.0f}", f"{row['matmul_share']:.0%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _print_linearity(console: Console, rows: list[dict]) -> None:
+    for row in rows:
+        cost = f"{row['us_per_token']:.1f} µs a token, {row['relative']:.2f}× that of T = {LONG[0]}"
+        console.print(f"T = {row['T']:6d}, H = {row['H']}: {cost}")

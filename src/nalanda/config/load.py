@@ -1,0 +1,372 @@
+"""A run as its recipe states it: YAML and `section.key=value`, checked before any work begins."""
+
+import math
+import re
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from nalanda.common.errors import InputError
+from nalanda.data.loader import DataConfig
+from nalanda.data.tokenizer import TokenizerConfig
+from nalanda.data.urls import is_url, redact
+from nalanda.model import options
+from nalanda.model.configuration import NalandaConfig
+from nalanda.train.checkpoint import CheckpointConfig
+from nalanda.train.guards import GuardConfig
+from nalanda.train.log import LogConfig
+from nalanda.train.optim import OptimConfig, ScheduleConfig
+
+IDENTITY = ("model", "tokenizer", "data", "seed")
+"""What makes a run this run: with another value of these, its checkpoints mean something else."""
+
+MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
+MOVABLE |= {"data.max_document_bytes", "data.oversized"}
+"""What may change even so: a corpus may move, and is known again by what is in it; a document that is too
+large may be let in, or left out."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int
+    tokens_per_step: int
+    """Of all processes together; reached by accumulating micro-batches."""
+    micro_batch_size: int
+    """Rows that one process takes through the model at a time."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 is autocast over fp32 weights, moments and reductions."""
+    z_loss: float = 0.0
+    """Adds so much times the mean of logsumexp(logits)² to what is minimised (PaLM has 1e-4); the losses that
+    are reported stay the cross entropy."""
+    parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    """How processes share the model: ddp, each all of it; fsdp (FSDP2), each its part; hybrid, a part within
+    groups of `shard_size` that replicate one another. auto is fsdp where accelerate's config says so."""
+    shard_size: int | None = None
+    """hybrid: processes that hold one model among them; null is the processes of a node."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    resume: str | int | None = None
+    """step-N: resumes from that checkpoint and not from the newest. Once: later starts with the same value
+    resume from the newest again. Checkpoints behind it are set aside."""
+    cpu_threads: int | None = None
+    """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        for key in ("steps", "tokens_per_step", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
+        if self.z_loss < 0:
+            raise InputError(f"train.z_loss: expected 0 or more, got {self.z_loss:g}")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
+        if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
+            raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
+
+
+@dataclass
+class ValidationConfig:
+    every: int | None = None
+    """Steps between validations; null validates at the end only, 0 never."""
+    batch_size: int | None = None
+    """Rows of one forward pass; null is `train.micro_batch_size`."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.every is not None and self.every < 0:
+            raise InputError(f"validation.every: expected 0 or more, got {self.every}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"validation.batch_size: expected 1 or more, got {self.batch_size}")
+
+
+@dataclass
+class RunConfig:
+    output_dir: str
+    model: dict[str, Any]
+    """`NalandaConfig`'s fields; or `auto: PATH_OR_ID` for any causal LM by its own config; `init_from: PATH`
+    starts from those weights with a fresh optimizer."""
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+    seed: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    offline: str | None = None
+    """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
+    there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
+    or from URLs has its documents in another order there, and is refused."""
+
+    def check(self) -> None:
+        """Every section by itself, then what no section can see alone. Raises `InputError`."""
+        for f in fields(self):
+            if is_dataclass(section := getattr(self, f.name)):
+                section.check()  # type: ignore[attr-defined]
+        if self.schedule.warmup_steps > self.train.steps:
+            raise InputError(
+                f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
+                f"train.steps {self.train.steps}"
+            )
+        check_seed(self.seed)
+        self.accumulation(processes=1)
+        if "auto" not in self.model and set(self.model) != {"init_from"}:
+            try:
+                NalandaConfig(**{key: value for key, value in self.model.items() if key != "init_from"})
+            except (TypeError, ValueError) as error:
+                raise InputError(f"model: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML values: `load_config` reads them back to an equal config."""
+        return _plain(asdict(self))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches of each process a step. Raises `InputError` where they do not fill the step."""
+        train, seq_len = self.train, self.data.seq_len
+        tokens = train.micro_batch_size * seq_len * processes
+        if train.tokens_per_step % tokens:
+            below = train.tokens_per_step // tokens * tokens
+            choices = " or ".join(str(n) for n in (below, below + tokens) if n)
+            raise InputError(
+                f"train.tokens_per_step: {train.tokens_per_step} is not a multiple of micro_batch_size "
+                f"{train.micro_batch_size} × seq_len {seq_len} × {processes} process(es) = {tokens}; "
+                f"take {choices}"
+            )
+        return train.tokens_per_step // tokens
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Reads a recipe (`find_recipe`), applies `section.key=value` (values are YAML), checks all of it.
+
+    Raises:
+        InputError: in one line: a missing file, invalid YAML (with its line), an unknown or missing key, a
+            value of the wrong type, settings that contradict one another.
+    """
+    path = find_recipe(str(path))
+    values = read_yaml(path) or {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
+    for override in overrides:
+        _override(values, override)
+    config = section(RunConfig, values, "")
+    config.check()
+    return config
+
+
+def find_recipe(name: str) -> Path:
+    """`name` if such a file exists, else recipe `NAME.yaml` of this checkout or of the installed package."""
+    if Path(name).is_file():
+        return Path(name)
+    if name in (known := recipes()):
+        return known[name]
+    raise InputError(f"{name}: no such recipe or file{nearest(name, known)}")
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes of this checkout or of the installed package, by name."""
+    return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
+
+
+def recipe_folders() -> tuple[Path, Path]:
+    """Where recipes are in an installed package and in a checkout; one of the two exists."""
+    here = Path(__file__).parents[1]
+    return here / "recipes", here.parents[1] / "recipes"
+
+
+def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:
+    """`{"optim.lr": (old, new)}` of two configs as dicts; what one of them lacks is None."""
+    found = {}
+    for key in dict.fromkeys([*old, *new]):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found |= differences(before, after, f"{where}{key}.")
+        elif before != after:
+            found[f"{where}{key}"] = (before, after)
+    return found
+
+
+def _override(values: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise InputError(f"{override}: expected section.key=value, such as train.steps=100")
+    *path, last = key.split(".")
+    for part in path:
+        child = values.get(part)
+        if part == "tokenizer" and isinstance(child, str):
+            child = {"path": child}
+        values[part] = values = child if isinstance(child, dict) else {}
+    values[last] = parse_yaml(text, override)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-5 as text; here it is the number that whoever wrote it meant. A key that a mapping
+    has twice is an error: its first value would be lost without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        seen: dict[Any, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                problem = f"{key.value!r} is there twice, in line {seen[name]} first"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if name:
+                seen[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: Path) -> Any:
+    """The values in a YAML file. Raises `InputError`, with the file's name and the line."""
+    content = path.read_bytes()
+    try:
+        return parse_yaml(content.decode("utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}: line {line}: not UTF-8: save it as UTF-8") from None
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The values in YAML. Raises `InputError`, with `source` and the line."""
+    source = redact(source if len(source) < 100 else f"{source[:99]}…")
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise InputError(f"{source}: nested too deeply for a recipe") from None
+    except ValueError as error:  # a date or a number that there is not
+        raise InputError(f"{source}: not YAML: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        line = mark.line + 1 if mark else 1
+        raise InputError(f"{source}: line {line}: not YAML: {problem}") from None
+
+
+def section(cls: type, values: Any, where: str) -> Any:
+    """An instance of dataclass `cls` from a mapping, its keys and types checked. `where`: `optim.` or
+    empty."""
+    if cls is TokenizerConfig and isinstance(values, str):
+        values = {"path": values}
+    if not isinstance(values, dict):
+        raise InputError(f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}")
+    kinds = typing.get_type_hints(cls)
+    known = [f for f in fields(cls) if f.init]
+    for key in values:
+        if key not in {f.name for f in known}:
+            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [f.name for f in known])}")
+    arguments = {}
+    for f in known:
+        if f.name in values:
+            arguments[f.name] = _convert(values[f.name], kinds[f.name], f"{where}{f.name}")
+        elif f.default is MISSING and f.default_factory is MISSING:
+            # A section that the recipe leaves out is read as empty, so that the missing key is named, not
+            # the section.
+            if not is_dataclass(kinds[f.name]):
+                raise InputError(f"{where}{f.name}: missing from the recipe")
+            arguments[f.name] = section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
+    return cls(**arguments)
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """`value` as `kind`; numbers are taken from strings too."""
+    if is_dataclass(kind):
+        return section(typing.cast(type, kind), value, f"{where}.")
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        kinds = [k for k in arguments if k is not type(None)]
+        for choice in kinds[:-1]:
+            try:
+                return _convert(value, choice, where)
+            except InputError:
+                continue
+        return _convert(value, kinds[-1], where)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        names = ", ".join(map(str, arguments))
+        raise InputError(f"{where}: expected one of {names}; got {value!r}")
+    if origin in (list, tuple) and isinstance(value, (list, tuple)):
+        variadic = origin is list or arguments[-1] is Ellipsis
+        if not variadic and len(value) != len(arguments):
+            raise InputError(f"{where}: expected {len(arguments)} values, got {len(value)}")
+        kinds = [arguments[0]] * len(value) if variadic else arguments
+        return origin(
+            _convert(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+        )
+    if origin is dict and isinstance(value, dict):
+        return dict(value)
+    if kind is float and (number := _number(value)) is not None:
+        return number
+    if kind is int and (number := _number(value)) is not None and number.is_integer():
+        return value if isinstance(value, int) else int(number)
+    if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
+        return value
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    expected = words.get(kind) or {list: "a list", tuple: "a list", dict: "a section of keys"}.get(
+        origin or kind
+    )
+    raise InputError(f"{where}: expected {expected or kind}, got {_name(value)}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Raises `InputError` for a seed that Python's, numpy's and torch's generators do not all take."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
+
+
+def _instead(cls: type, key: str, known: list[str]) -> str:
+    """What an unknown key of `cls` may mean: a key of the same section, or of another section of a recipe."""
+    sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
+    if cls in (RunConfig, *sections.values()) and not options.nearest(key, known, 0.75):
+        keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}
+        keys["model"] = list(NalandaConfig.__annotations__)
+        near = options.nearest(key, {key for names in keys.values() for key in names}, 0.75)
+        if places := [f"{name}.{near}" for name, names in keys.items() if near in names]:
+            return f"; did you mean {' or '.join(places)}?"
+    return nearest(key, known)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean steps?`, or what there is."""
+    known = sorted(known)
+    if close := options.nearest(name, known):
+        return f"; did you mean {close}?"
+    return f"; there are {', '.join(known)}" if known else ""
+
+
+def _name(value: Any) -> str:
+    return "nothing" if value is None else repr(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if is_url(value) and isinstance(value, str):
+        return redact(value)  # a password or a signature is never written down
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,186 @@
+"""The preparation of a corpus as a datatrove pipeline: for more than one machine tokenises in a day.
+
+The launching process lays out the work in the directory, which all machines must see under one name. Task r
+of W makes every W-th shard (`Preparation.make`); a last task, behind all others, writes the index. The bytes
+are those of `nalanda data prepare` without an executor, and so are the records of what is finished: running
+it again, with another executor or number of tasks, goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from nalanda.common.errors import InputError
+from nalanda.data.prepare import PRELOAD, Preparation, begin, entries
+
+try:
+    import multiprocess
+    from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+    from datatrove.pipeline.base import PipelineStep
+except ImportError as error:
+    raise InputError(f"datatrove is not installed: pip install 'nalanda[cluster]' ({error})") from None
+
+if TYPE_CHECKING:
+    from nalanda.data.loader import DataConfig
+    from nalanda.data.tokenizer import TokenizerConfig
+
+
+class TokenShards(PipelineStep):
+    """Task `rank` of `world_size` makes its part of the shards that `directory` was set up for."""
+
+    name, type = "token shards", "nalanda"
+
+    def __init__(self, directory: str):
+        super().__init__()
+        self.directory = directory
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+        """Raises `InputError` for the first damaged file of the source, once the other shards are made."""
+        preparation = Preparation(self.directory)
+        errors = []
+        for number in range(rank, len(preparation.jobs), world_size):
+            try:
+                with self.track_time("shard"):
+                    record = preparation.make(number)
+                for entry in entries(record).values():
+                    self.stat_update("documents", value=entry["documents"], unit="shard")
+                    self.stat_update("tokens", value=entry["tokens"], unit="shard")
+            except InputError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        yield from ()
+
+
+class TokenIndex(PipelineStep):
+    """Writes the index of `directory`, whose shards are all there."""
+
+    name, type = "index", "nalanda"
+
+    def __init__(self, directory: str):
+        super().__init__()
+        self.directory = directory
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+        Preparation(self.directory).seal()
+        yield from ()
+
+
+def _settings(directory: str, logs: str | None, part: str) -> dict[str, Any]:
+    # What is done is known by the shards' own records: datatrove's would be of another number of tasks.
+    return {"logging_dir": str(Path(logs or f"{directory}-logs") / part), "skip_completed": False}
+
+
+def local(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
+    """An executor on this machine: `.run()` makes the shards, then the index."""
+    cast(Any, multiprocess).set_forkserver_preload(PRELOAD)  # imported once, not by every task
+    shards = LocalPipelineExecutor(
+        [TokenShards(directory)], tasks, workers or tasks, **_settings(directory, logs, "shards")
+    )
+    return LocalPipelineExecutor(
+        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
+    )
+
+
+def slurm(
+    directory: str,
+    *,
+    tasks: int,
+    partition: str,
+    time: str,
+    workers: int | None = None,
+    logs: str | None = None,
+    sbatch: dict[str, str] | None = None,
+    memory_gb: int = 4,
+) -> Any:
+    """An executor whose `.run()` hands two jobs to Slurm: an array that makes the shards, and the index.
+
+    Args:
+        workers: tasks at a time; None: as many as there is room for.
+        sbatch: more of sbatch's options.
+    """
+    settings: dict[str, Any] = {
+        "time": time,
+        "partition": partition,
+        "mem_per_cpu_gb": memory_gb,
+        "sbatch_args": sbatch or {},
+        "qos": "",
+        "requeue_signals": None,
+    }
+    if sys.prefix != sys.base_prefix:
+        settings["venv_path"] = os.path.join(sys.prefix, "bin", "activate")
+    shards = SlurmPipelineExecutor(
+        [TokenShards(directory)],
+        tasks,
+        workers=workers or -1,
+        job_name="nalanda-shards",
+        **settings,
+        **_settings(directory, logs, "shards"),
+    )
+    return SlurmPipelineExecutor(
+        [TokenIndex(directory)],
+        1,
+        job_name="nalanda-index",
+        depends=shards,
+        **settings,
+        **_settings(directory, logs, "index"),
+    )
+
+
+def ray(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
+    """An executor on the Ray cluster that this process is connected to, or can find."""
+    shards = RayPipelineExecutor(
+        [TokenShards(directory)],
+        tasks,
+        workers or -1,
+        mem_per_cpu_gb=4,
+        **_settings(directory, logs, "shards"),
+    )
+    return RayPipelineExecutor(
+        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
+    )
+
+
+def prepare_with(
+    executor: str,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    directory: str,
+    *,
+    tasks: int,
+    workers: int | None = None,
+    shard_bytes: int | None = None,
+    logs: str | None = None,
+    slurm: dict[str, Any] | None = None,
+) -> None:
+    """Lays out the work and hands it to "local", "slurm" or "ray". With Slurm it returns once it is queued.
+
+    Raises:
+        InputError: as `nalanda.data.prepare.begin`; or the executor cannot work.
+    """
+    if executor not in ("local", "slurm", "ray"):
+        raise InputError(f"executor {executor!r}: there are local, slurm and ray")
+    options: dict[str, Any] = {"tasks": tasks, "workers": workers, "logs": logs}
+    if executor == "slurm":
+        wanted = slurm or {}
+        if not wanted.get("partition"):
+            raise InputError("Slurm needs a partition: --slurm-partition NAME")
+        pairs = [text.lstrip("-").partition("=") for text in wanted.get("args", [])]
+        options |= {
+            "partition": wanted["partition"],
+            "time": wanted.get("time", "24:00:00"),
+            "sbatch": {name: value for name, _, value in pairs},
+        }
+    directory = os.path.abspath(os.path.expanduser(directory))
+    if begin(data, tokenizer, directory, shard_bytes=shard_bytes) is None:
+        return
+    try:
+        _BUILD[executor](directory, **options).run()
+    except (ImportError, FileNotFoundError) as error:
+        raise InputError(f"the {executor} executor does not start here: {error}") from None
+
+
+_BUILD = {"local": local, "slurm": slurm, "ray": ray}

@@ -1,0 +1,412 @@
+"""What a run needs from elsewhere in one directory: filled where there is a network, read where none is.
+
+    DIR/fetched.json                       what is whole; size and SHA-256 of every file
+    DIR/tokenizers/OWNER--NAME/            as `save_pretrained` writes it
+    DIR/datasets/OWNER--NAME[--CONFIG]/    train/, validation/: the dataset's own files where they can be
+                                           read, else its documents as .jsonl.zst
+    DIR/urls/NAME/                         the shards, below the names of their hosts
+    DIR/models/OWNER--NAME/                config and safetensors, for model.init_from
+    DIR/configs/OWNER--NAME/               config alone, for model.auto
+
+Files and directories appear under their names when they are whole, so that an interrupted fetch goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
+from nalanda.data.tokenizer import MISTRAL, build_tokenizer
+from nalanda.data.urls import (
+    download,
+    identity_of,
+    is_hub_id,
+    is_url,
+    list_urls,
+    open_hub,
+    persist,
+    reachable,
+    redact,
+    split_urls,
+)
+from nalanda.train.checkpoint import sha256_of, write_atomically
+
+if TYPE_CHECKING:
+    from nalanda.config.load import RunConfig
+    from nalanda.data.loader import DataConfig
+
+INDEX = "fetched.json"
+WEIGHTS = ("*.json", "*.safetensors")  # no pickle, no code
+CONFIG = ("config.json", "generation_config.json")
+# Hub files that are read as they are, by what they are called here: .json.gz on the Hub is a record a line.
+KINDS = {".jsonl.gz": "", ".jsonl.zst": "", ".jsonl": "", ".parquet": "", ".json.gz": ".jsonl.gz"} | {
+    ".json.zst": ".jsonl.zst"
+}
+
+
+@dataclass
+class Need:
+    """Something that a recipe names and this machine does not have."""
+
+    key: str  # where the recipe says it: data.source
+    name: str | list[str]  # a Hub id, a URL or several
+    path: str  # in the directory; it tells all that the content depends on
+    holder: Any  # of the key's last part: a section, or a mapping
+    data: DataConfig  # as they hold for this source
+
+    @property
+    def title(self) -> str:
+        return redact(self.name if isinstance(self.name, str) else f"{self.name[0]} and others")
+
+    @property
+    def kind(self) -> str:
+        return self.path.split("/")[0]
+
+
+def needs(config: RunConfig) -> list[Need]:
+    """What `config` names on the Hub or by URL: its tokenizer, its data, its model."""
+    found = []
+    name = config.tokenizer.path
+    if name and name not in MISTRAL and _elsewhere(name):
+        found.append(
+            Need("tokenizer.path", name, f"tokenizers/{_plain(name)}", config.tokenizer, config.data)
+        )
+    parts = [("data", config.data, config.data)]
+    parts += [
+        (f"data.mixture.{part.name}", part, config.data.parts()[part.name]) for part in config.data.mixture
+    ]
+    for where, holder, data in parts:
+        for key in ("source", "validation_source"):
+            source = getattr(holder, key)
+            if is_url(source):
+                found.append(Need(f"{where}.{key}", source, f"urls/{_slug(source)}", holder, data))
+            elif isinstance(source, str) and is_hub_id(source) and _elsewhere(source):
+                path = f"datasets/{_dataset(source, data)}" + (
+                    "--alone" if key == "validation_source" else ""
+                )
+                found.append(Need(f"{where}.{key}", source, path, holder, data))
+    first = config.model.get("init_from")
+    for key in ("auto", "init_from"):
+        name = config.model.get(key)
+        if name and _elsewhere(str(name)) and (key == "init_from" or _is_model(config)):
+            path = f"{'models' if name == first else 'configs'}/{_plain(name)}"
+            found.append(Need(f"model.{key}", name, path, config.model, config.data))
+    return found
+
+
+def _elsewhere(name: str) -> bool:
+    """Whether `name` is spelt as a Hub id and no local file."""
+    id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith((".json", ".model"))
+    return bool(id) and not Path(name).exists()
+
+
+def _dataset(source: str, data: DataConfig) -> str:
+    usual = {"train_split": "train", "validation_split": "validation"}
+    splits = [value for key, split in usual.items() if (value := getattr(data, key)) != split]
+    return "--".join(_plain(part) for part in [source, data.name, *splits] if part)
+
+
+def _is_model(config: RunConfig) -> bool:
+    """Whether `model.auto` is a Hub id, not the name of an architecture."""
+    from nalanda.train.loop import config_source
+
+    return isinstance(config_source(config.model), str)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]", "-", name.replace("/", "--"))
+
+
+def _slug(source: str | list[str]) -> str:
+    if isinstance(source, str):
+        parts = urlsplit(identity_of(source))
+        if (
+            len(slug := _plain(f"{parts.netloc}{parts.path}") + (f"-{parts.query}" if parts.query else ""))
+            < 200
+        ):
+            return slug
+        source = [source]
+    return "list-" + hashlib.blake2b("\n".join(map(identity_of, source)).encode(), digest_size=8).hexdigest()
+
+
+# ------------------------------ without a network
+
+
+def offline(config: RunConfig) -> RunConfig:
+    """`config` with paths below `config.offline` in place of Hub ids and URLs; without `offline`, itself.
+
+    The Hub's libraries are told to open no connection, for the rest of the process and of those it starts.
+    The result is for building things: what a run is, is what `config` says.
+
+    Raises:
+        InputError: something is not there, or in part.
+    """
+    if not config.offline:
+        return config
+    _close_the_hub()
+    root = Path(config.offline).expanduser()
+    config = copy.deepcopy(config)
+    for need in needs(config):
+        _check_whole(root, _read_index(root), need)
+        path = str(root / need.path)
+        if isinstance(need.holder, dict):
+            need.holder[need.key.rpartition(".")[2]] = path
+        else:
+            setattr(need.holder, need.key.rpartition(".")[2], path)
+    return config
+
+
+def _check_whole(root: Path, index: dict, need: Need) -> None:
+    """Raises InputError unless all of `need` lies below `root`."""
+    again = f"where there is a network, run: nalanda data fetch RECIPE --to {root}"
+    if need.path not in index["whole"]:
+        what = "only a part of" if (root / need.path).exists() else "no"
+        raise InputError(f"offline: {root} has {what} {need.key} {need.title}; {again}")
+    for file in _damaged(root, index, need):
+        raise InputError(f"offline: {root / file} is missing or of another size; {again}")
+
+
+def _damaged(root: Path, index: dict, need: Need) -> list[str]:
+    """Files of `need` that are not as they were fetched."""
+    return [
+        name
+        for name, facts in index["files"].items()
+        if name.startswith(f"{need.path}/")
+        and not ((root / name).is_file() and (root / name).stat().st_size == facts["size"])
+    ]
+
+
+def _close_the_hub() -> None:
+    import huggingface_hub.constants
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # read when it was imported
+    if config := sys.modules.get("datasets.config"):
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            setattr(config, name, True)
+
+
+# ------------------------------ with one
+
+
+def fetch(config: RunConfig, to: str | os.PathLike, *, max_shards: int | None = None) -> Path:
+    """Fills `to` with what `config` needs; what is there already is kept. Returns it.
+
+    Args:
+        config: a run; its own `offline` is not looked at.
+        to: the directory that `offline` then names.
+        max_shards: of each split of each source, at most so many files: for a part of a large dataset.
+    Raises:
+        InputError: something cannot be had.
+        SourceUnavailable: a server failed too often in a row; the same command goes on.
+    """
+    from rich.console import Console
+
+    root = Path(to).expanduser()
+    index = _read_index(root, missing={"whole": {}, "files": {}})
+    output_folder(root, "--to")
+    wanted = needs(config)
+    console = Console(stderr=True)
+    for number, need in enumerate(wanted, 1):
+        limit = max_shards if need.kind in ("datasets", "urls") else None
+        known = index["whole"].get(need.path)
+        damaged = _damaged(root, index, need)
+        if known and not damaged and (known["max_shards"] is None or known["max_shards"] == limit):
+            continue
+        for name in damaged:
+            del index["files"][name]
+            (root / name).unlink(missing_ok=True)
+        with console.status("") as status:
+
+            def say(what: str, number: int = number, status: Any = status) -> None:
+                status.update(f"[{number}/{len(wanted)}] {redact(what)}")
+
+            say(need.title)
+            _FETCH[need.kind](need, config, root / need.path, limit, say)
+            say(f"{need.title}: hashing")
+            _record(root, index, need.path)
+        index["whole"][need.path] = {"from": need.title, "max_shards": limit}
+        _write_index(root, index)
+    size = sum(facts["size"] for facts in index["files"].values())
+    facts = f"{len(wanted)} things, {len(index['files'])} files, {size / 1e6:,.1f} MB"
+    console.print(f"{root}: {facts}", soft_wrap=True, highlight=False)
+    return root
+
+
+def _read_index(root: Path, missing: dict | None = None) -> dict:
+    file = root / INDEX
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if missing is not None:
+            return missing
+        raise InputError(
+            f"offline: {root} has no {INDEX}; where there is a network, run: "
+            f"nalanda data fetch RECIPE --to {root}"
+        ) from None
+    except ValueError:
+        raise InputError(f"{file} is broken; remove it and fetch again") from None
+
+
+def _write_index(root: Path, index: dict) -> None:
+    index["files"] = dict(sorted(index["files"].items()))
+    write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
+
+
+def _record(root: Path, index: dict, path: str) -> None:
+    """Sizes and hashes of the files below `path`; the half ones of an interrupted fetch are removed."""
+    for file in sorted((root / path).rglob("*")):
+        if file.is_file() and file.name.endswith(".partial"):
+            file.unlink()
+        elif file.is_file():
+            index["files"][file.relative_to(root).as_posix()] = {
+                "size": file.stat().st_size,
+                "sha256": sha256_of(file),
+            }
+
+
+def _from_hub(do: Callable[[], Any], what: str, retries: int) -> Any:
+    try:
+        return persist(do, what, retries)
+    except SourceUnavailable:
+        raise
+    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+        raise InputError(f"{what}: cannot be had from the Hub ({redact(first_line(error))})") from None
+
+
+def _fetch_tokenizer(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+    tokenizer = build_tokenizer(config.tokenizer, config.data, target)
+    shutil.rmtree(target, ignore_errors=True)
+    part = target.with_name(f"{target.name}.partial")
+    tokenizer.save_pretrained(part)
+    part.replace(target)
+
+
+def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+    from huggingface_hub import snapshot_download
+
+    weights = need.kind == "models"
+    part = target.with_name(f"{target.name}.partial")  # the Hub's library goes on in it
+    patterns = list(WEIGHTS if weights else CONFIG)
+    _from_hub(
+        lambda: snapshot_download(str(need.name), local_dir=part, allow_patterns=patterns),
+        f"{need.key} {need.title}",
+        config.data.retries,
+    )
+    shutil.rmtree(part / ".cache", ignore_errors=True)
+    if not (part / "config.json").is_file() or (weights and not any(part.glob("*.safetensors"))):
+        raise InputError(f"{need.key}: {need.title} has no {'safetensors' if weights else 'config.json'}")
+    shutil.rmtree(target, ignore_errors=True)
+    part.replace(target)
+
+
+def _fetch_urls(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+    for part, urls in split_urls(list_urls(need.name, config.data.retries)).items():
+        for url in urls[:shards] if part != "test" else []:
+            place = urlsplit(identity_of(url))
+            file = target / part / f"{place.netloc}{place.path}".replace(":", "-")
+            if place.query:
+                file = file.with_name(f"{place.query}-{file.name}")
+            if not file.exists():
+                say(url)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                reachable(functools.partial(download, url, file, config.data.retries), url)
+
+
+def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+    import datasets
+
+    name, data = str(need.name), dataclasses.replace(need.data, streaming=True)
+    builder = _from_hub(lambda: datasets.load_dataset_builder(name, data.name), name, data.retries)
+    files = getattr(builder.config, "data_files", None) or {}
+    _, separate = open_hub(data, name, "validation")
+    splits = {"validation": data.validation_split} if separate else {}
+    if not (need.key.endswith("validation_source") and separate):
+        splits["train"] = data.train_split
+    staging = target.with_name(f"{target.name}.partial")  # the Hub's library goes on with half files in it
+    for folder, split in splits.items():
+        places = [_hub_file(str(file)) for file in files.get(split, [])]
+        if places and all(places):
+            for place in [place for place in places if place][:shards]:
+                _copy(place, target / folder, staging, data.retries, say)
+        else:
+            _write(data, name, folder, target / folder, shards, say)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _hub_file(url: str) -> tuple[str, str | None, str] | None:
+    """(dataset, revision, path) of a Hub file whose kind can be read as it is."""
+    match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if not match or not match[3].endswith(tuple(KINDS)):
+        return None
+    return match[1], unquote(match[2]) if match[2] else None, match[3]
+
+
+def _copy(
+    place: tuple[str, str | None, str], folder: Path, staging: Path, retries: int, say: Callable
+) -> None:
+    from huggingface_hub import hf_hub_download
+
+    name, revision, path = place
+    kind = next(kind for kind in KINDS if path.endswith(kind))
+    local = path.removesuffix(kind) + (KINDS[kind] or kind)
+    file = folder / local.removeprefix(f"{folder.name}/")
+    if file.exists():
+        return
+    say(f"{name}: {path}")
+    found = _from_hub(
+        lambda: hf_hub_download(name, path, repo_type="dataset", revision=revision, local_dir=staging),
+        f"{name}: {path}",
+        retries,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(found, file)
+
+
+def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | None, say: Callable) -> None:
+    """A .jsonl.zst of each of the dataset's shards, where its own files cannot be read as they are."""
+    import zstandard
+
+    shards = open_hub(data, name, split)[0]
+    for number, shard in enumerate(shards[:limit]):
+        file = folder / f"part-{number:05}.jsonl.zst"
+        if file.exists():
+            continue
+        say(f"{name}: {split} {number + 1} of {len(shards)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.partial")
+        with part.open("wb") as stream, zstandard.ZstdCompressor().stream_writer(stream) as writer:
+            for document, _ in shard.read(None):
+                if document is None:  # too large; data.oversized: skip
+                    continue
+                record: dict[str, Any] = {data.text_field: document.text}
+                if document.source:
+                    *path, last = data.source_field.split(".")
+                    inner = record
+                    for key in path:
+                        inner = inner.setdefault(key, {})
+                    inner[last] = document.source
+                writer.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        part.replace(file)
+
+
+_FETCH: dict[str, Callable[[Need, Any, Path, int | None, Callable], None]] = {
+    "tokenizers": _fetch_tokenizer,
+    "models": _fetch_model,
+    "configs": _fetch_model,
+    "urls": _fetch_urls,
+    "datasets": _fetch_dataset,
+}

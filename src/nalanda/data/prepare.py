@@ -1,0 +1,735 @@
+"""Makes a prepared set (`prepared.py` has its form): many processes, each writing whole shards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
+from functools import partial
+from hashlib import sha256
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from nalanda.common.errors import DiskFull, InputError, first_line, no_room
+from nalanda.data.corpus import (
+    BLOCK,
+    Corpus,
+    Document,
+    FileShard,
+    Shard,
+    TextShard,
+    document_in,
+    open_corpus,
+    split_lines,
+)
+from nalanda.data.token_set import (
+    FORMAT,
+    SPLITS,
+    VERSION,
+    Entry,
+    Progress,
+    check_set,
+    is_prepared,
+    load_tokenizer,
+    processors,
+    read_index,
+    show,
+    totals,
+)
+from nalanda.train.checkpoint import sync
+
+if TYPE_CHECKING:
+    from nalanda.data.loader import DataConfig
+    from nalanda.data.tokenizer import TokenizerConfig
+
+
+PRELOAD = ["nalanda.data.loader", "transformers.models.auto.tokenization_auto"]  # what every worker imports
+GROUP = 1 << 20  # characters that are tokenised at a time
+SMALLEST, LARGEST = 1 << 20, 256 << 20  # bytes of input of a shard, where its size is not given
+
+
+# ------------------------------ the plan
+
+
+class Unit(NamedTuple):
+    """A part of a source's shard: all of it, lines that begin in bytes [start, stop), or such rows."""
+
+    corpus: str  # the split that it was opened for
+    shard: int
+    identity: str
+    weight: int  # bytes of input
+    start: int = 0
+    stop: int | None = None
+    content: str = ""  # a hash of the shard, as the corpus gives it
+
+
+def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
+    contents = [*corpus.contents().values()] or [""] * len(corpus.shards)
+    for number, (shard, content) in enumerate(zip(corpus.shards, contents, strict=True)):
+        size = _size(shard)
+        unit = Unit(split, number, shard.identity, limit if size is None else size, content=content)
+        parts: list[Unit] = []
+        if isinstance(shard, FileShard) and unit.weight > limit and shard.path.suffix == ".jsonl":
+            cuts = [*range(0, unit.weight, limit), unit.weight]
+            parts = [unit._replace(weight=b - a, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
+        elif isinstance(shard, FileShard) and unit.weight > limit and shard.path.suffix == ".parquet":
+            parts = [unit._replace(weight=w, start=a, stop=b) for a, b, w in _row_groups(shard.path)]
+        yield from parts or [unit]
+
+
+def _size(shard: Shard) -> int | None:
+    """Bytes of input, where they are known without reading it."""
+    if isinstance(shard, FileShard):
+        return shard.path.stat().st_size
+    return len(shard.text.encode()) if isinstance(shard, TextShard) else None
+
+
+def _density(shard: Shard) -> int:
+    """Bytes of text in one of input, about: a bar should not stand still in a large file."""
+    return 3 if isinstance(shard, FileShard) and shard.path.suffix in (".gz", ".zst", ".parquet") else 1
+
+
+def _row_groups(path: Path) -> list[tuple[int, int, int]]:
+    """First row, the row behind the last, bytes. None of a damaged file, whose reader will say so."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        metadata = parquet.read_metadata(path)
+    except (ArrowException, OSError):
+        return []
+    found, row = [], 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        if group.num_rows:
+            found.append((row, row + group.num_rows, size))
+        row += group.num_rows
+    return found
+
+
+def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
+    """Consecutive units of up to `limit` bytes together; a larger one by itself."""
+    groups: list[list[Unit]] = []
+    weight = limit
+    for unit in units:
+        if weight + unit.weight > limit:
+            groups.append([])
+            weight = 0
+        groups[-1].append(unit)
+        weight += unit.weight
+    return groups
+
+
+def _read(shard: Shard, unit: Unit) -> Iterator[Document | None]:
+    if unit.stop is None:
+        yield from (document for document, _ in shard.read(None))
+    elif isinstance(shard, FileShard) and shard.path.suffix == ".jsonl":
+        yield from _read_lines(shard, unit.start, unit.stop)
+    else:
+        for document, row in shard.read(unit.start):
+            yield document
+            if row >= unit.stop:
+                return
+
+
+def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | None]:
+    """The documents of lines that begin in bytes [start, stop)."""
+    with shard.path.open("rb") as file:
+        file.seek(place := max(0, start - 1))
+        lines = split_lines(iter(partial(file.read, BLOCK), b""), shard.fields._replace(skip=True))
+        if start:  # to the end of the line that the part before reads
+            place += next(lines, (b"", 0))[1] + 1
+        for line, size in lines:
+            if place >= stop:
+                return
+            if line is None and shard.fields.skip:
+                yield None
+            elif line is None or line.strip():
+                try:
+                    document: Document | None = document_in(line or b"", shard.fields, "")
+                except ValueError:  # the file's own reader says what is wrong, with the line's number
+                    document = next(shard.read(_lines_before(shard.path, place)))[0]
+                yield document
+            place += size + 1
+
+
+def _lines_before(path: Path, place: int) -> int:
+    count = 0
+    with path.open("rb") as file:
+        while place > 0 and (chunk := file.read(min(place, 1 << 20))):
+            count += chunk.count(b"\n")
+            place -= len(chunk)
+    return count
+
+
+# ------------------------------ writing a set
+
+
+class _Writer:
+    """A shard in the making, under names that no reader looks at."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
+        self.partial = path.with_name(f".{path.name}.{os.getpid()}")
+        self.tokens = self.text_bytes = 0
+        self.sum = sha256()
+        self.file = self.partial.open("wb")
+        self.ends: list[int] = []
+        self.sources: list[int] = []
+        self.numbers: dict[str, int] = {}  # of the sources, in the order of their appearance
+        self.counts: dict[str, list[int]] = {}  # source → documents, tokens; in the same order
+
+    def add(self, document: Document, tokens: np.ndarray) -> None:
+        if not len(tokens):
+            return
+        content = tokens.astype(self.dtype).tobytes()
+        self.file.write(content)
+        self.sum.update(content)
+        self.tokens += len(tokens)
+        self.text_bytes += len(document.text.encode())
+        self.ends.append(self.tokens)
+        self.sources.append(self.numbers.setdefault(document.source, len(self.numbers)))
+        counts = self.counts.setdefault(document.source, [0, 0])
+        counts[0] += 1
+        counts[1] += len(tokens)
+
+    def close(self) -> dict | None:
+        """Puts the shard in its place, on the disk; its entry in the index, None without a document."""
+        if not self.ends:
+            self.abandon()
+            return None
+        if len(self.counts) > 1 << 16:
+            raise InputError(f"data.source_field names {len(self.counts):,} sources; 65,536 is the most")
+        _sync(self.file)
+        docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
+        write(self.path.with_suffix(".docs"), docs)
+        self.partial.replace(self.path.with_suffix(".tokens"))
+        sync(self.path.parent)
+        return {
+            "name": self.path.name,
+            "documents": len(self.ends),
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "sources": self.counts,
+            "files": {
+                "tokens": [self.tokens * self.dtype.itemsize, self.sum.hexdigest()],
+                "docs": [len(docs), sha256(docs).hexdigest()],
+            },
+        }
+
+    def abandon(self) -> None:
+        self.file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+def write(path: Path, content: bytes) -> None:
+    """A file is there as a whole or not at all, whenever the machine stops."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(content)
+        _sync(file)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class Preparation:
+    """The work that `begin` laid out in a directory. Any process may open it and make any of the shards."""
+
+    def __init__(self, directory: str | os.PathLike):
+        from nalanda.data.loader import DataConfig
+
+        self.directory = Path(directory)
+        path = self.directory / "preparing" / "plan.json"
+        try:
+            plan = json.loads(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"{path}: {first_line(error)}; nothing is being prepared there") from None
+        self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
+        self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
+        self.data = DataConfig(**plan["data"])
+        self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
+        self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
+        self._known: dict[Any, str] = {}
+
+    @functools.cached_property
+    def encode(self) -> Callable[[list[str]], list[np.ndarray]]:
+        from nalanda.data.loader import encoder
+
+        return encoder(load_tokenizer(self.directory / "tokenizer"), self.data)
+
+    @functools.cached_property
+    def corpora(self) -> dict:
+        return {split: open_corpus(self.data, split) for split in SPLITS}
+
+    def _content(self, unit: Unit) -> str:
+        """The hash of a unit's shard as it is now; a file that is cut into many units is read once."""
+        path = getattr(self.corpora[unit.corpus].shards[unit.shard], "path", None)
+        found = path.stat() if path else None
+        key = unit.corpus, unit.shard, found and (found.st_mtime_ns, found.st_ctime_ns)
+        if key not in self._known:
+            self._known[key] = self.corpora[unit.corpus].content(unit.shard)
+        return self._known[key]
+
+    def record(self, number: int) -> dict | None:
+        """What a shard's record says, if it is there and so are its files, in their sizes."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads(self._record(number).read_bytes())
+            for split, entry in entries(found).items():
+                for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
+                    file.check_size()
+            return found
+        return None
+
+    def _record(self, number: int) -> Path:
+        return self.directory / "preparing" / f"{number:05d}.json"
+
+    def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
+        """Makes a shard, unless it is there; its record.
+
+        Its record has an entry for each split and, where documents were left out for their size, "skipped".
+
+        Args:
+            report: is told every now and then how many bytes of input and of text are done.
+        Raises:
+            InputError: the source cannot be read or has changed; nothing of this shard is left.
+            OSError: the directory cannot be written.
+        """
+        if (record := self.record(number)) is not None:
+            report(self.weights[number], sum(entry["text_bytes"] for entry in entries(record).values()))
+            return record
+        units = self.jobs[number]
+        skipped = 0
+        separate = self.settings["corpus"]["train"] != self.settings["corpus"]["validation"]
+        splits = (units[0].corpus,) if separate else SPLITS
+        with _one_thread(), contextlib.ExitStack() as stack:
+            writers = {}
+            for split in splits:
+                writers[split] = _Writer(self.directory / split / f"{number:05d}", self.dtype)
+                stack.callback(writers[split].abandon)
+            weight = text = 0
+            for unit in units:
+                shard = self.corpora[unit.corpus].shards[unit.shard]
+                if shard.identity != unit.identity:
+                    raise InputError(f"{unit.identity} is {shard.identity} by now; prepare another directory")
+                if unit.content and unit.content != self._content(unit):
+                    raise InputError(
+                        f"{shard.identity} has another content by now; prepare another directory"
+                    )
+                for group in _groups(_read(shard, unit)):
+                    skipped += group.count(None)
+                    chosen = [
+                        (document, split)
+                        for document in filter(None, group)
+                        for split in [s for s in splits if self.corpora[s].keep(document.text)][:1]
+                    ]
+                    for (document, split), tokens in zip(
+                        chosen, self.encode([document.text for document, _ in chosen]), strict=True
+                    ):
+                        writers[split].add(document, tokens)
+                    read = sum(writer.text_bytes for writer in writers.values())
+                    report(weight + min(unit.weight, (read - text) // _density(shard)), read)
+                weight, text = weight + unit.weight, read
+                report(weight, read)
+            record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
+        record |= {"skipped": skipped} if skipped else {}
+        write(self._record(number), json.dumps(record).encode())
+        return record
+
+    def seal(self) -> dict:
+        """Writes the index, once every shard is there, and tidies up; the index.
+
+        Raises:
+            InputError: shards are missing.
+        """
+        records = [self.record(number) for number in range(len(self.jobs))]
+        missing = [number for number, record in enumerate(records) if record is None]
+        if missing:
+            raise InputError(
+                f"{self.directory}: {len(missing)} of {len(records)} shards are missing (the first is number "
+                f"{missing[0]}); run the same command again"
+            )
+        splits = {
+            split: totals([record[split] for record in records if record and split in record])
+            for split in SPLITS
+        }
+        if not splits["train"]["documents"]:
+            raise InputError(f"{self.data.source}: no document with text; there is nothing to prepare")
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "settings": self.settings,
+            "tokenizer": self.tokenizer,
+            "sources": sorted({name for split in splits.values() for name in split["sources"]}),
+            **splits,
+        }
+        if skipped := sum(record.get("skipped", 0) for record in records if record):
+            index["skipped"] = skipped
+        places = [self.directory / split / ".*" for split in SPLITS] + [self.directory / ".index.json.*"]
+        for leftover in [p for place in places for p in place.parent.glob(place.name)]:
+            leftover.unlink(missing_ok=True)  # of processes that were killed
+        write(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
+        shutil.rmtree(self.directory / "preparing", ignore_errors=True)
+        return index
+
+
+def entries(record: dict) -> dict[str, dict]:
+    """What a shard's record says of each split."""
+    return {split: record[split] for split in SPLITS if split in record}
+
+
+def _groups(documents: Iterator[Document | None]) -> Iterator[list[Document | None]]:
+    group, characters = [], 0
+    for document in documents:
+        group.append(document)
+        characters += len(document.text) if document else 0
+        if characters >= GROUP:
+            yield group
+            group, characters = [], 0
+    yield group
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Processes share the work; threads of each would only be in the others' way."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def begin(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    directory: str | os.PathLike,
+    *,
+    shard_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Preparation | None:
+    """Lays out the work in `directory`, or finds it there; None where the set is finished.
+
+    Raises:
+        InputError: the source or the tokenizer cannot be had; the directory holds something else, or was
+            begun with other settings.
+    """
+    from nalanda.data.tokenizer import build_tokenizer, fingerprint
+
+    directory = Path(directory).expanduser()
+    if getattr(data, "mixture", None):
+        raise InputError("data.mixture: prepare each source of a mixture by itself, with one tokenizer")
+    data.check()
+    tokenizer.check()
+    if isinstance(data.source, str) and is_prepared(data.source):
+        raise InputError(f"{data.source} is a prepared set already")
+    if shard_bytes is not None and shard_bytes < 1:
+        raise InputError(f"a shard of {shard_bytes} bytes holds nothing; take 1 MB or more")
+
+    corpora = {split: open_corpus(data, split) for split in SPLITS}
+    prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
+    separate = prints["train"] != prints["validation"]
+    if data.validation_source and not separate:
+        raise InputError(f"data.validation_source is the training source, {data.source}; leave it out")
+    parts = SPLITS if separate else SPLITS[:1]
+    if shard_bytes is None:
+        total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
+        shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
+    settings = _settings(data, tokenizer, prints, shard_bytes)
+
+    work = directory / "preparing"
+    finished = is_prepared(directory)
+    begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
+    if begun is None:
+        if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
+            raise InputError(f"{directory} is not empty and no prepared set; name another directory")
+    elif begun != settings:
+        key = next(key for key in settings | begun if begun.get(key) != settings.get(key))
+        raise InputError(
+            f"{directory} was prepared with {key} {json.dumps(begun.get(key))}, and this is "
+            f"{json.dumps(settings.get(key))}; name another directory, or remove it"
+        )
+    if finished:
+        shutil.rmtree(work, ignore_errors=True)
+        return None
+
+    work.mkdir(parents=True, exist_ok=True)
+    write(work / "settings.json", json.dumps(settings).encode())  # before anything that they decide
+    for split in SPLITS:
+        (directory / split).mkdir(exist_ok=True)
+    saved = directory / "tokenizer"
+    if tokenizer.train and not saved.exists():
+        say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
+    built = build_tokenizer(tokenizer, data, saved)  # one that is trained is saved there, once
+    if not saved.exists():
+        partial = work / "tokenizer"
+        built.save_pretrained(partial)
+        partial.replace(saved)
+    found = load_tokenizer(saved)
+    if fingerprint(built) != fingerprint(found):
+        raise InputError(f"the tokenizer is not the one in {saved}; restore it, or name another directory")
+    vocab_size = max(found.get_vocab().values()) + 1
+    jobs = [
+        group
+        for split in parts
+        for group in group_units(plan_units(corpora[split], split, shard_bytes), shard_bytes)
+    ]
+    earlier = [Unit(*unit) for unit in itertools.chain(*(_json(work / "plan.json") or {"jobs": []})["jobs"])]
+    known = {(unit.corpus, unit.identity): unit.content for unit in earlier if unit.content}
+    for unit in itertools.chain(*jobs):
+        if known.get((unit.corpus, unit.identity), unit.content) != unit.content:
+            raise InputError(
+                f"{unit.identity} changed since {directory} was begun; restore it, or name another directory"
+            )
+    plan = {
+        "settings": settings,
+        "tokenizer": {"fingerprint": fingerprint(found), "vocab_size": vocab_size},
+        "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
+        "data": asdict(data),
+        "jobs": jobs,
+    }
+    write(work / "plan.json", json.dumps(plan).encode())
+    return Preparation(directory)
+
+
+def _settings(data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int) -> dict:
+    """What the bytes of a set depend on."""
+    keys = ["source", "validation_source", "text_field", "source_field", "bos", "eos", "documents"]
+    if prints["train"] == prints["validation"]:
+        keys.append("validation_share")
+    found = {key: getattr(data, key) for key in keys}
+    if data.oversized == "skip":
+        found["max_document_bytes"] = data.max_document_bytes
+    return {**found, "corpus": prints, "tokenizer": asdict(tokenizer), "shard_bytes": shard_bytes}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+# ------------------------------ many processes
+
+
+def prepare(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    directory: str | os.PathLike,
+    *,
+    workers: int = 1,
+    shard_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict:
+    """Tokenises a corpus into `directory`; its index. What an earlier call has finished is not done again.
+
+    Args:
+        data, tokenizer: as in a recipe.
+        workers: processes; with 1 it happens in this one.
+        shard_bytes: of input for a shard; by default a 64th of it, between 1 and 256 MiB.
+        say: takes a line for people.
+    Raises:
+        InputError: as `begin`; or files of the source are damaged: all others are prepared, and stay.
+    """
+    from nalanda.train.log import duration
+
+    preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
+    if preparation is None:
+        check_set(directory)
+        say(f"{directory} is prepared already, with these settings")
+        return read_index(directory)
+    numbers = range(len(preparation.jobs))
+    todo = [number for number in numbers if preparation.record(number) is None]
+    if len(todo) < len(numbers):
+        say(f"{len(numbers) - len(todo)} of {len(numbers)} shards are there from before")
+    begun = time.monotonic()
+    run = _in_processes if workers > 1 and len(todo) > 1 else _in_this_process
+    errors: list[InputError] = []
+    try:
+        with Progress(preparation.weights, todo) as progress:
+            for number, error in run(preparation, todo, workers, progress):
+                if error:
+                    errors.append(error)
+                    progress.say(f"shard {number}: {error}; going on with the others")
+    except OSError as error:
+        if not no_room(error):
+            raise InputError(f"{directory}: {first_line(error)}") from None
+        raise DiskFull(
+            f"{directory}: no space left; what is finished stays, and the same command goes on behind it"
+        ) from None
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise type(errors[0])(
+            f"{errors[0]}{more}; {len(numbers) - len(errors)} of {len(numbers)} shards are finished and stay"
+        )
+    text, seconds = progress.text(), max(time.monotonic() - begun, 1e-3)
+    say(
+        f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
+        f"{min(workers, max(1, len(todo)))} worker{'s' * (min(workers, len(todo)) > 1)}"
+    )
+    return preparation.seal()
+
+
+Outcomes = Iterator[tuple[int, InputError | None]]
+
+
+def _in_this_process(preparation: Preparation, todo: list[int], workers: int, progress: Progress) -> Outcomes:
+    for number in todo:
+
+        def report(weight: int, text: int, number: int = number) -> None:
+            progress.set(number, weight, text)
+
+        try:
+            preparation.make(number, report)
+            yield number, None
+        except InputError as error:
+            yield number, error
+
+
+def _in_processes(preparation: Preparation, todo: list[int], workers: int, progress: Progress) -> Outcomes:
+    # Forked from a server that has imported everything once, and that no thread of this process troubles.
+    server = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if server else "spawn")
+    if server:
+        context.set_forkserver_preload(PRELOAD)
+    # Weight and text of each shard, then whether to stop. Nobody locks it: a killed worker leaves no lock.
+    board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
+    pool = ProcessPoolExecutor(
+        min(workers, len(todo)), context, initializer=_start, initargs=(str(preparation.directory), board)
+    )
+    try:
+        futures = {pool.submit(_make, number): number for number in todo}
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+            for number in todo:
+                progress.set(number, board[2 * number], board[2 * number + 1])
+            for future in done:
+                error = future.exception()
+                if error is not None and not isinstance(error, InputError):
+                    raise error
+                yield futures[future], error
+    except BrokenProcessPool:
+        raise InputError(
+            f"a worker of {preparation.directory} was killed, perhaps for its memory; "
+            "what is finished stays, and the same command goes on behind it"
+        ) from None
+    finally:
+        board[2 * len(preparation.jobs)] = 1
+        pool.shutdown(cancel_futures=True)
+
+
+_mine: tuple[Preparation, Any]
+
+
+def _start(directory: str, board: Any) -> None:
+    global _mine
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process will say when to stop
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    parent = multiprocessing.parent_process()
+
+    def leave_with_parent() -> None:
+        wait_for([cast(Any, parent).sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    _mine = Preparation(directory), board
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _make(number: int) -> None:
+    preparation, board = _mine
+
+    def report(weight: int, text: int) -> None:
+        board[2 * number], board[2 * number + 1] = weight, text
+        if board[2 * len(preparation.jobs)]:
+            raise _Stopped
+
+    preparation.make(number, report)
+
+
+def command(
+    source: str,
+    output: str,
+    *,
+    tokenizer: dict[str, Any],
+    data: dict[str, Any],
+    workers: int | None,
+    shard_mb: int | None,
+    executor: str | None,
+    tasks: int,
+    logs: str | None,
+    slurm: dict[str, Any],
+) -> None:
+    """`nalanda data prepare`: settings from a recipe or by default, then from the command line.
+
+    Raises:
+        InputError: as `prepare`.
+    """
+    from nalanda.config.load import load_config, recipes
+    from nalanda.data.loader import DataConfig
+    from nalanda.data.offline import offline
+    from nalanda.data.tokenizer import TokenizerConfig
+
+    given = {key: value for key, value in tokenizer.items() if value is not None}
+    data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
+    if source.endswith((".yaml", ".yml")) or (source in recipes() and not Path(source).exists()):
+        recipe = offline(load_config(source))
+        data_config, tokenizer_config = recipe.data, recipe.tokenizer
+    if given:
+        tokenizer_config = TokenizerConfig(**(given if "path" in given else {"train": "bpe", **given}))
+    data_config = replace(data_config, **data)
+    shard_bytes = shard_mb and shard_mb << 20
+    if executor is None:
+        index = prepare(
+            data_config,
+            tokenizer_config,
+            output,
+            workers=workers or processors(),
+            shard_bytes=shard_bytes,
+            say=print,
+        )
+    else:
+        from nalanda.data.datatrove import prepare_with
+
+        prepare_with(
+            executor,
+            data_config,
+            tokenizer_config,
+            output,
+            tasks=tasks,
+            workers=workers,
+            shard_bytes=shard_bytes,
+            logs=logs,
+            slurm=slurm,
+        )
+        if not is_prepared(output):
+            print(f"the tasks are in the queue; {output} is finished when it has an index.json")
+            return
+        index = read_index(output)
+    show(index, output)

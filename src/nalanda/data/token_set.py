@@ -1,0 +1,540 @@
+"""A corpus tokenised once: token shards that are memory-mapped, and the index that vouches for them.
+
+A prepared set is a directory:
+
+    index.json              written last: settings, the tokenizer's fingerprint, each shard with its sums
+    tokenizer/              as `save_pretrained` writes it
+    train/00000.tokens      little-endian uint16, or uint32 where the vocabulary needs it
+    train/00000.docs        D document ends in tokens, int64, then D sources, uint16, both little-endian
+    validation/…
+
+A document's source is the place of its name in its shard's `sources` of the index. The bytes are a function
+of the listing of the source and of the settings: which process wrote a shard, and when, leaves no trace.
+While a set is being prepared, `preparing/` has the plan and a record of every shard that is on the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from nalanda.common.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+FORMAT, VERSION = "nalanda token shards", 1
+SPLITS = ("train", "validation")
+OPEN_FILES = 100  # that this process keeps mapped; a shard has two
+DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])  # columns of a .docs file, one behind the other
+
+
+# ------------------------------ reading a set
+
+
+def is_prepared(path: str | os.PathLike) -> bool:
+    """Whether a directory is a prepared set: a finished one, of whatever version."""
+    try:
+        with (Path(path) / "index.json").open("rb") as file:
+            return FORMAT.encode() in file.read(256)
+    except OSError:
+        return False
+
+
+def open_set(path: str | os.PathLike, split: str) -> TokenSet:
+    """The tokens of `split`, "train" or "validation".
+
+    Raises:
+        InputError: no such set or split, or a file has not the size that the index states.
+    """
+    return TokenSet(path, split)
+
+
+class TokenSet:
+    """All tokens of a split, one document behind the other, `[bos] tokens [eos]`.
+
+    It holds no file: it may be pickled, and read by many threads and in forked processes.
+
+    Attributes:
+        identity: of the tokens, documents and sources, whatever the directory is called.
+        tokens, documents: how many there are.
+        sources: the names that documents come from; [""] where the corpus names none.
+        by_source: name → (documents, tokens).
+        files: with the sizes and sums that the index states.
+        settings: what the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
+    """
+
+    def __init__(self, path: str | os.PathLike, split: str):
+        index = read_index(path)
+        self.directory = Path(path) / split
+        self._shards = entries(path, index, split)
+        if not self._shards:
+            raise InputError(
+                f"{path} has no documents for {split}; prepare it with another validation share or source"
+            )
+        self.files = [file for shard in self._shards for file in shard.files()]
+        for file in self.files:
+            file.check_size()
+        self.settings: dict[str, Any] = {
+            **index["settings"],
+            "tokenizer": index["tokenizer"]["fingerprint"],
+            "vocab_size": index["tokenizer"]["vocab_size"],
+            "dtype": index["dtype"],
+        }
+        self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
+        self.sources = list(self.by_source)
+        self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])
+        self._documents = np.cumsum([0, *(shard.documents for shard in self._shards)])
+        self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
+        known = [index["dtype"], *([s["tokens"], s["sources"], s["files"]] for s in index[split]["shards"])]
+        self.identity = blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), int32 [stop - start]."""
+        _within(start, stop, self.tokens, "tokens")
+        out = np.empty(stop - start, np.int32)
+        for shard, base, low, high in self._parts(start, stop):
+            out[base + low - start : base + high - start] = shard.tokens_between(low, high)
+        return out
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents begin in [start, stop), int64, counted from the split's first token."""
+        _within(start, stop, self.tokens, "tokens")
+        found = [np.zeros(0, np.int64)]
+        for shard, base, low, high in self._parts(start, stop):
+            ends, _ = shard.map_documents()
+            between = ends[np.searchsorted(ends, low) : np.searchsorted(ends, high)]
+            shard.check_ends(np.concatenate([[low - 1], between, [high]]))
+            found.append(base + np.zeros(int(low == 0), np.int64))
+            found.append(base + between)
+        return np.concatenate(found)
+
+    def document(self, number: int) -> tuple[np.ndarray, str]:
+        """Tokens, int32, and source of a document."""
+        _within(number, number + 1, self.documents, "documents")
+        place = int(np.searchsorted(self._documents, number, "right")) - 1
+        shard, number = self._shards[place], number - int(self._documents[place])
+        ends, sources = shard.map_documents()
+        low, high = int(ends[number - 1]) if number else 0, int(ends[number])
+        shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
+        if (source := int(sources[number])) >= len(shard.sources):
+            raise shard.damaged("docs", f"document {number} is of source {source} of {len(shard.sources)}")
+        return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
+        """Shards that [start, stop) touches: where each begins, and which of its own tokens are meant."""
+        place = int(np.searchsorted(self._tokens, start, "right")) - 1
+        while start < stop:
+            base, end = int(self._tokens[place]), min(stop, int(self._tokens[place + 1]))
+            yield self._shards[place], base, start - base, end - base
+            start, place = end, place + 1
+
+
+class SumCheck:
+    """Compares files with the sums of their index in a thread, up to the first that has another.
+
+    Attributes:
+        problem: one line about it, for people; None while there is none.
+        settled: whether somebody has waited for the end, and it was good.
+    """
+
+    settled = False
+
+    def __init__(self, files: list[_File]):
+        self.problem: str | None = None
+        self._files, self._closed = files, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nalanda-sums", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for file in self._files:
+            if self._closed.is_set() or self.problem:
+                return
+            self.problem = file.damage(sums=True)
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
+        """`problem`, once all files were read. `beat` is called every second."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
+        return self.problem
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class _File(NamedTuple):
+    path: Path
+    size: int
+    sha256: str
+
+    def check_size(self) -> None:
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise InputError(f"{self.path}: {first_line(error)}; prepare the set again") from None
+        if size != self.size:
+            raise InputError(
+                f"{self.path} has {size:,} bytes and the index says {self.size:,}; copy or prepare it again"
+            )
+
+    def damage(self, *, sums: bool) -> str | None:
+        """How the file is not the index's, None where it is: of its size or, with `sums`, of its content."""
+        try:
+            self.check_size()
+            if sums and self.sum() != self.sha256:
+                return f"{self.path} is damaged: its SHA-256 is not the index's; copy or prepare it again"
+        except (InputError, OSError) as error:
+            return str(error)
+        return None
+
+    def sum(self) -> str:
+        with self.path.open("rb") as file:
+            digest = sha256()
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+
+class Entry:
+    """A shard as the index describes it, ids of `vocabulary` tokens in it.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry contradicts itself.
+    """
+
+    def __init__(self, path: Path, entry: dict, dtype: str, vocabulary: int = 1 << 32):
+        self.path, self.dtype, self.vocabulary = path, np.dtype(dtype).newbyteorder("<"), vocabulary
+        self.stated, self.tokens, self.documents = entry, entry["tokens"], entry["documents"]
+        self.counts, self.sizes = entry["sources"], entry["files"]
+        self.sources = list(self.counts)
+        sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
+        if [self.sizes["tokens"][0], self.sizes["docs"][0]] != sizes or not self.tokens >= self.documents > 0:
+            raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
+        if [sum(column) for column in zip(*self.counts.values(), strict=True)] != [
+            self.documents,
+            self.tokens,
+        ]:
+            raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
+
+    def files(self) -> list[_File]:
+        return [_File(self.path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in ("tokens", "docs")]
+
+    def tokens_between(self, low: int, high: int) -> np.ndarray:
+        """Raises `InputError` for an id that the vocabulary does not have."""
+        tokens = _map(self.files()[0], self.dtype, self.tokens)[0][low:high]
+        self._check_ids(tokens, low)
+        return tokens
+
+    def map_documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ends, int64 [D], and sources, uint16 [D]."""
+        ends, sources = _map(self.files()[1], DOCS, self.documents)
+        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
+        return ends, sources
+
+    def _check_ids(self, tokens: np.ndarray, first: int) -> None:
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+            place = first + int(tokens.argmax())
+            raise self.damaged("tokens", f"token {place} is {largest}, of a vocabulary of {self.vocabulary}")
+
+    def check_ends(self, ends: np.ndarray) -> None:
+        """Raises `InputError` unless each is behind the one before."""
+        if (np.diff(ends) <= 0).any():
+            raise self.damaged("docs", "its documents do not lie one behind the other, up to the last token")
+
+    def check(self, kind: str) -> None:
+        """All of a file that is otherwise checked where it is read. Raises `InputError`."""
+        if kind == "tokens":
+            (tokens,) = _read_map(self.files()[0], self.dtype, self.tokens)
+            for low in range(0, self.tokens, 1 << 22):
+                self._check_ids(tokens[low : low + (1 << 22)], low)
+            return
+        ends, sources = _read_map(self.files()[1], DOCS, self.documents)
+        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
+        self.check_ends(np.concatenate([[0], ends]))
+        documents = np.bincount(sources, minlength=len(self.sources))
+        tokens = np.bincount(sources, np.diff(ends, prepend=0), len(self.sources))
+        if np.stack([documents, tokens], 1).tolist() != [*self.counts.values()]:
+            raise self.damaged("docs", "its documents by source are not those of the index")
+
+    def damaged(self, kind: str, how: str) -> InputError:
+        return InputError(f"{self.path.with_suffix(f'.{kind}')} is damaged: {how}; copy or prepare it again")
+
+
+def _read_map(file: _File, dtype: np.dtype, count: int) -> list[np.ndarray]:
+    """A file's columns, each of `count` items, one behind the other."""
+    file.check_size()
+    whole = np.memmap(file.path, np.uint8, mode="r")
+    columns, offset = [], 0
+    for kind in [field[0] for field in dtype.fields.values()] if dtype.fields else [dtype]:
+        columns.append(whole[offset : offset + count * kind.itemsize].view(np.ndarray).view(kind))
+        offset += count * kind.itemsize
+    return columns
+
+
+_map = functools.lru_cache(maxsize=OPEN_FILES)(_read_map)
+
+
+def _within(start: int, stop: int, count: int, what: str) -> None:
+    if not 0 <= start <= stop <= count:
+        raise IndexError(f"{what} {start} to {stop} of {count}")
+
+
+def read_index(path: str | os.PathLike) -> dict:
+    """Raises `InputError` where a directory has no index that this version reads."""
+    path = Path(path) / "index.json"
+    try:
+        index = json.loads(path.read_bytes())
+        if index["format"] != FORMAT:
+            raise KeyError
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; nalanda data prepare makes one") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{path} is damaged, or not the index of a prepared set") from None
+    if index.get("version") != VERSION:
+        raise InputError(f"{path} has version {index.get('version')}; this Nalanda reads {VERSION}")
+    try:
+        for split in SPLITS:
+            if index[split] != totals([entry.stated for entry in entries(path.parent, index, split)]):
+                raise ValueError(f"{split} is not the sum of its shards")
+        if index["sources"] != sorted({name for split in SPLITS for name in index[split]["sources"]}):
+            raise ValueError("its sources are not those of its shards")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
+        ) from None
+    return index
+
+
+def entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
+    """The shards of a split."""
+    known = index["dtype"], index["tokenizer"]["vocab_size"]
+    return [Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]]
+
+
+def totals(shards: list[dict]) -> dict:
+    """What the index says of a split, from what it says of its shards."""
+    sources: dict[str, list[int]] = {}
+    for shard in shards:
+        for name, counts in shard["sources"].items():
+            before = sources.get(name, [0, 0])
+            sources[name] = [before[0] + counts[0], before[1] + counts[1]]
+    sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")}
+    return {**sums, "sources": dict(sorted(sources.items())), "shards": shards}
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+
+
+# ------------------------------ what a person sees
+
+
+class Progress:
+    """A bar over the bytes of input on a terminal; a line now and then elsewhere."""
+
+    EVERY = 30.0  # seconds between lines
+
+    def __init__(self, weights: list[int], todo: list[int]):
+        self.total, self.before = sum(weights), sum(weights) - sum(weights[number] for number in todo)
+        self.done: dict[int, tuple[int, int]] = {}
+        self.begun = self.said = time.monotonic()
+        self.bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(
+                TextColumn("tokenising"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                speed_estimate_period=120,
+            )
+            self.task = self.bar.add_task("", total=self.total or 1, completed=self.before, text="")
+
+    def __enter__(self) -> Progress:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def set(self, number: int, weight: int, text: int) -> None:
+        if self.done.get(number) == (weight, text):
+            return
+        self.done[number] = weight, text
+        seconds = time.monotonic() - self.begun
+        if not self.bar and time.monotonic() - self.said < self.EVERY:
+            return
+        done = sum(weight for weight, _ in self.done.values())
+        read = self.text()
+        line = f"{read / 1e6:,.0f} MB of text, {read / 1e6 / max(seconds, 1e-3):.1f} MB/s"
+        if self.bar:
+            self.bar.update(self.task, completed=self.before + done, text=line)
+            return
+        from nalanda.train.log import duration
+
+        self.said = time.monotonic()
+        left = (self.total - self.before - done) / done * seconds if done else 0
+        self.say(
+            f"{(self.before + done) / (self.total or 1):4.0%}  {line}"
+            + f"  ETA {duration(left)}" * bool(done)
+        )
+
+    def text(self) -> int:
+        """Bytes of text that were read."""
+        return sum(text for _, text in self.done.values())
+
+    def say(self, line: str) -> None:
+        if self.bar:
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+
+def show(index: dict, directory: str | os.PathLike) -> None:
+    """The totals of a set, and its sources with their shares."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from nalanda.report.info import size
+
+    def table(first: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in (first, *columns):
+            made.add_column(name, justify="left" if name == first else "right", no_wrap=True)
+        for row in rows:
+            made.add_row(*map(escape, row))
+        console.print(made)
+
+    console = Console()
+    if skipped := index.get("skipped"):
+        limit = index["settings"]["max_document_bytes"]
+        print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")
+    splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
+    stored = {
+        split: sum(found[0] for shard in part["shards"] for found in shard["files"].values())
+        for split, part in splits.items()
+    }
+    table(
+        "split",
+        ("documents", "tokens", "tokens/byte", "text", "on disk"),
+        [
+            [
+                split,
+                f"{part['documents']:,}",
+                f"{part['tokens']:,}",
+                f"{part['tokens'] / part['text_bytes']:.3f}",
+                size(part["text_bytes"]),
+                size(stored[split]),
+            ]
+            for split, part in splits.items()
+        ],
+    )
+    if index["sources"] != [""]:
+        train, validation = (index[split]["sources"] for split in SPLITS)
+        table(
+            "source",
+            ("documents", "tokens", "share", "validation"),
+            [
+                [
+                    name or "(not named)",
+                    f"{documents:,}",
+                    f"{tokens:,}",
+                    f"{tokens / index['train']['tokens']:.1%}",
+                    f"{validation.get(name, (0, 0))[1]:,}",
+                ]
+                for name in index["sources"]
+                for documents, tokens in [train.get(name, (0, 0))]
+            ],
+        )
+    tokenizer, settings = index["tokenizer"], index["settings"]
+    ends = " … ".join(name for name in ("bos", "eos") if settings[name]) or "no bos, no eos"
+    print(
+        f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
+        f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
+    )
+
+
+def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
+    """Compares the files of a set with its index: their sizes, and with `sums` all that is in them.
+
+    Raises:
+        InputError: names what is damaged.
+    """
+    from nalanda.data.tokenizer import fingerprint
+
+    directory = Path(directory)
+    index = read_index(directory)
+    owners = [(e, f) for split in SPLITS for e in entries(directory, index, split) for f in e.files()]
+    files = [file for _, file in owners]
+
+    def damage(entry: Entry, file: _File) -> str | None:
+        if (problem := file.damage(sums=sums)) is None and sums:
+            try:
+                entry.check(file.path.suffix[1:])
+            except (InputError, OSError) as error:
+                return str(error)
+        return problem
+
+    with (
+        ThreadPoolExecutor(processors()) as pool,
+        Progress([f.size for f in files], [*range(len(files))]) as p,
+    ):
+        found = []
+        for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):
+            p.set(number, files[number].size, files[number].size)
+            found += [problem] if problem else []
+    if sums:
+        try:
+            same = fingerprint(load_tokenizer(directory / "tokenizer")) == index["tokenizer"]["fingerprint"]
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            found.append(f"{directory / 'tokenizer'} is not the tokenizer that the index names")
+    for problem in found[1:]:
+        print(problem)
+    if found:
+        raise InputError(found[0] + (f" (and {len(found) - 1} more, above)" if found[1:] else ""))
+
+
+def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
+    """Prints what a set holds and `samples` of its documents, and checks it (`check_set`)."""
+    index = read_index(directory)
+    show(index, directory)
+    check_set(directory, sums=verify)
+    files = sum(len(shard["files"]) for split in SPLITS for shard in index[split]["shards"])
+    print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} that the index states")
+    if not samples:
+        return
+    train, tokenizer = open_set(directory, "train"), load_tokenizer(Path(directory) / "tokenizer")
+    for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
+        tokens, source = train.document(number)
+        named = f" of {source}" if source else ""
+        print(f"\ndocument {number:,}{named}, {len(tokens):,} tokens: {' '.join(map(str, tokens[:16]))} …")
+        print(f"{tokenizer.decode(tokens[:100].tolist())}{' …' * (len(tokens) > 100)}")
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

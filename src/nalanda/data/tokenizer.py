@@ -1,0 +1,339 @@
+"""The tokenizer of a run: loaded, converted from SentencePiece, or trained on the training documents."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from nalanda.common.errors import InputError
+from nalanda.data.corpus import DocumentStream, open_corpus
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from nalanda.data.loader import DataConfig
+
+
+@dataclass
+class TokenizerConfig:
+    """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
+
+    # a directory, a Hub id, a tokenizer.json, a SentencePiece .model, or mistral: the 32 000 entries of
+    # Mistral 7B, out of the installed package mistral-common
+    path: str | None = None
+    train: str | None = None  # on the training documents: "bpe", byte-level, or "words", between white space
+    vocab_size: int | None = None  # of the trained one, special tokens included; null: bpe 4096, words all
+    min_count: int = 1  # words: those that the training documents have less often are unknown
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is None and self.train != "words":
+            self.vocab_size = 4096
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if (self.path is None) == (self.train is None):
+            raise InputError(
+                "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
+            )
+        if self.train not in (None, "bpe", "words"):
+            raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
+        if self.train == "bpe" and (self.vocab_size or 0) < 257:
+            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs 257 or more")
+        if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
+            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
+        if self.min_count < 1:
+            raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
+        if self.min_count > 1 and self.train != "words":
+            raise InputError(f"tokenizer.min_count is {self.min_count}; only train: words counts words")
+
+
+END_OF_TEXT = "<|endoftext|>"
+MISTRAL = ("mistral", "mistral-common")
+UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"  # of words, as fairseq writes them
+BPE_SAMPLE = 200_000_000  # characters of the training documents that a tokenizer is trained on, at most
+
+
+def build_tokenizer(
+    config: TokenizerConfig, data: DataConfig, directory: str | os.PathLike
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that `config` names, or one trained on the training documents.
+
+    A trained one is saved in `directory`, and read from there when it is already there, so that a resumed
+    run has the same tokens. It has no padding token, because training pads nothing, and many collators mask
+    a padding token that equals eos from the labels; an exported model's has one, see `export.pad_batches`.
+    With `data.bos` a trained tokenizer, or one from a SentencePiece model, puts bos in front of what it
+    encodes, as training does: evaluation and generation see documents begin as training saw them.
+
+    bpe: byte-level, so that every text has tokens and none is unknown; `<|endoftext|>`, id 0, is bos and eos.
+    words: what stands between white space, from the most frequent on, equals in the order of their text;
+    `<unk>` is 0, eos `</s>` 1 and, with `data.bos`, bos `<s>` 2. A line end inside a text is `</s>`; at the
+    end of a text it is nothing, since `data.eos` is there. (Of WikiText-103's tokens fairseq's dictionary
+    holds 267 744: 267 733 words, these three, `<pad>`, and 7 that no text has, up to a multiple of 8.)
+
+    With several processes call it in the first one before the others.
+
+    Raises:
+        InputError: the tokenizer cannot be had.
+    """
+    from transformers import AutoTokenizer
+
+    config.check()
+    directory = Path(directory)
+    if config.train:
+        if not is_whole(directory):
+            save_tokenizer((_train_words if config.train == "words" else _train_bpe)(config, data), directory)
+        try:
+            return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
+        except Exception as error:  # one that an older version saved, without sums
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{directory}: damaged: {reason}; delete it and it is trained again") from None
+    name = config.path or ""
+    path = Path(name).expanduser()
+    if name in MISTRAL and not path.exists():
+        path = mistral_model()
+    try:
+        if path.is_file():
+            if path.suffix != ".json":
+                return _load_sentencepiece(path, data.bos)
+            if not (path.parent / "tokenizer_config.json").exists():
+                return _load_tokenizer_json(path)
+            path = path.parent
+        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path if path.is_dir() else name))
+    except Exception as error:  # tokenizers, sentencepiece and huggingface_hub have no common one
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"tokenizer {name!r} cannot be loaded: give a directory, a Hub id, a tokenizer.json, "
+            f"a SentencePiece model, or train: bpe or words ({reason})"
+        ) from None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """`directory` has all of the tokenizer, on the disk and with its sums, or is what it was."""
+    from nalanda.train import checkpoint
+
+    part, old = (directory.with_name(f".tmp-{directory.name}{end}") for end in ("", "-old"))
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
+    tokenizer.save_pretrained(part)
+    checkpoint.write_manifest(part)
+    if directory.exists():
+        directory.rename(old)
+    part.rename(directory)
+    checkpoint.sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether a tokenizer is there with the bytes that `save_tokenizer` wrote, or one of an older version,
+    without sums. Prints what is wrong with one that is there."""
+    from nalanda.train import checkpoint
+
+    if not directory.is_dir() or not (directory / "manifest.json").exists():
+        return (directory / "tokenizer_config.json").exists()
+    if problem := checkpoint.verify(directory):
+        print(f"{directory}: damaged, made again: {problem}", flush=True)
+    return problem is None
+
+
+def mistral_model() -> Path:
+    """Mistral 7B's SentencePiece model in the package mistral-common, which is not imported.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    found = importlib.util.find_spec("mistral_common")
+    for folder in (found.submodule_search_locations if found else None) or []:
+        if (path := Path(folder) / "data" / "tokenizer.model.v1").is_file():
+            return path
+    raise InputError(
+        "tokenizer: mistral is part of the package mistral-common: pip install mistral-common; "
+        "or give a directory, a Hub id or a file"
+    )
+
+
+def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size or 0,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_sample(data), trainer)
+    if data.bos:
+        _put_in_front(backend, END_OF_TEXT)
+    return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def _sample(data: DataConfig) -> Iterator[str]:
+    characters = 0
+    for text in _training_texts(data):
+        yield text
+        characters += len(text)
+        if characters > BPE_SAMPLE:
+            return
+
+
+def _training_texts(data: DataConfig) -> Iterator[str]:
+    return DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1).texts()
+
+
+def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    special = [UNKNOWN, END_OF_LINE, *([BEGINNING] if data.bos else [])]
+    backend = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(r"\n\z"), ""), normalizers.Replace("\n", f" {END_OF_LINE} ")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
+    )
+    backend.train_from_iterator(_training_texts(data), trainer)
+    # The trainer would give a special token that the text also spells two ids, and leave one of them empty.
+    ranks = backend.get_vocab(with_added_tokens=False)
+    words = special + sorted(ranks.keys() - set(special), key=ranks.__getitem__)
+    vocabulary = {word: i for i, word in enumerate(words[: config.vocab_size])}
+    backend.model = models.WordLevel(vocabulary, UNKNOWN)
+    if data.bos:
+        _put_in_front(backend, BEGINNING)
+    roles = {"bos_token": BEGINNING} if data.bos else {}
+    return _wrap(backend, unk_token=UNKNOWN, eos_token=END_OF_LINE, **roles)
+
+
+def _wrap(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **special_tokens,
+    )
+
+
+def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
+    """A lone tokenizer.json does not say which token is which; the usual names do."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(path))
+    usual = {
+        "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", END_OF_TEXT),
+        "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "[SEP]", END_OF_TEXT),
+        "unk_token": ("<unk>", "[UNK]"),
+        "pad_token": ("<pad>", "[PAD]", "<|pad|>"),
+    }
+    found = {role: [t for t in names if backend.token_to_id(t) is not None] for role, names in usual.items()}
+    return _wrap(backend, **{role: names[0] for role, names in found.items() if names})
+
+
+def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
+    """A BPE model such as Llama's or Mistral's as a fast tokenizer, checked against SentencePiece itself."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    model = SentencePieceProcessor(model_file=str(path))
+    pieces = [model.id_to_piece(i) for i in range(len(model))]
+    special = [i for i in range(len(model)) if model.is_control(i) or model.is_unknown(i)]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for i, piece in enumerate(pieces):
+        if i not in special and not model.is_byte(i):
+            pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+            merges += [
+                (-model.get_score(i), i, a, b) for a, b in pairs if a in vocabulary and b in vocabulary
+            ]
+    backend = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(left, right) for _, _, left, right in sorted(merges)],
+            unk_token=pieces[model.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
+
+    words = [
+        pieces[i].replace("▁", " ") for i in range(len(model)) if i not in special and not model.is_byte(i)
+    ]
+    probe = "def f(x):\n\n    return  x  # Größe 漢字\t" + "".join(words[:: len(words) // 1000 + 1])
+    if backend.encode(probe, add_special_tokens=False).ids != model.encode(probe):
+        raise ValueError(
+            "unigram models, normalisers and user-defined symbols are not converted; give its tokenizer.json"
+        )
+
+    roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    tokens = {role: pieces[i] for role, i in roles.items() if i >= 0}
+    if bos and "bos_token" in tokens:
+        _put_in_front(backend, tokens["bos_token"])
+    return _wrap(backend, **tokens)
+
+
+def _put_in_front(backend: Tokenizer, bos: str) -> None:
+    from tokenizers import processors
+
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id, and one."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises `InputError` where the tokenizer has ids that a model of `vocab_size` has no embedding for."""
+    needed = vocabulary_of(tokenizer)
+    if needed > vocab_size:
+        raise InputError(
+            f"the tokenizer has {needed} tokens and the model's vocab_size is {vocab_size}; "
+            f"set model.vocab_size to {needed} or more"
+        )
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides which tokens a text has: vocabulary, merges, normaliser, special tokens.
+
+    Truncation and padding are left out: they are settings of a call. It is the same in every process, and for
+    the tokenizer as `save_pretrained` wrote it.
+
+    Raises:
+        InputError: the tokenizer has no fast version.
+    """
+    backend = fast_backend(tokenizer)
+    return blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+
+
+def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of the fast version, without truncation and padding.
+
+    A copy, since the tokenizer itself may be at work in another thread, and refuses two users at a time.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not tokenizer.is_fast:
+        raise InputError("the tokenizer has no fast version (tokenizer.json); convert it first")
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

@@ -1,0 +1,475 @@
+"""Documents that lie elsewhere: datasets of the Hugging Face Hub, and shards that have a URL.
+
+Servers fail for a while: what may succeed later is tried again where it stopped, a bounded number of times.
+What a server says about itself may hold a password or a signature, so messages pass through `redact`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import random
+import re
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, urljoin, urlsplit
+
+from nalanda.common.errors import DiskFull, InputError, SourceUnavailable, first_line, no_room
+from nalanda.data.corpus import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard, document_of
+
+if TYPE_CHECKING:
+    from nalanda.data.loader import DataConfig
+
+T = TypeVar("T")
+
+DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
+LISTS = (".urls", ".list")  # a text file with one URL a line
+TIMEOUT = (10.0, 60.0)  # seconds to connect; without a byte. A server that stalls is a server that failed
+LONGEST_WAIT = 60.0  # seconds between two tries
+CACHED_SHARDS = 16  # downloaded ones that stay on disk; the next download removes the one unused the longest
+STALE = 3600.0  # seconds after which a half download is one that a killed process left
+
+# ------------------------------ what a message may say
+
+_SECRET = re.compile(r"^x-(amz|goog)-|sig|token|key|secret|password|credential|expires|policy|^s[a-z]$", re.I)
+
+
+def redact(text: str) -> str:
+    """`text` without the passwords and query strings of its URLs."""
+    text = re.sub(r"(\w://)[^/\s@'\"]+@", r"\1***@", text)
+    return re.sub(r"(?<=[\w/.~-])\?[^\s'\"()<>]*=[^\s'\"()<>]*", "?***", text)
+
+
+def _reason(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
+
+
+# ------------------------------ trying again
+
+sleep = time.sleep  # tests put another one here
+
+_TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
+_NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
+
+
+class Incomplete(ConnectionError):
+    """The server's answer is not all of what it announced."""
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later: no connection, a stall, a cut, status 408, 425, 429 or 5xx.
+
+    Libraries wrap one another's errors, and fsspec even calls a dropped connection FileNotFoundError: the
+    causes are looked at too, and a status decides before anything else.
+    """
+    chain = [error]
+    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+        if cause in chain:
+            break
+        chain.append(cause)
+    for link in chain:
+        status = getattr(getattr(link, "response", None), "status_code", None) or getattr(
+            link, "status", None
+        )
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+    if any(
+        isinstance(link, (ssl.SSLCertVerificationError, InputError))
+        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that no waiting cures
+        for link in chain
+    ):
+        return False
+    return any(
+        isinstance(link, _TRANSIENT)
+        or (type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES and not isinstance(link, ValueError))
+        for link in chain
+    )
+
+
+class Patience:
+    """Counts failures in a row and waits after each: up to twice as long as before, by chance, since many
+    processes fail together and would come back together."""
+
+    def __init__(self, what: str, retries: int):
+        self.what, self.retries, self.failures = what, retries, 0
+
+    def failed(self, error: Exception) -> None:
+        """Returns when it is time to try again.
+
+        Raises:
+            SourceUnavailable: after `retries` tries in a row that helped nothing.
+            Exception: `error` itself, where to try again is no use.
+        """
+        if not transient(error):
+            raise error
+        self.failures += 1
+        if self.failures > self.retries:
+            raise SourceUnavailable(
+                f"{self.what}: failed {self.failures} times in a row, gave up ({_reason(error)}); the same "
+                "command goes on when it is back, and data.retries sets how often it is asked"
+            ) from None
+        wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
+        if os.environ.get("RANK", "0") == "0":
+            again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
+            print(f"nalanda: {self.what}: {_reason(error)}; {again}", file=sys.stderr, flush=True)
+        sleep(wait)
+
+
+def persist(do: Callable[[], T], what: str, retries: int) -> T:
+    """What `do` returns, tried again while it fails as `transient` says. Raises as `Patience.failed`."""
+    patience = Patience(what, retries)
+    while True:
+        try:
+            return do()
+        except Exception as error:
+            patience.failed(error)
+
+
+def persistent(
+    read: Callable[[Any], Iterator[tuple[T, Any]]], cursor: Any, what: str, retries: int
+) -> Iterator[tuple[T, Any]]:
+    """`read(cursor)`, pairs of an item and the cursor behind it, opened again at the last cursor after a
+    failure; an item ends the row of failures. Raises as `Patience.failed`."""
+    patience = Patience(what, retries)
+    while True:
+        try:
+            for item, cursor in read(cursor):  # noqa: B020  the place from which the next reading goes on
+                patience.failures = 0
+                yield item, cursor
+            return
+        except Exception as error:
+            patience.failed(error)
+
+
+# ------------------------------ the Hub
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` is spelt OWNER/NAME."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(SUFFIXES)
+
+
+def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
+    import datasets
+
+    # Its own retries, 20 of 5 s without a word, would hide a stall from whoever waits. A short one stays: it
+    # goes on at a byte, while ours read the file anew up to the place.
+    config: Any = datasets.config
+    config.STREAMING_READ_MAX_RETRIES = config.STREAMING_OPEN_MAX_RETRIES = 2
+    for kind in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
+        setattr(config, f"STREAMING_{kind}_RETRY_INTERVAL", 1)
+
+    def load() -> tuple[Any, bool, str]:
+        names = datasets.get_dataset_split_names(source, data.name)
+        separate = data.validation_split in names
+        chosen = data.validation_split if split == "validation" and separate else data.train_split
+        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming)
+        return dataset, separate, chosen
+
+    try:
+        dataset, separate, chosen = persist(load, f"Hub dataset {source}", data.retries)
+    except SourceUnavailable:
+        raise
+    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+        raise InputError(
+            f"data.source {source!r} is neither a local path nor a Hub dataset that can be loaded "
+            f"({redact(first_line(error))})"
+        ) from None
+    if not data.streaming:
+        dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
+    name, count = f"{source}/{data.name}/{chosen}", dataset.num_shards
+    return [HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)], separate
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """One of the files behind a Hub dataset; the cursor is the dataset's own state."""
+
+    dataset: Any = field(repr=False)
+    name: str
+    fields: Fields
+    index: int
+    count: int
+    retries: int = 8
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name}:{self.index}/{self.count}"
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+        try:
+            yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
+        except (InputError, MemoryError):
+            raise
+        except Exception as error:  # a broken file is told by whichever library reads it
+            raise InputError(f"Hub dataset {self.identity}: cannot be read ({_reason(error)})") from None
+
+    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+        dataset = self.dataset.shard(num_shards=self.count, index=self.index)
+        if cursor:
+            dataset.load_state_dict(cursor)
+        for record in dataset:
+            document: Document | None = document_of(record, self.fields, self.identity)
+            if document and (size := len(document.text.encode())) > self.fields.max_bytes:
+                document = self.fields.oversized(self.identity, size)
+            yield document, dataset.state_dict()
+
+
+# ------------------------------ URLs
+
+
+def is_url(source: Any) -> bool:
+    """Whether `source` is an http(s) URL, or a list of them."""
+    if isinstance(source, list):
+        return bool(source) and all(map(is_url, source))
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
+def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
+    """The shards of `split` that `source` names: a shard, a list of shards, or the URL of a list (`LISTS`).
+
+    As with a local directory, what lies below `train/`, `validation/` or `test/` is for that; without a
+    `validation/` the training documents hold some out.
+
+    Raises:
+        InputError: a shard of no known kind, an empty list, or a list that is not there.
+        SourceUnavailable: the list's server does not give it.
+    """
+    parts = split_urls(list_urls(source, data.retries))
+    separate = bool(parts["validation"])
+    urls = parts["validation"] if split == "validation" and separate else parts["train"] or parts[""]
+    if not urls:
+        raise InputError(f"no shard for {split} is in {_name(source)}")
+    return [UrlShard(url, Fields.of(data), data.retries) for url in urls], separate
+
+
+def list_urls(source: str | list[str], retries: int) -> list[str]:
+    """The shards' URLs, in the order in which they stand; those in a list may be relative to it."""
+    found: list[str] = []
+    for url in [source] if isinstance(source, str) else source:
+        if "***" in url:
+            raise InputError(
+                f"{redact(url)}: its password or query is never written down; give data.source as it was"
+            )
+        lines = _text(url, retries).splitlines() if urlsplit(url).path.endswith(LISTS) else [url]
+        found += [urljoin(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
+    for url in found:
+        if not is_url(url) or not urlsplit(url).path.endswith(SUFFIXES):
+            kinds = ", ".join(SUFFIXES)
+            raise InputError(
+                f"{redact(url)} is no URL of a kind that can be read: {kinds}; lists: .urls, .list"
+            )
+    if not found:
+        raise InputError(f"{_name(source)} lists no shard")
+    return found
+
+
+def split_urls(urls: list[str]) -> dict[str, list[str]]:
+    """URLs by the last of `FOLDERS` that they lie below; "": below none."""
+    parts: dict[str, list[str]] = {part: [] for part in (*FOLDERS, "")}
+    for url in urls:
+        folders = [part for part in urlsplit(url).path.split("/")[:-1] if part in FOLDERS]
+        parts[folders[-1] if folders else ""].append(url)
+    return parts
+
+
+def identity_of(url: str) -> str:
+    """What stays the same when a link is signed anew: the URL without password and signature."""
+    parts = urlsplit(url)
+    kept = sorted((key, value) for key, value in parse_qsl(parts.query) if not _SECRET.search(key))
+    query = f"?{_hash(repr(kept))}" if kept else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{query}"
+
+
+def _name(source: str | list[str]) -> str:
+    return redact(source if isinstance(source, str) else f"{source[0]} and others")
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _text(url: str, retries: int) -> str:
+    import requests
+
+    def get() -> str:
+        reply = requests.get(url, timeout=TIMEOUT)
+        reply.raise_for_status()
+        return reply.content.decode()
+
+    return reachable(lambda: persist(get, redact(url), retries), url)
+
+
+def reachable(do: Callable[[], T], url: str) -> T:
+    """What `do` returns; what other libraries raise about `url`, in one line."""
+    try:
+        return do()
+    except InputError:
+        raise
+    except Exception as error:  # 404 and its like; requests, urllib3 and the system have no common one
+        if no_room(error):
+            place = getattr(error, "filename", None) or cache()
+            raise DiskFull(f"{redact(url)}: no space is left in {place}") from None
+        raise InputError(f"{redact(url)}: cannot be had ({_reason(error)})") from None
+
+
+@dataclass(frozen=True)
+class UrlShard:
+    """A shard that is downloaded as a whole, then read; the cursor is its size and the lines or rows read.
+
+    Its name is its identity: to ask a server for the size of each of ten thousand shards takes longer than to
+    begin. That a shard is still the one in which a reading stopped is seen when it goes on.
+    """
+
+    url: str = field(repr=False)
+    fields: Fields
+    retries: int = 8
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.url)
+
+    @property
+    def single(self) -> bool:
+        return urlsplit(self.url).path.endswith(".txt")
+
+    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | None, list[int]]]:
+        path = cached(self.url, self.retries)
+        size = path.stat().st_size
+        if cursor and cursor[0] != size:
+            raise InputError(
+                f"{self.identity}: has {size} bytes and had {cursor[0]} when the run stopped in it; "
+                "restore it, or start a new run from the checkpoint's weights with model.init_from"
+            )
+        try:
+            for document, row in FileShard(path, self.identity, self.fields).read(
+                cursor[1] if cursor else None
+            ):
+                yield document, [size, row]
+        except InputError as error:
+            path.unlink(missing_ok=True)  # so that one repaired at its place is seen
+            raise InputError(str(error).replace(str(path), self.identity)) from None
+
+
+def cache() -> Path:
+    return Path(os.environ.get("NALANDA_CACHE") or "~/.cache/nalanda/shards").expanduser()
+
+
+def cached(url: str, retries: int) -> Path:
+    """The shard's file in the cache (`NALANDA_CACHE`), downloaded by one of the processes that ask for it."""
+    from filelock import FileLock
+
+    def get() -> Path:
+        folder = cache()
+        path = folder / f"{_hash(identity_of(url))}-{urlsplit(url).path.rpartition('/')[2]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                download(url, path, retries)
+                _prune(folder, path)
+            os.utime(path)
+        return path
+
+    return reachable(get, url)
+
+
+def _prune(folder: Path, newest: Path) -> None:
+    # Whoever reads a file that is removed has it open, and reads on.
+    files = {path: _age(path) for path in folder.iterdir() if path != newest}
+    shards = sorted(
+        (p for p in files if p.name.endswith(SUFFIXES) and p.name[0] != "."), key=files.__getitem__
+    )
+    halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
+    for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
+        path.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:  # another process was quicker
+        return 0.0
+
+
+def download(url: str, path: Path, retries: int) -> None:
+    """Writes what `url` gives to `path`, which appears when it is whole: the announced length and, where the
+    server gives one, checksum agree. After a failure it goes on where it stopped if the server can.
+
+    Raises:
+        SourceUnavailable: after `retries` tries in a row that brought nothing new.
+        Exception: as requests, urllib3 and the system have it; to try again is no use.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    patience, validator, furthest = Patience(redact(url), retries), "", 0
+
+    def receive() -> None:
+        import requests
+
+        nonlocal validator
+        start = part.stat().st_size if validator and part.exists() else 0
+        headers = {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={start}-", "If-Range": validator} if start else {}
+        with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
+            if reply.status_code == 416:
+                validator = ""
+                raise Incomplete("the server cannot go on where it stopped")
+            reply.raise_for_status()
+            if reply.status_code != 206:
+                start = 0
+            elif not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                validator = ""
+                raise Incomplete("the server went on at another place")
+            etag = reply.headers.get("ETag", "")
+            validator = etag if etag[:1] == '"' else reply.headers.get("Last-Modified", "")
+            with part.open("ab" if start else "wb") as file:
+                # A stall loses a chunk, so they are small; bytes as they are stored, so that .gz stays .gz.
+                for chunk in reply.raw.stream(1 << 16, decode_content=False):
+                    file.write(chunk)
+                size, length = file.tell(), reply.headers.get("Content-Length")
+            if length and size != start + int(length):
+                raise Incomplete(f"{size} of {start + int(length)} bytes came")
+            if (checksum := _checksum(reply.headers)) and _digest(part, checksum[0]) != checksum[1]:
+                validator = ""
+                raise Incomplete(f"the bytes that came are not those of the server's {checksum[0]}")
+
+    try:
+        while True:
+            try:
+                receive()
+                break
+            except Exception as error:
+                size = part.stat().st_size if part.exists() else 0
+                if size > furthest:
+                    patience.failures, furthest = 0, size
+                patience.failed(error)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _checksum(headers: Any) -> tuple[str, str] | None:
+    """(algorithm, hexadecimal digest) of the whole file, where a server says it plainly."""
+    for kind in ("sha256", "md5"):
+        if value := headers.get(f"x-checksum-{kind}"):
+            return kind, value.lower()
+    etag = re.fullmatch(r'"([0-9a-f]{32})"', headers.get("ETag", ""))
+    encrypted = "kms" in headers.get("x-amz-server-side-encryption", "") or any(
+        "server-side-encryption-customer" in name.lower() for name in headers
+    )  # then S3's ETag is not the content's MD5
+    return ("md5", etag[1]) if etag and not encrypted else None
+
+
+def _digest(path: Path, kind: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, kind).hexdigest()

@@ -1,0 +1,192 @@
+"""A conversation at the terminal. A model's memory of it is carried: each turn, only what is new is read."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import check_seed
+from nalanda.inference.generate import (
+    Printer,
+    bos_token,
+    ends,
+    is_ours,
+    load,
+    load_state,
+    read,
+    sampling,
+    speed,
+)
+from nalanda.model import State
+
+HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
+
+
+class Conversation:
+    """Turns of a user and a model, rendered by the tokenizer's chat template, or as plain text without one.
+
+    Our models carry a state. Others carry transformers' cache beside all tokens; where they have none that
+    comes back, they read everything again.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        options: dict[str, Any],
+        system: str = "",
+    ):
+        self.model: Any = model
+        self.tokenizer, self.options, self.system = tokenizer, options, system
+        # Turns of plain text end where the model begins to speak for the user.
+        self.stop = "" if tokenizer.chat_template else "\nUser:"
+        eos = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+        flat = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        self.options = options | ({"eos_token_id": sorted(set(flat))} if flat else {})
+        if self.stop:
+            self.options |= {"stop_strings": [self.stop], "tokenizer": tokenizer}
+        self.ended = False  # whether the last answer came to its end-of-text token
+        self.reset()
+
+    def reset(self, base: State | None = None) -> None:
+        """Begins anew; base: what was read before the first turn."""
+        self.base, self.messages = base, []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
+        self._forget()
+
+    def _forget(self) -> None:
+        self.state, self.tokens, self.cache, self.text = self.base, [], None, ""
+
+    def save(self, path: str) -> None:
+        if self.state is None:
+            raise InputError(
+                "nothing to save: only conversations with our own models have a state, once begun"
+            )
+        notes = {"messages": json.dumps(self.messages), "text": self.text}
+        self.state.save(Path(path).expanduser(), **notes)
+
+    def load(self, path: str) -> None:
+        state = load_state(path, self.model)
+        self.reset(state)
+        if "messages" in state.notes:
+            self.messages, self.text = json.loads(state.notes["messages"]), state.notes["text"]
+            self.base = None  # the turns themselves say all that it has read
+
+    def render(self) -> str:
+        """The turns so far, up to where the model is to go on."""
+        if self.tokenizer.chat_template:
+            return str(
+                self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+            )
+        # The space before an answer is the model's own.
+        turns = [
+            f"{m['role'].capitalize()}:{'' if m['role'] == 'assistant' else ' '}{m['content']}"
+            for m in self.messages
+        ]
+        return "\n" * (self.base is not None) + "\n".join([*turns, "Assistant:"])
+
+    def answer(self, said: str) -> str:
+        """Streams the answer to stdout, says its speed on stderr, and returns it; ctrl-C cuts it short."""
+        self.messages.append({"role": "user", "content": said})
+        whole = self.render()
+        if not whole.startswith(self.text):  # a template may show earlier turns in another way than it did
+            self._forget()
+        begun = self.state is not None or bool(self.tokens)
+        new = whole[len(self.text) :]
+        eos = self.tokenizer.eos_token
+        if self.text and self.ended and isinstance(eos, str):
+            new = new.removeprefix(eos)  # read as the answer's last token
+        tokens = self.tokenizer(new, add_special_tokens=False).input_ids
+        bos = bos_token(self.model, self.tokenizer)
+        if not begun and tokens[: len(bos)] != bos:
+            tokens = bos + tokens
+        printer = Printer(self.tokenizer, tokens, self.stop)
+        start = time.perf_counter()
+        try:
+            self._go_on(tokens, printer)
+        except KeyboardInterrupt:
+            printer.end()
+            # Whatever it broke off in is dropped; a state is never changed.
+            if is_ours(self.model):
+                self.state = self.model.read(self._ids(tokens + printer.tokens), state=self.state)
+            else:
+                self.tokens, self.cache = self.tokens + tokens + printer.tokens, None
+        seconds = time.perf_counter() - start
+        spoken = str(self.tokenizer.decode(printer.tokens, skip_special_tokens=True))
+        self.text = whole + spoken
+        self.ended = bool(printer.tokens) and printer.tokens[-1] in self.options.get("eos_token_id", ())
+        answer = spoken.split(self.stop)[0] if self.stop else spoken
+        self.messages.append({"role": "assistant", "content": answer})
+        cache = self.cache if self.state is None else self.state.cache
+        print(speed(len(printer.tokens), seconds, cache, self.model.device), file=sys.stderr)
+        return answer
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self.model.device)
+
+    def _go_on(self, tokens: list[int], printer: Printer) -> None:
+        options = self.options | {"streamer": printer, "return_dict_in_generate": True}
+        if is_ours(self.model):
+            out = self.model.generate(state=read(self.model, tokens, self.state), **options)
+            self.state = State(self.model, out.past_key_values, out.sequences[:, -1:])
+        else:
+            ids = self._ids(self.tokens + tokens)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
+            )
+            self.tokens, self.cache = out.sequences[0].tolist(), getattr(out, "past_key_values", None)
+
+
+def chat(
+    model: str,
+    *,
+    system: str = "",
+    state: str | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Talks with a model until /quit or the end of the input; options as of `generate`."""
+    check_seed(seed, "--seed")
+    options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    conversation = Conversation(network, tokenizer, options | ends(tokenizer), system)
+    if state is not None:
+        conversation.load(state)
+    if seed is not None:
+        transformers.set_seed(seed)
+    print(HELP, file=sys.stderr)
+    while True:
+        try:
+            said = input("> ").strip()
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            return
+        command, _, rest = said.partition(" ")
+        try:
+            if command == "/quit":
+                return
+            if command == "/reset":
+                conversation.reset()
+            elif command in ("/save", "/load") and rest:
+                (conversation.save if command == "/save" else conversation.load)(rest.strip())
+            elif command.startswith("/"):
+                raise InputError(HELP)
+            elif said:
+                conversation.answer(said)
+        except InputError as error:
+            print(error, file=sys.stderr)

@@ -1,0 +1,372 @@
+"""Load a checkpoint with transformers' Auto classes and stream a continuation of a prompt, or of a state."""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import cached_file
+
+from nalanda.common.errors import InputError, explained, out_of_memory, output_file
+from nalanda.config.load import check_seed
+from nalanda.model import NalandaCache, State
+
+PIECE = 4096  # tokens of a prompt that are read between two looks at the progress bar
+
+
+def load(
+    name: str, *, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, ready for inference.
+
+    Args:
+        name: a checkpoint directory or an id on the Hugging Face hub.
+        device: where the model goes; the GPU if there is one, else the CPU.
+        dtype: `auto` keeps the checkpoint's own, or `float32`, `bfloat16`, `float16`, `float64`.
+        trust_remote_code: run the modeling files that a checkpoint brings with it. Never needed for our own.
+
+    Raises:
+        InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
+    """
+    check_name(name)
+    device = choose_device(device)
+    if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+        raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        if (folder := Path(name).expanduser()).is_dir():
+            name = str(folder)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        model = model.to(device)
+    except Exception as error:  # tokenizers, safetensors and transformers have no common one
+        if out_of_memory(error):
+            raise explained(error) from None  # pyrefly: ignore[bad-raise]
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise InputError(f"cannot load {name}: {reason}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+    if report["missing_keys"]:  # transformers fills them with random numbers and only warns
+        missing = sorted(report["missing_keys"])
+        raise InputError(f"{name} lacks {len(missing)} of the model's tensors, {missing[0]} for one")
+    return model.eval(), tokenizer  # type: ignore[bad-return]
+
+
+def check_name(name: str) -> None:
+    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        try:
+            weight_files(path)
+        except InputError as error:
+            raise InputError(f"cannot load {name}: {error}") from None
+        return
+    if (path / "final" / "config.json").is_file():
+        raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
+    if path.exists():
+        raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+    try:
+        cached_file(name, "config.json")
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
+
+
+def not_here(name: str) -> str:
+    """What to put before the hub's complaint about `name`, which may well be a misspelt folder."""
+    return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
+
+
+def choose_device(name: str | None) -> str:
+    """`name`, or the GPU where there is one, else the CPU. Raises `InputError` for what is not there."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()  # no values: `meta`
+    except (RuntimeError, AssertionError):
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
+    return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, all of them whole; [] where its weights are of another kind.
+
+    Raises:
+        InputError: a file is missing or damaged, or the index names one that is outside of the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            inside = all(Path(name).name == name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{index.name}: damaged, or no index of weights") from None
+        # The hub's cache has links from snapshots/REVISION to its blobs.
+        root = (
+            folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
+        )
+        for name in names:
+            if not inside or not (folder / name).resolve().is_relative_to(root):
+                raise InputError(f"{index.name}: {name} is outside of the folder, and was not read")
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise InputError(f"no {file.name} there, which {index.name} names")
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"{file.name}: damaged or cut short ({error}); copy or download it again"
+            ) from None
+    return [folder / name for name in names]
+
+
+def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that stood before every text in training, as a list of one id, or of none.
+
+    Our checkpoints' config has a bos token if training wrote one; of other models the tokenizer knows.
+    """
+    bos = tokenizer.bos_token_id
+    if model.config.model_type == "nalanda":
+        written = model.config.bos_token_id is not None
+    else:
+        written = tokenizer("a").input_ids[0] == bos
+    return [bos] if bos is not None and written else []
+
+
+class Printer(BaseStreamer):
+    """Prints what is generated as soon as it is characters, up to a stop text, and keeps the tokens.
+
+    before: the prompt's tokens, whose end decides whether the first word begins with a space.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int], stop: str = ""):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.window, self.held, self.silent = before[-8:], "", True
+        self.shown = len(self._decoded())
+
+    def _decoded(self) -> str:
+        return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
+
+    def put(self, value: Tensor) -> None:
+        if self.silent:  # the prompt comes first
+            self.silent = False
+            return
+        new = value.flatten().tolist()
+        self.tokens += new
+        self.window += new
+        text = self._decoded()
+        if text.endswith("\ufffd"):  # a character whose last bytes are to come
+            return
+        self._print(text[self.shown :])
+        self.shown = len(text)
+        if len(self.window) > 64:
+            self.window = self.window[-8:]
+            self.shown = len(self._decoded())
+
+    def _print(self, text: str) -> None:
+        self.held += text
+        if not self.stop:
+            ready = len(self.held)
+        elif self.stop in self.held:
+            ready = self.held.index(self.stop)
+        else:  # what may become the stop text waits
+            ready = next(i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:]))
+        print(self.held[:ready], end="", flush=True)
+        self.held = self.held[ready:]
+
+    def end(self) -> None:
+        self._print(self._decoded()[self.shown :])
+        print(self.held.split(self.stop)[0] if self.stop else self.held, flush=True)
+        self.held = ""
+
+
+def sampling(
+    *, max_new_tokens: int = 128, temperature: float = 0.8, top_p: float = 1.0, top_k: int = 0
+) -> dict[str, Any]:
+    """`generate`'s own options for these; InputError for values that cannot be meant."""
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    if temperature < 0:
+        raise InputError(f"temperature is {temperature}: it must be 0 (greedy) or above")
+    if not 0 < top_p <= 1:
+        raise InputError(f"top_p is {top_p}: it must be above 0 and at most 1")
+    if top_k < 0:
+        raise InputError(f"top_k is {top_k}: it must be 0 (all tokens) or above")
+    if temperature == 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, **chosen}
+
+
+def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`generate`'s own options for the token that ends a text."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    return model.config.model_type == "nalanda"
+
+
+def read(model: Any, tokens: list[int], state: State | None = None) -> State:
+    """`model.read` with a progress bar, on stderr, where it takes a while."""
+    ids = torch.tensor([tokens], device=model.device)
+    bar = Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE)
+    # Whoever calls this has added no special token: a bos at the head of a piece is the text's own.
+    with warnings.catch_warnings(action="ignore", category=UserWarning), bar as progress:
+        task = progress.add_task("reading", total=len(tokens))
+        for piece in ids.split(PIECE, 1):
+            state = model.read(piece, state=state)
+            progress.advance(task, piece.shape[1])
+    assert state is not None, "no tokens"
+    return state
+
+
+def load_state(path: str | Path, model: Any) -> State:
+    """The saved state; InputError where it is none of this model's."""
+    if not is_ours(model):
+        raise InputError(f"{model.config.model_type} models keep no state: leave the state's file out")
+    try:
+        return model.load_state(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        raise InputError(str(error).splitlines()[0]) from error
+
+
+def carried(cache: Any) -> int:
+    """Bytes of what generation carried from token to token, in any cache of transformers."""
+    if isinstance(cache, NalandaCache):
+        return cache.nbytes
+
+    def tensors(found: Any) -> int:
+        if isinstance(found, Tensor):
+            return found.nbytes
+        inner = (
+            found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+        )
+        return sum(map(tensors, inner))
+
+    return sum(tensors(vars(layer)) for layer in getattr(cache, "layers", ()))
+
+
+def peak_memory(device: torch.device) -> str:
+    """The most that this process has held so far: of the GPU's memory, or resident."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of GPU memory at most"
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB resident at most"
+
+
+def speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
+    """What is said at the end of an answer."""
+    state = f"{carried(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
+    return f"{new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens/s; {state}{peak_memory(device)}"
+
+
+def generate(
+    model: str,
+    prompt: str | None = None,
+    *,
+    file: str | Path | None = None,
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    stream: bool = True,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> str:
+    """Continue `prompt`, printing each token as it comes, and return the continuation.
+
+    Args:
+        model: a checkpoint directory or hub id, see `load`.
+        prompt: the text to continue; `-` reads it from standard input. None with a state: that alone.
+        file: a text file in the prompt's place, of any length.
+        state: a saved state to go on from, instead of a beginning.
+        save_state: a file for the state after the prompt, before the continuation.
+        max_new_tokens: stop after so many tokens, or at the end-of-text token.
+        temperature: 0 is greedy decoding.
+        top_p, top_k: keep the most probable tokens that make up `top_p`, at most `top_k`; 1 and 0 keep all.
+        seed: of the sampling; by default every call differs.
+        stream: print prompt and continuation to stdout, and speed and memory to stderr.
+    """
+    if prompt is not None and file is not None:
+        raise InputError("give a prompt or a file, not both")
+    echoed = prompt if prompt != "-" and stream else None
+    if file is not None:
+        try:
+            prompt = Path(file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise InputError(f"cannot read {file}: {reason}") from error
+    elif prompt == "-":
+        prompt = sys.stdin.read()
+    check_seed(seed, "--seed")
+    if save_state is not None:
+        save_state = output_file(save_state, "--save-state")
+    options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    options |= ends(tokenizer)
+    if save_state is not None and not is_ours(network):
+        raise InputError(f"{network.config.model_type} models keep no state that could be saved")
+    held = None if state is None else load_state(state, network)
+    tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+    if held is None:
+        tokens = bos_token(network, tokenizer) + tokens
+    if not tokens and held is None:
+        raise InputError("the prompt is empty, and the tokenizer has no bos token to begin with")
+    if seed is not None:
+        transformers.set_seed(seed)
+    if echoed:
+        print(echoed, end="", flush=True)
+    printer = Printer(tokenizer, tokens) if stream else None
+    start = time.perf_counter()
+    if is_ours(network):
+        if tokens:
+            held = read(network, tokens, held)
+        assert held is not None
+        if stream and len(tokens) > PIECE:
+            seconds = time.perf_counter() - start
+            print(f"read {len(tokens)} tokens in {seconds:.1f} s", file=sys.stderr)
+        if save_state is not None:
+            held.save(save_state)
+        given: dict[str, Any] = {"state": held}
+        skip, start = 0, time.perf_counter()
+    else:
+        ids = torch.tensor([tokens], device=network.device)
+        given, skip = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len(tokens)
+    out = network.generate(  # type: ignore[not-callable]
+        **given, **options, streamer=printer, return_dict_in_generate=True
+    )
+    new = out.sequences[0, skip:]
+    if stream:
+        seconds = time.perf_counter() - start
+        print(speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
+    return str(tokenizer.decode(new, skip_special_tokens=True))

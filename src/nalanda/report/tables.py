@@ -1,0 +1,125 @@
+"""The tables of recipes, token mixers and feature maps, made from the code: `nalanda info` by itself."""
+
+import inspect
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nalanda import NalandaConfig
+from nalanda.config.load import recipes as recipe_files
+from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
+from nalanda.report.info import info, layers, size
+
+SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
+LENGTH = 2048
+SIGNATURE = ("self", "config", "layer_idx", "num_heads", "head_dim")
+
+
+def recipes() -> list[dict[str, Any]]:
+    """A row for each recipe that ships: what it comes to."""
+    rows = []
+    for name, file in recipe_files().items():
+        f = info(str(file), [], memory=False)
+        state, billions = f["state_bytes_per_sequence"], f["tokens"] / 1e9
+        grows = f" at {f['seq_len']}, growing" if f["state_grows"] else ""
+        rows.append(
+            {
+                "recipe": name,
+                "mixer": layers(f) or f["model"],
+                "feature map": f["feature_map"] or "–",
+                "parameters": f"{f['parameters'] / 1e6:.1f} M",
+                "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
+                "state": "–" if state is None else size(state) + grows,
+                "tokens": f"{billions:.2f} B" if billions > 0.1 else f"{1000 * billions:.2f} M",
+            }
+        )
+    return rows
+
+
+def mixers() -> list[dict[str, Any]]:
+    """A row for each mixer: what it computes and what one layer of it costs at 8 heads of 128."""
+    rows = []
+    for name, kind in MIXERS.items():
+        config = NalandaConfig(mixer=name, **SHAPE)
+        mixer = config.distinct_mixers()[name]
+        state, longer = (config.state_bytes(T, torch.bfloat16) for T in (LENGTH, 2 * LENGTH))
+        rows.append(
+            {
+                "mixer": name,
+                "computes": kind.equation,
+                "source": kind.source,
+                "feature map": kind.map_name or "–",
+                "convolution": kind.conv_size or "–",
+                "gate": {None: "–", False: "off", True: "on"}[kind.gated],
+                "options": options(kind),
+                "MFLOPs a token": f"{mixer.flops(LENGTH) / 1e6:.2f}",
+                "state, KiB": f"{state / 1024:,.0f}" + (" and growing" if longer > state else ""),
+            }
+        )
+    return rows
+
+
+def maps() -> list[dict[str, Any]]:
+    """A row for each feature map."""
+    rows = []
+    for name, kind in FEATURE_MAPS.items():
+        made = build_feature_map(name, num_heads=1, head_dim=128)
+        features = {128: "K", 256: "2K"}.get(made.feature_dim, str(made.feature_dim))
+        rows.append(
+            {
+                "feature_map": name,
+                "φ": made.equation,
+                "source": made.source,
+                "features": features,
+                "φ(q)·φ(k) ≥ 0": "yes" if made.nonnegative else "no",
+                "options": options(kind),
+            }
+        )
+    return rows
+
+
+def options(kind: Any) -> str:
+    """The keyword-only options of a constructor, each with its default."""
+    found = inspect.signature(kind).parameters.values()
+    own = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in SIGNATURE]
+    return ", ".join(f"{p.name}={p.default}" for p in own) or "–"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table of a README."""
+
+    def line(cells: Any) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    code = next(iter(rows[0]))
+    body = [line([f"`{row[code]}`", *list(row.values())[1:]]) for row in rows]
+    return "\n".join([line(rows[0]), line("---" for _ in rows[0]), *body])
+
+
+def show(console: Console | None = None) -> None:
+    """All three for a terminal: the figures, then the formulas."""
+    console = console or Console()
+    made, mixed, mapped = recipes(), mixers(), maps()
+    _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
+    figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB"]
+    _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
+    _show(console, "What they compute", mixed, ["mixer", "computes", "source"])
+    _show(console, "Feature maps", mapped, [name for name in mapped[0] if name != "options"])
+
+
+def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*(escape(str(row[column])) for column in columns))
+    console.print(table)
+
+
+if __name__ == "__main__":  # what the README holds
+    for _rows in (recipes(), mixers(), maps()):
+        print(markdown(_rows), end="\n\n")

@@ -1,0 +1,316 @@
+"""A checkpoint as others load it: plain safetensors and all that goes with them."""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
+from nalanda.data.urls import is_hub_id, redact, transient
+from nalanda.model.state import fingerprint
+from nalanda.train import checkpoint
+from nalanda.train import log as metrics
+
+
+def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
+    """The checkpoint at `path`, or of the run there: of `step`, or the newest that is whole.
+
+    Raises:
+        InputError: there is none, or what there is is damaged.
+    """
+    path = Path(path)
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        if step is not None or not (path / "manifest.json").is_file():
+            raise InputError(
+                f"{path}: expected a run's folder, or one of its checkpoints/step-N without --step"
+            )
+        found = path
+    elif step is None:
+        found = checkpoint.latest(folder)
+        if found is None:
+            raise InputError(f"{folder}: there is no whole checkpoint")
+        return found
+    else:
+        found = folder / f"step-{step}"
+        if not found.is_dir():
+            there = ", ".join(str(checkpoint.step_of(p)) for p in checkpoint.steps(folder)) or "none"
+            raise InputError(f"{folder}: no step {step}; there are {there}")
+    if problem := checkpoint.verify(found):
+        raise InputError(f"{found}: damaged: {problem}")
+    return found
+
+
+def export(
+    path: Path,
+    out: Path,
+    facts: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    replace: bool = False,
+    name: str | None = None,
+) -> Path:
+    """Writes a checkpoint as a model folder of transformers' kind; `path` and `step` as `find_checkpoint` has
+    them.
+
+    Weights in safetensors, config, the model's code, generation config, tokenizer, and how it was trained:
+    the recipe (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` is there when
+    all of it is. `name`: the model's in the card, by default that of `out`.
+
+    Raises:
+        InputError: no such checkpoint; `out` exists and `replace` is False.
+    """
+    found = find_checkpoint(path, step)
+    run_dir = found.resolve().parents[1]
+    config = load_config(found)
+    with torch.device("meta"):  # what to write beside the weights, and which of them are tied
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with written(out, replace) as part:
+        model.save_pretrained(part, state_dict=checkpoint.weights(found))
+        if (run_dir / "tokenizer").is_dir():
+            sums = shutil.ignore_patterns("manifest.json")  # of the folder in the run
+            shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
+            pad_batches(part)
+        if (run_dir / "config.yaml").is_file():
+            shutil.copy(run_dir / "config.yaml", part)
+        facts = facts if facts is not None else metrics.read_facts(run_dir)
+        here = ("host", "pid")  # nobody's business where the model is copied to
+        facts = {k: v for k, v in facts.items() if k not in here} | {"step": checkpoint.step_of(found)}
+        metrics.write_facts(part, facts)
+        text = card(run_dir, found, facts, name or out.name, evaluated(run_dir, part))
+        (part / "README.md").write_text(text, encoding="utf-8")
+    return out
+
+
+def pad_batches(folder: Path) -> None:
+    """Lets the tokenizer of a model folder pad batches as generation needs it: on the left, with eos where it
+    has no token for that. Training pads nothing: the run's own tokenizer stays as it is."""
+    file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    if not file.is_file():
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
+    tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
+    settings |= {"padding_side": "left", "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def written(out: Path, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when the block ends and is removed where that fails.
+
+    Raises:
+        InputError: `out` exists and `replace` is False.
+    """
+    if os.path.lexists(out) and not replace:
+        raise InputError(f"{out} exists; choose another folder")
+    output_folder(out.parent, "the folder to make:")
+    part, old = out.with_name(f".tmp-{out.name}"), out.with_name(f".tmp-{out.name}-old")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    for file in part.rglob("*"):
+        checkpoint.sync(file)
+    checkpoint.sync(part)
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    part.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def on_hub(what: str) -> Iterator[None]:
+    """Around calls of the Hugging Face hub.
+
+    Raises:
+        SourceUnavailable: it does not answer.
+        InputError: it refuses, or there is no such thing.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        reason = redact(first_line(error))
+        if transient(error):
+            raise SourceUnavailable(f"{what}: the hub does not answer, try again later ({reason})") from None
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        hint = "; does the token of HF_TOKEN or `hf auth login` allow it?" * (status in (401, 403))
+        raise InputError(f"{what}: the hub refuses ({reason}){hint}") from None
+
+
+def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
+    """`export`, and the folder's upload to the repository OWNER/NAME of the hub, made where there is none.
+
+    Says on stderr what is uploaded. Returns the address of the commit.
+
+    Raises:
+        InputError: as `export`; no token, one that may not write there, or a public repository for what is to
+            be private.
+        SourceUnavailable: the hub does not answer.
+    """
+    if not is_hub_id(repo):
+        raise InputError(f"{repo!r} is no repository of the hub: write OWNER/NAME")
+    if get_token() is None:
+        raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
+    find_checkpoint(path, step)
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists; choose another folder")
+    api = HfApi()
+    with on_hub(repo):  # before the work that it would be a pity to have done for nothing
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.model_info(repo).private:
+            raise InputError(f"{repo} exists and is public; make it private first, or leave out --private")
+    export(path, out, step=step, name=repo)
+    sizes = {file.relative_to(out): file.stat().st_size for file in sorted(out.rglob("*")) if file.is_file()}
+    for file, size in sizes.items():
+        print(f"{size:>14,}  {file}", file=sys.stderr)
+    print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …", file=sys.stderr, flush=True)
+    with on_hub(f"{repo}: {out} is whole, but not uploaded"):
+        steps = json.loads((out / "run.json").read_text())["step"]
+        commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=f"Step {steps}")
+    return commit.commit_url
+
+
+def load_config(path: Path) -> Any:
+    """A checkpoint's config; those of flash-linear-attention are known once that is imported."""
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind not in CONFIG_MAPPING:
+        with contextlib.suppress(Exception):
+            importlib.import_module("fla")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError):
+        raise InputError(
+            f"{path}: models of type {kind} need flash-linear-attention, or are not known"
+        ) from None
+
+
+def evaluated(run_dir: Path, folder: Path) -> dict[str, Any]:
+    """What `nalanda eval` found for the model in `folder`, by task, from any results.json in the run or in a
+    folder of it; {} for none. Whose results they are, the weights say and not a name."""
+    found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
+    if not found:
+        return {}
+    mine = fingerprint(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    tasks: dict[str, Any] = {}
+    for file in sorted(found, key=lambda file: file.stat().st_mtime):
+        try:
+            models = json.loads(file.read_text(encoding="utf-8"))["models"]
+            for model in models:
+                tasks |= model["tasks"] if model["fingerprint"] == mine else {}
+        except (ValueError, KeyError, TypeError) as error:  # a card without scores is better than no model
+            print(f"{file}: unreadable, its scores are not in the card: {error!r}", file=sys.stderr)
+    return tasks
+
+
+def card(
+    run_dir: Path, path: Path, facts: dict[str, Any], name: str, tasks: dict[str, Any] | None = None
+) -> str:
+    """The model card: what it is, what it was trained on, how it did at which tasks, and how to load it."""
+    recipe = {}
+    if (run_dir / "config.yaml").is_file():
+        recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    shape = json.loads((path / "config.json").read_text())
+    state = json.loads((path / "trainer.json").read_text())
+    lines = list(metrics.read(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
+    last = {
+        key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
+        for key in ("loss", "val_loss")
+    }
+    keys = (
+        "model_type",
+        "mixer",
+        "feature_map",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_heads",
+        "vocab_size",
+    )
+    data, train = recipe.get("data", {}), recipe.get("train", {})
+    corpus = data.get("source") or ", ".join(str(part.get("source")) for part in data.get("mixture") or [])
+    rows = [
+        ("parameters", f"{facts['parameters']:,}" if "parameters" in facts else None),
+        *((key.replace("_", " "), shape.get(key)) for key in keys),
+        ("data", corpus),
+        ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
+        ("tokens seen", f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None),
+        ("precision", train.get("precision")),
+        ("training loss", last["loss"] and f"{last['loss']['loss']:.4f} at step {last['loss']['step']}"),
+        (
+            "validation loss",
+            last["val_loss"]
+            and f"{last['val_loss']['val_loss']:.4f}, perplexity {last['val_loss']['val_ppl']:.2f}, "
+            f"at step {last['val_loss']['step']}"
+            + (
+                "" if math.isfinite(last["val_loss"]["val_loss"]) else ": NOT FINITE, this model is of no use"
+            ),
+        ),
+        ("written with", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items())),
+    ]
+    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", []))
+    ours = shape.get("model_type") == "nalanda"
+    trust = ", trust_remote_code=True" if ours else ""
+    scores = [
+        (task, metric, value, found.get("stderr", {}).get(metric))
+        for task, found in (tasks or {}).items()
+        for metric, value in found["metrics"].items()
+        if value is not None
+    ]
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=name,
+        eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, _ in scores],
+    )
+    zero_shot = "".join(
+        f"| {task} | {metric} | {value:.4f} | {'' if error is None else f'{error:.4f}'} |\n"
+        for task, metric, value, error in scores
+    )
+    if zero_shot:
+        zero_shot = "\n| zero-shot | | | standard error |\n|---|---|---:|---:|\n" + zero_shot
+    return f"""---
+{about.to_yaml()}
+---
+
+# {name}
+
+A causal language model, pretrained with Nalanda. `config.yaml` is the recipe that trained it.
+
+| | |
+|---|---|
+{table}
+{zero_shot}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+It has been trained to continue text and nothing else: it follows no instructions, and repeats what its corpus
+holds, errors and prejudice included.
+"""
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):  # one mixer a layer
+        names = dict.fromkeys(map(str, value))
+        return ", ".join(f"{name} × {list(map(str, value)).count(name)}" for name in names)
+    return str(value).replace("|", "\\|").replace(os.linesep, " ")

@@ -1,0 +1,133 @@
+"""How much memory there is, and what would fit where a run asks for more."""
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from nalanda import NalandaConfig
+from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
+from nalanda.config.load import RunConfig
+from nalanda.model.modeling import Block
+from nalanda.train import checkpoint
+
+
+def host() -> int:
+    """Bytes of host memory that this process can still take."""
+    machine = psutil.virtual_memory().available + psutil.swap_memory().free
+    return max(0, min([machine, *_limits()]))
+
+
+def _limits() -> Iterator[int]:
+    """What a limit of the process and one of its control group, as a container or Slurm sets it, leave."""
+    with contextlib.suppress(ImportError):
+        import resource  # not on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield limit - psutil.Process().memory_info().vms
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit of it
+        name = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
+        group = Path("/sys/fs/cgroup", name)
+        limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        yield limit - used + int(cached["inactive_file"])
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """Of the model, which is not built for it. Raises `InputError` for sizes that no tensor may have."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            if not isinstance(config, NalandaConfig):
+                model = AutoModelForCausalLM.from_config(config)
+                return sum(p.numel() for p in model.parameters())
+            names = config.layer_mixers
+            blocks = {name: Block(config, names.index(name)) for name in dict.fromkeys(names)}
+    except (OverflowError, RuntimeError) as error:
+        raise InputError(f"model: {str(error).splitlines()[0]}") from None
+    counts = {name: sum(p.numel() for p in block.parameters()) for name, block in blocks.items()}
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return sum(counts[name] for name in names) + ends
+
+
+def check_model(config: PreTrainedConfig, each: int) -> None:
+    """Raises `InputError` where the host has not `each` bytes for every parameter. Without that, most systems
+    give the memory all the same, and end the process as it is used."""
+    from nalanda.report.info import size
+
+    count = parameters(config)
+    if (needed := each * count) > (free := host()):
+        raise InputError(
+            f"model: {count / 1e6:,.1f} M parameters take {size(needed)}, {size(free)} of memory is free: "
+            "lower model.hidden_size, model.num_hidden_layers or the vocabulary"
+        )
+
+
+@contextlib.contextmanager
+def named(config: RunConfig) -> Iterator[None]:
+    """Around a run: too little memory is one line that says what would fit.
+
+    Raises:
+        OutOfMemory: in the place of what Python, torch or the system raise.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or not out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # which hold the model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
+        with contextlib.suppress(Exception):  # the estimate takes memory too
+            advice = would_fit(config)
+        saved = checkpoint.steps(Path(config.output_dir) / "checkpoints")
+        rest = f"the same command resumes from {saved[-1].name}" if saved else "no checkpoint was saved yet"
+        raise OutOfMemory(f"{asked_for(error)}; {advice}; {rest}") from None
+
+
+def would_fit(config: RunConfig) -> str:
+    """The largest `train.micro_batch_size` that the free memory has room for, as `nalanda info` counts."""
+    from nalanda.report.info import activation_bytes, held_bytes, shards, size, vocabulary
+    from nalanda.train.loop import build_model_config, config_source
+
+    keys, train = config.model, config.train
+    if "vocab_size" not in keys and isinstance(config_source(keys), type):
+        keys = {**keys, "vocab_size": vocabulary(config)}
+    model_config = build_model_config(replace(config, model=keys))
+    if not isinstance(model_config, NalandaConfig):
+        return f"lower train.micro_batch_size, {train.micro_batch_size} now"
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    held = held_bytes(model, config, processes, shards(config, processes))
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+
+    def kept(rows: int) -> int:
+        shape = model_config, rows, config.data.seq_len
+        return activation_bytes(*shape, dtype, train.gradient_checkpointing)
+
+    one, two = kept(1), kept(2)  # what any number keeps lies on a line through these
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host()
+    share = train.tokens_per_step // (config.data.seq_len * processes)  # rows of a process and step
+    fitting = [
+        rows
+        for rows in range(1, train.micro_batch_size)
+        if share % rows == 0 and held + one + (rows - 1) * (two - one) <= free
+    ]
+    if fitting:
+        needed = size(held + kept(fitting[-1]))
+        return f"train.micro_batch_size={fitting[-1]} needs {needed} of {size(free)} free"
+    less = "" if train.gradient_checkpointing else "train.gradient_checkpointing=true, "
+    return (
+        f"one row needs {size(held + one)} of {size(free)} free: take {less}a shorter data.seq_len or a "
+        "smaller model"
+    )

@@ -1,0 +1,250 @@
+"""The optimizer, what it decays, and the learning rate as a function of the step."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nalanda.common.errors import InputError
+from nalanda.model.layers import Fp32Module
+
+
+@dataclass
+class GroupConfig:
+    """Parameters with a learning rate or a decay of their own."""
+
+    match: str
+    """A regular expression, looked for anywhere in a parameter's name; the first of several that fits
+    counts."""
+    lr_scale: float = 1.0
+    """Of the learning rate that the schedule gives."""
+    weight_decay: float | None = None
+    """null: as without the group."""
+
+    def check(self, where: str) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise InputError(f"{where}.match: {self.match!r} is no regular expression: {error}") from None
+        for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+            if value is not None and value < 0:
+                raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW; the defaults are the literature's for linear attention at 340 M."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of the blocks by Muon, all else by AdamW."""
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm where it is longer."""
+    momentum: float = 0.95
+    """Muon's."""
+    muon_lr: float | None = None
+    """The matrices' rate under Muon; null is `lr`, which serves both: Muon's updates have AdamW's size (0.2
+    √max(rows, columns) of an orthogonal matrix: Liu et al., 2025)."""
+    groups: list[GroupConfig] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        for i, group in enumerate(self.groups):
+            group.check(f"optim.groups[{i}]")
+        for key in ("lr", "muon_lr"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                raise InputError(f"optim.{key}: expected a positive number, got {getattr(self, key):g}")
+        if self.muon_lr is not None and self.name != "muon":
+            raise InputError(f"optim.muon_lr: only under optim.name=muon, which is {self.name} here")
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"optim.momentum: expected a number in [0, 1), got {self.momentum:g}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
+        if self.weight_decay < 0:
+            raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
+        if self.max_grad_norm <= 0:
+            raise InputError(f"optim.max_grad_norm: expected a positive number, got {self.max_grad_norm:g}")
+
+
+@dataclass
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    """Where cosine, wsd and linear end, as a share of `optim.lr`."""
+    decay_share: float = 0.2
+    """wsd: the share of all steps that the final decay takes."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.warmup_steps < 0:
+            raise InputError(f"schedule.warmup_steps: expected 0 or more, got {self.warmup_steps}")
+        for key in ("min_lr_ratio", "decay_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise InputError(f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}")
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
+    """The rate of update `step`, counted from 1 to `steps`.
+
+    A pure function: nothing to save, nothing that a resume could make jump, nothing that another number of
+    processes could step twice. Warm-up is linear and reaches `peak` at step `warmup_steps`; cosine, linear
+    and wsd reach `min_lr_ratio * peak` at the last step. wsd stays at the peak and cools down as `1 -
+    sqrt(x)` (Hägele et al., 2024); inverse_sqrt is `sqrt(warmup / step)` (Vaswani et al., 2017).
+    """
+    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
+    if step < warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    match schedule.name:
+        case "cosine":
+            share = 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            share = 1 - progress
+        case "wsd":
+            # The decay never reaches back into the warm-up.
+            decay = min(max(1, round(schedule.decay_share * steps)), max(1, steps - warmup))
+            share = 1 - math.sqrt(min(1.0, max(0.0, (step - (steps - decay)) / decay)))
+        case "inverse_sqrt":
+            return peak * math.sqrt(max(1, warmup) / max(1, step, warmup))
+        case "constant":
+            return peak
+    return peak * (floor + (1 - floor) * share)
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+    """What decays ("matrices"), what does not ("vectors"), and what Muon takes ("muon"); each once more for
+    every pattern of `config.groups` that names some of it.
+
+    Everything with two dimensions or more decays: projections, the embedding and the head (the norm since
+    GPT-2), and the filters of short convolutions [D, 1, W], as the models of the literature were trained.
+    Norms, biases and all other vectors do not; nor do the parameters of an `Fp32Module` (decays, exponents,
+    landmarks), nor what other libraries mark with `_no_weight_decay = True` or call `A_log` (Mamba's is a
+    matrix). Muon takes the matrices that stand between embedding and head and decay.
+
+    A group has, besides torch's keys, `name`, and `lr_scale`: its rate is this times the schedule's.
+    Raises `InputError` for a pattern without a parameter.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
+    spared |= {id(p) for n, p in trained if getattr(p, "_no_weight_decay", False) or n.endswith("A_log")}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    outer = {id(p) for m in tables for p in m.parameters()}
+    groups: dict[tuple, dict] = {}
+    for name, p in trained:
+        kind = "vectors" if p.ndim < 2 or id(p) in spared else "matrices"
+        if config.name == "muon" and kind == "matrices" and p.ndim == 2 and id(p) not in outer:
+            kind = "muon"
+        own = next((g for g in config.groups if re.search(g.match, name)), None)
+        decay, scale = 0.0 if kind == "vectors" else config.weight_decay, 1.0
+        if kind == "muon" and config.muon_lr is not None:
+            scale = config.muon_lr / config.lr
+        if own is not None:
+            decay, scale = decay if own.weight_decay is None else own.weight_decay, scale * own.lr_scale
+        label = kind if own is None else f"{own.match} {kind}"
+        settings = {"name": label, "kind": kind, "weight_decay": decay, "lr_scale": scale, "params": []}
+        groups.setdefault((own and own.match, kind), settings)["params"].append(p)
+    for group in config.groups:
+        if not any(match == group.match for match, _ in groups):
+            from nalanda.config.load import nearest  # it imports this module
+
+            if any(re.search(group.match, name) for name, _ in trained):
+                problem = "; patterns before it take all that it matches"
+            else:
+                parts = {part for name, _ in trained for part in name.split(".") if not part.isdecimal()}
+                problem = nearest(group.match, parts)
+            raise InputError(f"optim.groups: {group.match!r} matches no parameter{problem}")
+    order = ["muon", "matrices", "vectors"]
+    return sorted(groups.values(), key=lambda group: order.index(group["kind"]))
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over `parameter_groups`, or Muon and AdamW as one optimizer; AdamW fused where torch has it (one
+    pass over the moments instead of many). Raises `InputError` for a pattern without a parameter."""
+    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in model.parameters())
+    groups = parameter_groups(model, config)
+    for group in groups:
+        group["lr"] = config.lr * group["lr_scale"]
+    first = sum(group.pop("kind") == "muon" for group in groups)
+    rest: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused}
+    parts: list[torch.optim.Optimizer] = []
+    if first:
+        parts.append(Muon(groups[:first], momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+    if groups[first:]:
+        parts.append(torch.optim.AdamW(groups[first:], **rest))
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+class Joined(torch.optim.Optimizer):
+    """Several optimizers, each with its own parameters, as one: one `state`, one list of `param_groups`."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts, self.counts = parts, [len(part.param_groups) for part in parts]
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The parts look at this object's groups and state."""
+        groups = iter(self.param_groups)
+        for part, count in zip(self.parts, self.counts, strict=True):
+            part.param_groups = [next(groups) for _ in range(count)]
+            part.state = self.state
+
+    def __setstate__(self, state: dict) -> None:  # `load_state_dict` ends here, with new groups and state
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon (Jordan et al., 2024), which also takes matrices that FSDP2 has sharded.
+
+    torch's Newton–Schulz works on shards too, but with two all-gathers an iteration, and rounded otherwise
+    than in one process. Here the momentum stays sharded, and one matrix after another is gathered, stepped
+    whole by torch's code on every process, and cut up again.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        sharded = [(p, g) for g in self.param_groups for p in g["params"] if isinstance(p.grad, DTensor)]
+        for p, group in sharded:
+            momentum, state = group["momentum"], self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+            whole = nn.Parameter(p.full_tensor())
+            whole.grad = p.grad.lerp(buffer, momentum).full_tensor()
+            keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+            settings = {key: group[key] for key in keys}
+            torch.optim.Muon([whole], momentum=0.0, nesterov=False, **settings).step()
+            p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None))
+            p.grad = None  # used up, and so nothing that is left to torch's step
+        return super().step(closure)
+
+
+def describe_groups(groups: Iterable[dict]) -> str:
+    """`matrices 2,800,000 decay 0.1, vectors 5,200 decay 0 lr × 0.5`, for the log."""
+    return ", ".join(
+        f"{group['name']} {sum(p.numel() for p in group['params']):,} decay {group['weight_decay']:g}"
+        + (f" lr × {group['lr_scale']:g}" if group.get("lr_scale", 1.0) != 1 else "")
+        for group in groups
+    )
