@@ -620,7 +620,7 @@ def build(card: Card, recipe: str, T: int) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from nalanda.config.load import load_config
-    from nalanda.train.loop import build_model_config
+    from nalanda.config.model import build_model_config
 
     overrides = [f"data.seq_len={T}", f"train.tokens_per_step={8 * T}"]
     if card.dry:
@@ -668,8 +668,8 @@ def recurrences_by_fla() -> Any:
 
 def train_speed(card: Card, model: Any, config: Any, T: int, ours: bool) -> Values:
     """Steps as the trainer takes them: bf16 autocast, packed rows, clipped gradients, AdamW."""
-    from nalanda.train.log import flops_per_token, peak_flops
-    from nalanda.train.loop import summed_loss
+    from nalanda.train.flops import flops_per_token, peak_flops
+    from nalanda.train.loss import summed_loss
     from nalanda.train.optim import build_optimizer
 
     device, rows = torch.device(card.device), max(1, (64 if card.dry else TOKENS) // T)

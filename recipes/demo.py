@@ -132,9 +132,9 @@ def compare(run_dir: Path) -> Panel:
     with its token mixers zeroed, all on the same rows."""
     from nalanda.bench.baselines import Bigram, perplexity, zeroed_mixers
     from nalanda.config.load import load_config
-    from nalanda.inference.generate import load
-    from nalanda.report.runs import plot
-    from nalanda.train.loop import open_batches
+    from nalanda.inference.load import load
+    from nalanda.report.plot import plot
+    from nalanda.train.build import open_batches
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load(str(run_dir / "final"))

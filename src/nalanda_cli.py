@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -107,7 +107,7 @@ def eval(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if fetch is not None:
-        from nalanda_eval.task_data import fetch as fetch_tasks
+        from nalanda_eval.fetch import fetch as fetch_tasks
 
         fetch_tasks(names, fetch)
         return
@@ -394,7 +394,7 @@ def plot(
     """
     from pathlib import Path
 
-    from nalanda.report.runs import plot
+    from nalanda.report.plot import plot
 
     if x not in ("tokens", "steps", "hours"):
         raise typer.BadParameter("choose tokens, steps or hours", param_hint="--x")
@@ -490,27 +490,61 @@ def prepare(
     Once, in parallel, before training. Run it again after an interruption: what is finished stays. The bytes
     are the same whatever the number of workers, tasks or machines.
     """
-    from nalanda.data.prepare import command
+    from dataclasses import replace
+    from pathlib import Path
 
-    chosen = {
+    from nalanda.config.load import load_config, recipes
+    from nalanda.config.schema import DataConfig, TokenizerConfig
+    from nalanda.data import inspect, token_set
+    from nalanda.data.offline import offline
+
+    settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
+    if source.endswith((".yaml", ".yml")) or (source in recipes() and not Path(source).exists()):
+        recipe = offline(load_config(source))
+        settings, its_tokenizer = recipe.data, recipe.tokenizer
+    asked: dict[str, Any] = {"path": tokenizer, "train": train, "vocab_size": vocab_size}
+    if named := {key: value for key, value in asked.items() if value is not None}:
+        its_tokenizer = TokenizerConfig(**(named if "path" in named else {"train": "bpe", **named}))
+    chosen: dict[str, Any] = {
         "validation_share": validation_share,
         "text_field": text_field,
         "source_field": source_field,
         "bos": bos,
         "eos": eos,
     }
-    command(
-        source,
-        output,
-        tokenizer={"path": tokenizer, "train": train, "vocab_size": vocab_size},
-        data={key: value for key, value in chosen.items() if value is not None},
-        workers=workers,
-        shard_mb=shard_mb,
-        executor=executor,
-        tasks=tasks,
-        logs=logs,
-        slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
-    )
+    settings = replace(settings, **{key: value for key, value in chosen.items() if value is not None})
+    shard_bytes = shard_mb and shard_mb << 20
+    if executor is None:
+        from nalanda.data.prepare import prepare
+        from nalanda.data.workers import processors
+
+        index = prepare(
+            settings,
+            its_tokenizer,
+            output,
+            workers=workers or processors(),
+            shard_bytes=shard_bytes,
+            say=print,
+        )
+    else:
+        from nalanda.data.datatrove import prepare_with
+
+        prepare_with(
+            executor,
+            settings,
+            its_tokenizer,
+            output,
+            tasks=tasks,
+            workers=workers,
+            shard_bytes=shard_bytes,
+            logs=logs,
+            slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
+        )
+        if not token_set.is_prepared(output):
+            print(f"the tasks are in the queue; {output} is finished when it has an index.json")
+            return
+        index = token_set.read_index(output)
+    inspect.show(index, output)
 
 
 @data.command()
@@ -520,7 +554,7 @@ def inspect(
     show: Annotated[int, typer.Option(min=0, help="print the beginning of so many documents")] = 0,
 ) -> None:
     """Print what a prepared set holds, and check it."""
-    from nalanda.data.token_set import inspect
+    from nalanda.data.inspect import inspect
 
     inspect(directory, verify=verify, samples=show)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.attention import last
 from nalanda.model.base import Mixer
-from nalanda.model.layers import Sequences
+from nalanda.model.sequences import Sequences
 from nalanda.model.transnormer import LRPE, SimpleRMSNorm
 
 D, H, K, VOCAB = 32, 4, 8, 61

@@ -300,7 +300,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
         return held[0]
 
     def summed_loss(*arguments, **keywords):
-        from nalanda.report.info import activation_bytes, held_bytes
+        from nalanda.train.estimate import activation_bytes, held_bytes
 
         config, model = configured(recipe, run), arguments[0]
         kept = [activation_bytes(model.config, rows, 32, torch.float32, False) for rows in (2, 4)]
@@ -345,7 +345,7 @@ def test_too_little_memory_elsewhere_has_a_code(monkeypatch, capsys, error, line
     def overview(*_):
         raise error
 
-    monkeypatch.setattr(nalanda.runs, "overview", overview)
+    monkeypatch.setattr(nalanda.report.runs, "overview", overview)
     code, text = said(capsys, "runs")
     assert re.fullmatch(line + "\n", text)
     assert code == 71

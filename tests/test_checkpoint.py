@@ -16,9 +16,10 @@ import safetensors.torch
 import torch
 
 from nalanda.common.errors import DiskFull, InputError
+from nalanda.common.files import manifest_text, verify_manifest
+from nalanda.config.schema import CheckpointConfig, OptimConfig
 from nalanda.train import checkpoint
-from nalanda.train.checkpoint import CheckpointConfig
-from nalanda.train.optim import OptimConfig, build_optimizer
+from nalanda.train.optim import build_optimizer
 
 
 class Tied(torch.nn.Module):
@@ -82,7 +83,7 @@ def reseal(path: Path, **files: dict | None) -> None:
             "bytes": content.stat().st_size,
             "sha256": hashlib.sha256(content.read_bytes()).hexdigest(),
         }
-    (path / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    (path / "manifest.json").write_text(manifest_text(manifest))
 
 
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json", "rank-0.pt", "manifest.json"]
@@ -216,7 +217,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     optimizer.step()
     go.set()
     saver.save(2, model=model, optimizer=optimizer, **state)  # waits for the one before
-    assert checkpoint.verify(path) is None
+    assert verify_manifest(path) is None
     saver.wait()
     assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
     other, fresh = made()
@@ -327,7 +328,7 @@ def test_a_manifest_cannot_point_outside(tmp_path):
     path = save(tmp_path, 1, model, optimizer)
     (tmp_path / "outside").write_bytes(b"")
     reseal(path, **{"../outside": None})
-    assert "leaves" in checkpoint.verify(path)
+    assert "leaves" in verify_manifest(path)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):
@@ -358,11 +359,11 @@ def test_a_pickle_is_refused_and_its_code_not_run(tmp_path):
     path = save(tmp_path, 1, model, optimizer)
     torch.save(Code(), path / "rank-0.pt")
     reseal(path, **{"rank-0.pt": None})
-    assert checkpoint.verify(path) is None
+    assert verify_manifest(path) is None
     with pytest.raises(InputError, match=r"rank-0.pt: it holds more than numbers and text"):
         checkpoint.load(path, model=model, optimizer=optimizer)
     (path / "optimizer.pt").write_bytes(pickle.dumps(Code()))
-    assert checkpoint.verify(path) == "optimizer.pt was not saved with it"
+    assert verify_manifest(path) == "optimizer.pt was not saved with it"
     assert not RAN
     pickle.loads(pickle.dumps(Code()))
     assert RAN  # it would have
@@ -379,11 +380,11 @@ def test_a_link_is_refused(tmp_path, name):
         reseal(path, **{"inner/model.safetensors": None})
         manifest = json.loads((path / "manifest.json").read_text())
         del manifest["files"]["model.safetensors"]
-        (path / "manifest.json").write_text(checkpoint.manifest_text(manifest))
-        assert checkpoint.verify(path) is None
+        (path / "manifest.json").write_text(manifest_text(manifest))
+        assert verify_manifest(path) is None
     (path / name).rename(outside)
     (path / name).symlink_to(outside)
-    assert "leaves the checkpoint's folder" in checkpoint.verify(path)
+    assert "leaves the checkpoint's folder" in verify_manifest(path)
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "inner/../../outside"])
@@ -391,7 +392,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path, name):
     model, optimizer = made()
     path = save(tmp_path, 1, model, optimizer)
     reseal(path, **{name: {"bytes": 0, "sha256": ""}})
-    assert checkpoint.verify(path) == f"{name} leaves the checkpoint's folder"
+    assert verify_manifest(path) == f"{name} leaves the checkpoint's folder"
 
 
 def test_any_bit_of_the_manifest_counts(tmp_path):
@@ -401,12 +402,12 @@ def test_any_bit_of_the_manifest_counts(tmp_path):
     content = manifest.read_bytes()
     for place in range(0, len(content), 7):
         manifest.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        assert checkpoint.verify(manifest.parent) is not None, content[place:]
+        assert verify_manifest(manifest.parent) is not None, content[place:]
     manifest.write_bytes(content[:-1])
-    assert checkpoint.verify(manifest.parent) is not None
+    assert verify_manifest(manifest.parent) is not None
     old = {key: value for key, value in json.loads(content).items() if key != "sum"} | {"format": 1}
     manifest.write_text(json.dumps(old, indent=1))
-    assert checkpoint.verify(manifest.parent) is None
+    assert verify_manifest(manifest.parent) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rank-0.pt"])
@@ -415,7 +416,7 @@ def test_a_pickle_with_the_right_sums_is_refused_in_one_line(tmp_path, name):
     path = save(tmp_path, 1, model, optimizer)
     (path / name).write_bytes(pickle.dumps(Harm()))
     reseal(path, **{name: None})
-    assert checkpoint.verify(path) is None
+    assert verify_manifest(path) is None
     with pytest.raises(InputError, match="not loaded") as error:
         checkpoint.load(path, model=model, optimizer=optimizer)
     assert "\n" not in str(error.value)
@@ -464,7 +465,7 @@ def test_moments_of_another_shape_are_refused(tmp_path, kind):
     model, optimizer = made(updates=1)
     path = save(tmp_path, 1, model, optimizer)
     resaved(path / "optimizer.safetensors", change)
-    assert checkpoint.verify(path) is None
+    assert verify_manifest(path) is None
     with pytest.raises(InputError, match=words) as error:
         checkpoint.load(path, model=model, optimizer=optimizer)
     assert "\n" not in str(error.value)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.errors import InputError
-from nalanda.config.load import RunConfig, differences, find_recipe, load_config
+from nalanda.config.load import differences, find_recipe, load_config
+from nalanda.config.schema import RunConfig
 
 RECIPE = """
 output_dir: runs/x

@@ -23,19 +23,15 @@ import zstandard
 from pyarrow import parquet
 
 from nalanda.common.errors import InputError
-from nalanda.data import corpus
+from nalanda.config.schema import Component, DataConfig, TokenizerConfig
+from nalanda.data import corpus, documents, packing
 from nalanda.data import loader as data
-from nalanda.data.corpus import (
-    Document,
-    DocumentStream,
-    Fields,
-    open_corpus,
-    python_documents,
-    split_families,
-    without_copies,
-)
-from nalanda.data.loader import DataConfig, PackedBatches
-from nalanda.data.tokenizer import TokenizerConfig, build_tokenizer, check_vocabulary
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.documents import Document, Fields, FileShard, _blocks, split_lines
+from nalanda.data.loader import PackedBatches
+from nalanda.data.packing import _pack
+from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
+from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
 
@@ -93,8 +89,8 @@ def shards(tmp_path) -> DataConfig:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """So that a few kilobytes cross many groups."""
-    monkeypatch.setattr(data, "STREAM_GROUP", 100)
-    monkeypatch.setattr(data, "PERMUTED_GROUP", 200)
+    monkeypatch.setattr(packing, "STREAM_GROUP", 100)
+    monkeypatch.setattr(packing, "PERMUTED_GROUP", 200)
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +192,7 @@ def test_every_token_once_an_epoch(byte_tokenizer, shards):
 
 def test_rows_of_a_long_document_do_not_fill_a_batch(tmp_path, byte_tokenizer, monkeypatch):
     """Of four files of fifty rows each: in order, most batches of four rows would see one file."""
-    monkeypatch.setattr(data, "PERMUTED_GROUP", 1 << 20)
+    monkeypatch.setattr(packing, "PERMUTED_GROUP", 1 << 20)
     for letter in "abcd":
         (tmp_path / f"{letter}.txt").write_text(letter * 800)
     config = DataConfig(source=str(tmp_path), validation_share=1e-9, seq_len=16, bos=False, eos=False)
@@ -429,9 +425,9 @@ def test_restoring_reads_no_earlier_shard(byte_tokenizer, shards, monkeypatch):
     batches.close()
     opened = []
     monkeypatch.setattr(
-        corpus,
+        documents,
         "_blocks",
-        lambda path, *rest, of=corpus._blocks: (opened.append(path.name), of(path, *rest))[1],
+        lambda path, *rest, of=_blocks: (opened.append(path.name), of(path, *rest))[1],
     )
     batches.load_state_dict(state)
     list(batches)
@@ -470,7 +466,7 @@ def test_shards_are_read_whole_and_from_any_row(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     _ = write_parquet(path, texts) if suffix == ".parquet" else write_jsonl(path, texts)
     assert read_all(path) == sorted(texts)
-    shard = corpus.FileShard(path, path.name, FIELDS)
+    shard = FileShard(path, path.name, FIELDS)
     for cursor in (0, 1, 13, 14, 39, 40):
         rest = list(shard.read(cursor))
         assert [document.text for document, _ in rest] == texts[cursor:]
@@ -504,8 +500,8 @@ def test_a_document_knows_its_source(tmp_path, how):
     texts = ragged_texts(20)
     path = write_with_sources(tmp_path / f"a.{how}", how, texts)
     expected = list(map(Document, texts, itertools.cycle(SOURCES)))
-    assert [document for document, _ in corpus.FileShard(path, path.name, FIELDS).read(None)] == expected
-    other = corpus.FileShard(path, path.name, Fields("text", "set"))
+    assert [document for document, _ in FileShard(path, path.name, FIELDS).read(None)] == expected
+    other = FileShard(path, path.name, Fields("text", "set"))
     assert [document for document, _ in other.read(15)] == [Document(text) for text in texts[15:]]
 
     config = DataConfig(source=str(path), validation_share=1e-9)
@@ -652,8 +648,8 @@ import re, sys, types
 package = types.ModuleType("nalanda"); package.__path__ = [sys.argv[1]]
 sys.modules["nalanda"] = package
 from pathlib import Path
-from nalanda.corpus import Fields, FileShard
-from nalanda.errors import InputError
+from nalanda.data.documents import Fields, FileShard
+from nalanda.common.errors import InputError
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1000
@@ -680,7 +676,7 @@ def test_a_bomb_takes_little_memory(tmp_path):
     (tmp_path / "one.jsonl").touch()
     os.truncate(tmp_path / "one.jsonl", size)
     files = [str(path) for path in sorted(tmp_path.iterdir(), key=lambda path: path.name)]
-    package = str(Path(corpus.__file__).parent)
+    package = str(Path(corpus.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", PEAK, package, *files], capture_output=True, text=True)
     *said, grown = done.stdout.splitlines()
     assert done.stderr == ""
@@ -700,9 +696,9 @@ def test_lines_are_split_alike_wherever_blocks_end(limit):
         blocks = [content[a:b] for a, b in itertools.pairwise([0, *places, len(content)])]
         expected = content.split(b"\n")
         expected = expected if expected[-1] else expected[:-1]
-        found = list(corpus.split_lines(iter(blocks), FIELDS._replace(max_bytes=limit, skip=True)))
+        found = list(split_lines(iter(blocks), FIELDS._replace(max_bytes=limit, skip=True)))
         assert found == [(line if len(line) <= limit else None, len(line)) for line in expected]
-        refused = list(corpus.split_lines(iter(blocks), FIELDS._replace(max_bytes=limit)))
+        refused = list(split_lines(iter(blocks), FIELDS._replace(max_bytes=limit)))
         first = next((i for i, line in enumerate(expected) if len(line) > limit), len(expected))
         assert [line for line, _ in refused[:first]] == expected[:first]
         assert all(line is None for line, _ in refused[first : first + 1])
@@ -766,7 +762,7 @@ def test_a_value_that_many_rows_share_is_held_once(tmp_path):
     fields = FIELDS._replace(max_bytes=1 << 19, skip=True)
     before = pyarrow.total_allocated_bytes()
     found = []
-    for document, _ in corpus.FileShard(path, path.name, fields).read(None):
+    for document, _ in FileShard(path, path.name, fields).read(None):
         found.append(document)
         assert pyarrow.total_allocated_bytes() - before < 32 << 20
     assert found == [None] * 600 + [Document("small")]
@@ -805,7 +801,7 @@ def test_a_file_that_was_edited_at_equal_size_is_named(byte_tokenizer, shards, m
     def new() -> PackedBatches:
         settings = copy.copy(shards)
         if mixed:
-            settings.mixture = [data.Component("web", shards.source, 1), data.Component("b", "python", 1)]
+            settings.mixture = [Component("web", shards.source, 1), Component("b", "python", 1)]
             settings.source = ""
         return PackedBatches(settings, byte_tokenizer, split="train", batch_size=2)
 
@@ -1002,7 +998,7 @@ def test_python_corpus_has_no_copies(few_documents):
     assert "_heapq (C)" in documents
     assert "_heapq (C)" not in few_documents  # heapq.py holds the same docstrings
     assert "reference/with" not in few_documents  # a part of reference/compound
-    passages = [set(corpus._passages(text)) for text in few_documents.values()]
+    passages = [set(_passages(text)) for text in few_documents.values()]
     for one, other in itertools.combinations(passages, 2):
         assert len(one & other) <= max(len(one), len(other)) / 2
 
@@ -1025,9 +1021,9 @@ def test_no_docstring_of_training_is_in_validation(few_documents, share):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 docstring = " ".join((ast.get_docstring(node) or "").split())
-                assert len(docstring) < corpus.PASSAGE or docstring not in held_out, (name, docstring)
-    shared = {b for t in train.values() for b in corpus._passages(t)}
-    assert not shared & {b for t in validation.values() for b in corpus._passages(t)}
+                assert len(docstring) < PASSAGE or docstring not in held_out, (name, docstring)
+    shared = {b for t in train.values() for b in _passages(t)}
+    assert not shared & {b for t in validation.values() for b in _passages(t)}
 
 
 def test_python_corpus_does_not_depend_on_the_program(monkeypatch):
@@ -1043,11 +1039,11 @@ def test_python_corpus_is_the_same_in_every_process():
         from hashlib import sha256
         package = types.ModuleType("nalanda"); package.__path__ = [sys.argv[1]]
         sys.modules["nalanda"] = package
-        from nalanda.corpus import python_splits
+        from nalanda.data.python_docs import python_splits
         parts = [list(part.items()) for part in python_splits(0.05).values()]
         print(sha256(repr(parts).encode()).hexdigest())
     """)
-    package = str(Path(corpus.__file__).parent)
+    package = str(Path(corpus.__file__).parents[1])
     sums = {
         subprocess.run(
             [sys.executable, "-c", code, package],
@@ -1077,8 +1073,8 @@ def test_a_python_without_its_language_reference(monkeypatch):
 
 @pytest.fixture
 def prose(tmp_path, monkeypatch) -> DataConfig:
-    monkeypatch.setattr(data, "STREAM_GROUP", 1 << 19)
-    monkeypatch.setattr(data, "PERMUTED_GROUP", 1 << 19)
+    monkeypatch.setattr(packing, "STREAM_GROUP", 1 << 19)
+    monkeypatch.setattr(packing, "PERMUTED_GROUP", 1 << 19)
     documents = python_documents({"json", "heapq", "abc"})
     write_jsonl(tmp_path / "prose" / "a.jsonl", list(documents.values()))
     return DataConfig(source=str(tmp_path / "prose"), seq_len=64, validation_share=0.3)
@@ -1272,11 +1268,11 @@ def test_a_tokenizer_without_bos(byte_tokenizer, shards):
 def test_an_error_in_the_thread_reaches_the_consumer_after_what_was_good(byte_tokenizer, shards, monkeypatch):
     expected = list(itertools.islice(PackedBatches(shards, byte_tokenizer, split="train", batch_size=1), 3))
 
-    def fail_after_three(*args, pack=data._pack, **kwargs):
+    def fail_after_three(*args, pack=_pack, **kwargs):
         yield from itertools.islice(pack(*args, **kwargs), 3)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(data, "_pack", fail_after_three)
+    monkeypatch.setattr(packing, "_pack", fail_after_three)
     batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=1)
     seen = [next(batches) for _ in range(3)]
     assert all(map(same, seen, expected))
@@ -1302,10 +1298,11 @@ def test_a_process_that_stops_in_the_middle_ends_at_once(shards, byte_tokenizer,
     byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = textwrap.dedent(f"""
         import sys, types
-        package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parent)!r}]
+        package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parents[1])!r}]
         sys.modules["nalanda"] = package
-        from nalanda.data import *
-        from nalanda.tokenizer import *
+        from nalanda.config.schema import DataConfig, TokenizerConfig
+        from nalanda.data.loader import *
+        from nalanda.data.tokenizer import *
         data = DataConfig(source={shards.source!r}, seq_len=16)
         tokenizer = build_tokenizer(TokenizerConfig(path={str(tmp_path / "tokenizer")!r}), data, "unused")
         batches = PackedBatches(data, tokenizer, split="train", batch_size=2)

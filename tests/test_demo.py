@@ -117,7 +117,7 @@ def test_perplexity_of_packed_documents():
 
 
 def test_recipe_is_whole_and_builds():
-    from nalanda.train.loop import build_model_config
+    from nalanda.config.model import build_model_config
 
     config = load_config(RECIPES / "demo.yaml")
     assert config.model["feature_map"] == "nala"

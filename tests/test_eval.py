@@ -25,7 +25,8 @@ from nalanda_eval.task_data import PACKAGED, find
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.inference import generate as generate_module
-from nalanda.inference.generate import check_name, generate, load
+from nalanda.inference.generate import generate
+from nalanda.inference.load import check_name, load
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()

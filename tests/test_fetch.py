@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 import nalanda_cli
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.config.load import load_config
+from nalanda.config.schema import TokenizerConfig
 from nalanda.data import urls as remote
 from nalanda.data.loader import PackedBatches
 from nalanda.data.offline import fetch, needs, offline
-from nalanda.data.tokenizer import TokenizerConfig, build_tokenizer, fingerprint, mistral_model
+from nalanda.data.tokenizer import build_tokenizer, fingerprint, mistral_model
 
 RECIPE = """
 output_dir: runs/x

@@ -18,7 +18,8 @@ import nalanda.bench.decode
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference.chat import Conversation
-from nalanda.inference.generate import Printer, ends, sampling
+from nalanda.inference.generate import Printer, sampling
+from nalanda.inference.load import ends
 from nalanda.model import MIXERS
 from nalanda_cli import app
 

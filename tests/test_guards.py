@@ -17,9 +17,12 @@ import torch
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
+from nalanda.config.schema import EARLIEST, GuardConfig
 from nalanda.train import checkpoint, guards, loop
 from nalanda.train import log as metrics
-from nalanda.train.guards import GuardConfig, Spikes
+from nalanda.train.guards import Spikes
+from nalanda.train.loss import count_labels, summed_loss
+from nalanda.train.run_dir import alone
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -64,7 +67,7 @@ def test_without_sigma_only_what_is_not_finite_is_bad():
 def test_the_window_slides_comes_back_and_begins_late():
     config = GuardConfig(window=20)
     spikes = Spikes(config)
-    for _ in range(guards.EARLIEST - 1):
+    for _ in range(EARLIEST - 1):
         assert spikes.judge(3.0, 1.0) is None
     assert spikes.judge(50.0, 1.0) is None  # too few to tell
     for i in range(40):
@@ -91,7 +94,7 @@ def test_settings_that_cannot_work(key, value):
 def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
     """Spoils the loss or the gradients of the given optimizer steps, counted as they are tried."""
     tried: Counter = Counter()
-    summed, judge = loop.summed_loss, Spikes.judge
+    summed, judge = summed_loss, Spikes.judge
 
     def loss(*arguments, **options):
         kind = steps.get(tried["steps"] + 1)
@@ -179,9 +182,7 @@ def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_pa
 def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkeypatch, capsys):
     """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
     read = []
-    monkeypatch.setattr(
-        loop, "count_labels", lambda batch, f=loop.count_labels: read.append(batch) or f(batch)
-    )
+    monkeypatch.setattr(loop, "count_labels", lambda batch, f=count_labels: read.append(batch) or f(batch))
     poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
     lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
@@ -332,7 +333,7 @@ def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypa
 def test_a_process_that_hangs_says_where_and_ends():
     program = """
 import time
-from nalanda.guards import Watch
+from nalanda.train.guards import Watch
 def asleep_on_purpose():
     time.sleep(60)
 watch = Watch(0.2, rank=3)
@@ -375,7 +376,7 @@ def test_two_runs_never_share_a_folder(recipe, tmp_path):
     before = content()
     for other in (longer, moved):
         with (
-            loop.alone(tmp_path / "run"),
+            alone(tmp_path / "run"),
             pytest.raises(InputError, match="another process is training there"),
         ):
             loop.train(other)

@@ -9,11 +9,13 @@ from rich.console import Console
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
+from nalanda.common.text import duration, size
 from nalanda.config.load import load_config
+from nalanda.config.model import build_model_config
 from nalanda.report import tables
-from nalanda.report.info import activation_bytes, estimate, info, saved_bytes, show, size
-from nalanda.train.log import UTILISATION, duration
-from nalanda.train.loop import build_model_config
+from nalanda.report.info import info, show
+from nalanda.train.estimate import activation_bytes, estimate, saved_bytes
+from nalanda.train.log import UTILISATION
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 MILLIONS = {
@@ -81,7 +83,7 @@ def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
 
     assert table() == 64  # 7 words and 3 special tokens, rounded up
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("nalanda.report.info.build_tokenizer", None)  # nothing is read
+    monkeypatch.setattr("nalanda.train.estimate.build_tokenizer", None)  # nothing is read
     assert table("tokenizer.vocab_size=1000") == 1024
     assert table("model.vocab_size=267744") == 267744
     assert (

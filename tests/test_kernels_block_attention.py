@@ -13,7 +13,7 @@ from nalanda_kernels.triton.block_attention import block_attention, sizes
 from torch.utils import deterministic
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model.layers import Sequences
+from nalanda.model.sequences import Sequences
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -15,8 +15,9 @@ from nalanda_kernels.triton.short_conv import short_conv
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model.base import convolve
-from nalanda.model.layers import Sequences, ShortConv
+from nalanda.model.layers import ShortConv
 from nalanda.model.mixers import build_mixer
+from nalanda.model.sequences import Sequences
 
 LENGTHS = [1, 15, 0, 63, 64, 65, 2, 127, 200, 0]
 

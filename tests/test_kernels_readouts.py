@@ -11,9 +11,9 @@ from nalanda_kernels.triton import recurrence
 
 from nalanda import NalandaConfig
 from nalanda.model.feature_maps import EPS, build_feature_map, opposite
-from nalanda.model.layers import Sequences
 from nalanda.model.mixers import build_mixer
 from nalanda.model.ops import linear_attention
+from nalanda.model.sequences import Sequences
 
 MIXERS = {
     "linear_attention": {},

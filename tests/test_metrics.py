@@ -12,7 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
+from nalanda.common.text import duration
+from nalanda.config.schema import LogConfig
 from nalanda.train import log as metrics
+from nalanda.train.flops import flops_per_token, peak_flops
+from nalanda.train.loss import negative_share
 
 
 def line(step: int, **more) -> dict:
@@ -21,13 +25,13 @@ def line(step: int, **more) -> dict:
 
 
 def test_a_resume_repeats_no_line(tmp_path, capsys):
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=5)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=5)
     for step in (1, 2, 3):
         log.train(**line(step))
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss"')  # killed here
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=2, steps=5)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=2, steps=5)
     for step in (3, 4):
         log.train(**line(step, loss=0.0))
     log.close()
@@ -52,7 +56,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=3)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=3)
     log.step(1, 2.5, 12_345.0, 0.1)
     log.say("a line [bold] above")
     log.close()
@@ -64,7 +68,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(), step=0, steps=5, quiet=True)
+    log = metrics.RunLog(tmp_path, LogConfig(), step=0, steps=5, quiet=True)
     log.train(**line(1))
     log.close()
     assert not list(tmp_path.iterdir())
@@ -72,7 +76,7 @@ def test_other_processes_write_nothing(tmp_path, capsys):
 
 
 def test_events_are_lines_and_no_scalars(tmp_path, capsys):
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(), step=0, steps=5)
+    log = metrics.RunLog(tmp_path, LogConfig(), step=0, steps=5)
     added = []
     log.board.add_scalar = lambda *values: added.append(values)
     log.train(**line(1))
@@ -99,7 +103,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     good = [json.dumps(line(step)).encode() + b"\n" for step in (1, 3, 4, 5)]
     file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
     assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=4, steps=9)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=4, steps=9)
     log.train(**line(5))
     log.close()
     assert file.read_bytes().startswith(good[0] + b"".join(bad) + good[1] + good[2])
@@ -108,13 +112,13 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
 
 
 def test_a_rollback_keeps_the_events(tmp_path):
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=9)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=9)
     log.train(**line(1))
     for step in (2, 3):
         log.event(step, "skipped", reason="the loss is nan")
         log.train(**line(step))
     log.close()
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
     log.event(2, "rollback")
     log.close()
     found = [(m["step"], m.get("event")) for m in metrics.read(tmp_path / "metrics.jsonl")]
@@ -122,7 +126,7 @@ def test_a_rollback_keeps_the_events(tmp_path):
 
 
 def test_numbers_that_are_not_finite_come_back_as_numbers(tmp_path):
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=0, steps=9)
+    log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=9)
     log.write(step=1, val_loss=math.nan, val_ppl=math.inf, low=-math.inf, name="nan nan")
     log.close()
     (found,) = metrics.read(tmp_path / "metrics.jsonl")
@@ -145,7 +149,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
     calls = tracked(monkeypatch, name)
     monkeypatch.setenv("WANDB_API_KEY", secret := "0123456789abcdef")
     (tmp_path / "config.yaml").write_text("seed: 7\n")
-    config = metrics.LogConfig(tensorboard=False, tracker=name, project="mine")
+    config = LogConfig(tensorboard=False, tracker=name, project="mine")
 
     def go(start: int, *steps: int) -> None:
         log = metrics.RunLog(tmp_path, config, step=start, steps=9)
@@ -176,7 +180,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or secret not in file.read_text()
     other = tracked(monkeypatch, other_name := {"wandb": "trackio", "trackio": "wandb"}[name])
-    log = metrics.RunLog(tmp_path, metrics.LogConfig(tracker=other_name, tensorboard=False), step=5, steps=9)
+    log = metrics.RunLog(tmp_path, LogConfig(tracker=other_name, tensorboard=False), step=5, steps=9)
     log.train(**line(6))
     log.close()
     assert [call[2] for call in other if call[0] == "log"] == [6]
@@ -184,7 +188,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
 
 
 def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
-    config = metrics.LogConfig(tensorboard=False, tracker="wandb")
+    config = LogConfig(tensorboard=False, tracker="wandb")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"log\.tracker: no wandb here: pip install wandb"):
         metrics.RunLog(tmp_path, config, step=0, steps=5)
@@ -210,7 +214,7 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
 
 def test_durations():
     seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 103 * 3600)
-    assert [metrics.duration(s) for s in seconds] == [
+    assert [duration(s) for s in seconds] == [
         "45 s",
         "12 min",
         "3 h 05 min",
@@ -221,7 +225,7 @@ def test_durations():
 
 def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
     def said(expected, seconds: list[float], begun: int = 0) -> list[str]:
-        log = metrics.RunLog(tmp_path, metrics.LogConfig(tensorboard=False), step=begun, steps=1000)
+        log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=begun, steps=1000)
         if expected:
             log.expect(1000 - begun, expected)
         for step, took in enumerate(seconds, begun + 1):
@@ -243,13 +247,13 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
 
 def test_flops():
     ours = NalandaForCausalLM(NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2))
-    assert metrics.flops_per_token(ours, 16)[0] == 3 * ours.config.flops_per_token(16)
+    assert flops_per_token(ours, 16)[0] == 3 * ours.config.flops_per_token(16)
     shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     for tied in (False, True):
         llama = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32, tie_word_embeddings=tied))
         layer = 4 * 8 * 8 + 3 * 8 * 16
         products = 2 * layer + 8 * 32  # norms are none
-        flops, source = metrics.flops_per_token(llama, 10)
+        flops, source = flops_per_token(llama, 10)
         assert flops == 6 * products + 6 * 2 * 8 * 10
         assert "estimated" in source
 
@@ -267,7 +271,7 @@ def test_softmax_costs_the_same_whoever_built_it(T, fields):
     with torch.device("meta"):
         models = NalandaForCausalLM(ours), LlamaForCausalLM(LlamaConfig(**shape, **heads, **fields))
     assert models[0].num_parameters() == models[1].num_parameters()
-    counts = [metrics.flops_per_token(model, T) for model in models]
+    counts = [flops_per_token(model, T) for model in models]
     assert counts[0][0] == counts[1][0]
     assert all("causal attention is half of T × T" in source for _, source in counts)
     if not fields:
@@ -276,13 +280,13 @@ def test_softmax_costs_the_same_whoever_built_it(T, fields):
 
 def test_peak_of_known_and_unknown_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert metrics.peak_flops(torch.device("cuda"), "bf16")[0] == 756e12
+    assert peak_flops(torch.device("cuda"), "bf16")[0] == 756e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert metrics.peak_flops(torch.device("cuda"), "bf16")[0] == 989e12
+    assert peak_flops(torch.device("cuda"), "bf16")[0] == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    assert metrics.peak_flops(torch.device("cuda"), "fp32")[0] == 19.5e12
+    assert peak_flops(torch.device("cuda"), "fp32")[0] == 19.5e12
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    rate, source = metrics.peak_flops(torch.device("cpu"), "fp32")
+    rate, source = peak_flops(torch.device("cpu"), "fp32")
     assert torch.get_num_threads() == threads
     assert 1e8 < rate < 1e15
     assert "measured" in source
@@ -313,6 +317,6 @@ def test_share_of_negative_weights():
     share = (weights < 0).sum() / (2 * 2 * 20 * 21 / 2)  # the future's weights are 0
     model.train()
     assert 0 < share < 1
-    assert metrics.negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
+    assert negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
     assert model.training
-    assert metrics.negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}
+    assert negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from nalanda import NalandaConfig
-from nalanda.model.layers import Sequences
 from nalanda.model.mixers import build_mixer
+from nalanda.model.sequences import Sequences
 
 T, H, K = 23, 2, 6
 

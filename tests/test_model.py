@@ -26,7 +26,9 @@ from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 from nalanda.model.attention import SoftmaxAttention
 from nalanda.model.delta import Decay
-from nalanda.model.layers import Fp32Module, Sequences, linear_cross_entropy
+from nalanda.model.layers import Fp32Module
+from nalanda.model.loss import linear_cross_entropy
+from nalanda.model.sequences import Sequences
 
 VOCAB = 61
 
@@ -542,7 +544,7 @@ def test_blockwise_loss_is_cross_entropy(dtype):
     labels = torch.randint(0, VOCAB, (150,))
     labels[::7] = -100
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.2}[dtype]
-    from nalanda.model.layers import _LinearCrossEntropy
+    from nalanda.model.loss import _LinearCrossEntropy
 
     grads = []
     for one_go in (False, True):
@@ -562,8 +564,8 @@ def test_blockwise_loss_is_cross_entropy(dtype):
 
 def test_z_loss_is_in_the_gradient_alone(small):
     """Against float64 autograd over all logits, in several blocks, rows left out."""
-    from nalanda.model.layers import _LinearCrossEntropy
-    from nalanda.train.loop import summed_loss
+    from nalanda.model.loss import _LinearCrossEntropy
+    from nalanda.train.loss import summed_loss
 
     torch.manual_seed(0)
     labels = torch.randint(0, 31, (150,)).masked_fill(torch.rand(150) < 0.2, -100)

@@ -12,16 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
+from nalanda.config.schema import GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.train import checkpoint
-from nalanda.train.optim import (
-    GroupConfig,
-    OptimConfig,
-    ScheduleConfig,
-    build_optimizer,
-    describe_groups,
-    learning_rate,
-    parameter_groups,
-)
+from nalanda.train.optim import build_optimizer, describe_groups, learning_rate, parameter_groups
 
 
 @pytest.mark.parametrize(
@@ -207,7 +200,8 @@ def test_muon_on_shards_is_muon_in_one_process(tmp_path):
         from torch import nn
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
-        from nalanda.optim import OptimConfig, build_optimizer
+        from nalanda.config.schema import OptimConfig
+        from nalanda.train.optim import build_optimizer
 
         def build():
             torch.manual_seed(0)

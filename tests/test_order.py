@@ -19,12 +19,12 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
-from nalanda.data import corpus
+from nalanda.config.schema import Component, DataConfig, TokenizerConfig
+from nalanda.data import corpus, packing
 from nalanda.data import loader as data
-from nalanda.data.loader import Component, DataConfig, PackedBatches, encoder, validation_batches
+from nalanda.data.loader import PackedBatches, encoder, validation_batches
 from nalanda.data.prepare import prepare
 from nalanda.data.shuffle import Permutation, turn, whole_weights
-from nalanda.data.tokenizer import TokenizerConfig
 
 T = 16
 SETS = ["Book", "Github", ""]
@@ -66,8 +66,8 @@ def folder(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    monkeypatch.setattr(data, "STREAM_GROUP", 300)
-    monkeypatch.setattr(data, "PERMUTED_GROUP", 200)
+    monkeypatch.setattr(packing, "STREAM_GROUP", 300)
+    monkeypatch.setattr(packing, "PERMUTED_GROUP", 200)
     few = {str(i): text for i, text in enumerate(texts(25, 55))}
     monkeypatch.setattr(corpus, "python_splits", lambda share: {"train": few, "validation": few})
 
@@ -676,11 +676,11 @@ def test_signals_to_the_whole_group_leave_the_trainer_its_processes(folder, toke
     """Slurm and terminals signal every process of a run; the trainer reads on until its step is done."""
     code = textwrap.dedent(f"""
         import os, signal, sys, types
-        package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parent)!r}]
+        package = types.ModuleType("nalanda"); package.__path__ = [{str(Path(data.__file__).parents[1])!r}]
         sys.modules["nalanda"] = package
         from transformers import AutoTokenizer
-        from nalanda import data
-        data.STREAM_GROUP, tokenisers = 300, []
+        from nalanda.data import loader as data, packing
+        packing.STREAM_GROUP, tokenisers = 300, []
         class Tokenisers(data.Tokenisers):
             def __init__(self, *arguments):
                 super().__init__(*arguments)
@@ -688,7 +688,7 @@ def test_signals_to_the_whole_group_leave_the_trainer_its_processes(folder, toke
         data.Tokenisers = Tokenisers
         for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
             signal.signal(getattr(signal, name), lambda *_: None)
-        settings = data.DataConfig(source={str(folder / "web")!r}, seq_len=16, workers=2)
+        settings = packing.DataConfig(source={str(folder / "web")!r}, seq_len=16, workers=2)
         tokenizer = AutoTokenizer.from_pretrained({str(folder / "tokenizer")!r})
         batches = data.PackedBatches(settings, tokenizer, split="train", batch_size=1)
         next(batches)

@@ -31,13 +31,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from nalanda import NalandaConfig
 from nalanda.common.errors import DiskFull, InputError
-from nalanda.config.load import TrainConfig, load_config
+from nalanda.common.files import verify_manifest
+from nalanda.config.load import load_config
+from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from nalanda.train import checkpoint, parallel
 from nalanda.train import log as metrics
-from nalanda.train.checkpoint import CheckpointConfig, Saver
+from nalanda.train.checkpoint import Saver
 from nalanda.train.export import export
-from nalanda.train.loop import summed_loss, train
-from nalanda.train.optim import OptimConfig, build_optimizer
+from nalanda.train.loop import train
+from nalanda.train.loss import summed_loss
+from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -292,7 +295,7 @@ def test_replicas_of_shards_train_the_same(results, folder):
 
 def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folder):
     path = folder / "sharded" / "step-2"
-    assert checkpoint.verify(path) is None
+    assert verify_manifest(path) is None
     trained = results["fp32"]["fsdp"]["weights"]
     saved, alone, on = results["saved"]["moments"], results["alone"], results["on"]
     assert furthest(trained, alone["weights"]) == 0

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import nalanda_cli
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
-from nalanda.data.loader import DataConfig
+from nalanda.config.schema import DataConfig
 
 V = 320
 

@@ -17,12 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from nalanda.common.errors import DiskFull, InputError
+from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import prepare as preparing
 from nalanda.data.corpus import held_out
-from nalanda.data.loader import DataConfig, PackedBatches, encoder
+from nalanda.data.inspect import check_set, inspect
+from nalanda.data.loader import PackedBatches, encoder
 from nalanda.data.prepare import Preparation, begin, prepare
-from nalanda.data.token_set import SumCheck, check_set, inspect, is_prepared, open_set
-from nalanda.data.tokenizer import TokenizerConfig, fingerprint
+from nalanda.data.token_set import SumCheck, is_prepared, open_set
+from nalanda.data.tokenizer import fingerprint
 from nalanda_cli import app
 
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]

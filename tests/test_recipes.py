@@ -8,8 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nalanda.config.load import load_config
-from nalanda.train.loop import build_model_config
-from nalanda.train.optim import OptimConfig, build_optimizer
+from nalanda.config.model import build_model_config
+from nalanda.config.schema import OptimConfig
+from nalanda.train.optim import build_optimizer
 
 RECIPES = sorted(p for p in Path("recipes").glob("*.yaml") if p.stem != "demo")
 VOCAB, PATTERN, T, ROWS, STEPS = 16, 4, 32, 32, 50

@@ -11,11 +11,17 @@ from collections import Counter
 
 import pytest
 
+from nalanda.common import retry
 from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.common.retry import Incomplete, persist, persistent, transient
+from nalanda.common.text import redact
+from nalanda.config.schema import DataConfig
 from nalanda.data import urls as remote
-from nalanda.data.corpus import DocumentStream, Fields, open_corpus
-from nalanda.data.loader import DataConfig, PackedBatches
-from nalanda.data.urls import HubShard, UrlShard, persist, persistent, redact, transient
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.documents import Fields
+from nalanda.data.hub import HubShard
+from nalanda.data.loader import PackedBatches
+from nalanda.data.urls import UrlShard
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
 
@@ -94,7 +100,7 @@ def server(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
     found = []
-    monkeypatch.setattr(remote, "sleep", found.append)
+    monkeypatch.setattr(retry, "sleep", found.append)
     return found
 
 
@@ -306,7 +312,7 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
 # ------------------------------ retries
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError(), remote.Incomplete("x")])
+@pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError(), Incomplete("x")])
 def test_an_iterator_is_opened_again_behind_the_last_item(error, waits):
     fails = Counter({3: 2, 7: 3})
 

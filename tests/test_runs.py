@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
 from nalanda.report import runs
+from nalanda.report.plot import curve, labels, plot, smoothed
 from nalanda.report.runs import Run
 
 
@@ -140,7 +141,7 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
     run = runs.read(folder)
     assert run.loss == pytest.approx(3 + 5 * math.exp(-29 / 9))
     assert run.step == 30
-    c = runs.curve(folder)
+    c = curve(folder)
     assert c.events == [(7, "rollback"), (30, "skipped")]
     assert len(c.train) == 28
     step, tokens, hours, loss = c.train[-1]
@@ -153,9 +154,7 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
 def test_the_legend_tells_what_differs(tmp_path):
     def legend(*settings: dict) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return runs.labels(
-            [runs.curve(make(folder / f"run{i}", lines=losses(3), **s)) for i, s in enumerate(settings)]
-        )
+        return labels([curve(make(folder / f"run{i}", lines=losses(3), **s)) for i, s in enumerate(settings)])
 
     assert legend({}, {"optim__lr": 0.01}) == ["lr 0.001", "lr 0.01"]
     assert legend({}, {"model__mixer": "retnet"}, {"model__mixer": "gla", "seed": 1}) == [
@@ -192,7 +191,7 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
     folders = [
         make(tmp_path / f"run{i}", lines=losses(60, events=events if i else None), seed=i) for i in (0, 1)
     ]
-    png = runs.plot(folders, tmp_path / "pictures" / "loss.png", x=x)
+    png = plot(folders, tmp_path / "pictures" / "loss.png", x=x)
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     axes = drawn[0].axes[0]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
@@ -207,24 +206,22 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
 
 def test_one_runs_picture(tmp_path):
     folder = make(tmp_path / "run", lines=losses(60))
-    plain, smooth = (
-        runs.plot([folder], tmp_path / f"{s}.png", smooth=s).stat().st_size for s in (False, True)
-    )
+    plain, smooth = (plot([folder], tmp_path / f"{s}.png", smooth=s).stat().st_size for s in (False, True))
     assert plain > 10_000
     assert smooth != plain
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
-    assert runs.plot([tmp_path / "plain"], tmp_path / "a.png").is_file()  # no recipe is needed for one
+    assert plot([tmp_path / "plain"], tmp_path / "a.png").is_file()  # no recipe is needed for one
     with pytest.raises(InputError, match="no training loss"):
-        runs.plot([tmp_path], tmp_path / "none.png")
+        plot([tmp_path], tmp_path / "none.png")
     make(tmp_path / "odd", lines=[{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match="odd: unreadable"):
-        runs.plot([tmp_path / "odd"], tmp_path / "none.png")
+        plot([tmp_path / "odd"], tmp_path / "none.png")
 
 
 def test_smoothing_keeps_the_fall_and_calms_the_end():
     values = [10.0, 8.0, 6.0, *[3.0, 5.0] * 60]
-    smooth = runs.smoothed(values)
+    smooth = smoothed(values)
     assert smooth[:3] == [10.0, 8.0, pytest.approx(6.4)]
     assert all(3.5 < value < 4.5 for value in smooth[-20:])
 

@@ -48,6 +48,7 @@ from typer.testing import CliRunner
 import nalanda_cli
 from nalanda.common.errors import InputError
 from nalanda.train import loop as trainer
+from nalanda.train.loss import count_labels, summed_loss
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "study"
 SILU, NALA = "deltanet + silu", "deltanet + nala(power=2)"
@@ -191,7 +192,7 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
     lm = load(finished)[2]
     got, rows = records(finished / "runs.jsonl"), {"model": [], "bigrams": []}
     lms = [r["settings"] for r in got.values() if "optim" in r["settings"] and r["settings"]["seed"] == 1]
-    summed = trainer.summed_loss
+    summed = summed_loss
 
     def note(model, batch, *args, **options):
         if torch.is_grad_enabled():
@@ -206,7 +207,7 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
 
         def perplexity(self, batches):
             batches = list(batches)
-            rows["labels"] = sum(trainer.count_labels(batch) for batch in batches)
+            rows["labels"] = sum(count_labels(batch) for batch in batches)
             return super().perplexity(batches)
 
     monkeypatch.setattr(trainer, "summed_loss", note)

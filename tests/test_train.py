@@ -20,11 +20,15 @@ from training import configured, outcome, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, pipeline
 
 from nalanda.common.errors import InputError
-from nalanda.config.load import RunConfig, load_config
+from nalanda.common.files import manifest_text, verify_manifest
+from nalanda.config.load import load_config
+from nalanda.config.model import build_model_config
+from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import fingerprint
 from nalanda.report.verify import verify
-from nalanda.train import checkpoint, loop
+from nalanda.train import build, checkpoint, loop, loss
 from nalanda.train import log as metrics
+from nalanda.train.build import build_model, open_batches
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -55,8 +59,8 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
     )
     tokenizer = loop.build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
     set_seed(config.seed)
-    model = loop.build_model(config, tokenizer)
-    batch = next(loop.open_batches(config, tokenizer)[0])
+    model = build_model(config, tokenizer)
+    batch = next(open_batches(config, tokenizer)[0])
     counts = (batch["labels"][:, 1:] != -100).sum(1)
     assert counts.min() < 0.9 * counts.max()  # else a mean of means would pass
     loss = model(batch["input_ids"], labels=batch["labels"], cu_seqlens=batch["cu_seqlens"]).loss
@@ -109,7 +113,7 @@ def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypa
         loop.train(configured(recipe, tmp_path / "run"))
     monkeypatch.setenv("RANK", "0")  # use_cpu: true with --multi_gpu
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(loop, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1}))
+    monkeypatch.setattr(build, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1}))
     with pytest.raises(InputError, match="torchrun"):
         loop.train(configured(recipe, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -164,7 +168,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
     assert model.config.vocab_size == 320
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     total = count = 0
-    for batch in loop.open_batches(config, tokenizer)[1][""]:
+    for batch in open_batches(config, tokenizer)[1][""]:
         logits = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False).logits
         targets = batch["labels"][:, 1:]
         kept = targets != -100
@@ -220,8 +224,8 @@ def test_the_exported_tokenizer_pads_and_the_runs_own_does_not(whole, recipe, tm
     assert fingerprint(own) == fingerprint(tokenizer)
     # Trained on with the exported one: eos is a token like any other.
     config = configured(recipe, tmp_path / "run", f"tokenizer={whole / 'final'}", "model={auto: llama}")
-    assert loop.build_model_config(config, tokenizer).pad_token_id is None
-    assert loop.build_model_config(config, tokenizer).eos_token_id == tokenizer.eos_token_id == 0
+    assert build_model_config(config, tokenizer).pad_token_id is None
+    assert build_model_config(config, tokenizer).eos_token_id == tokenizer.eos_token_id == 0
 
 
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
@@ -254,7 +258,7 @@ def test_which_model_auto_means(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def config(model: str):
-        return loop.build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
+        return build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
 
     llama = config("{auto: llama, hidden_size: 64, num_attention_heads: 2}")
     assert (llama.model_type, llama.hidden_size, llama.max_position_embeddings) == ("llama", 64, 32)
@@ -297,7 +301,7 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", register)
 
     def config(model: str):
-        return loop.build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
+        return build_model_config(configured(recipe, tmp_path / "run", f"model={model}"))
 
     assert config("{auto: mamba}").model_type == "mamba"  # what transformers has, it has
     assert "later" not in configuration_auto.CONFIG_MAPPING
@@ -456,7 +460,7 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     assert "goes on from step-10" in out
     assert "step-24 is set aside as later-step-24" in out
     assert outcome(run) == outcome(whole)
-    assert checkpoint.verify(run / "checkpoints" / "later-step-24") is None
+    assert verify_manifest(run / "checkpoints" / "later-step-24") is None
     for again in range(2):  # the choice is made once, however often a scheduler repeats the command
         config = configured(recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0")
         loop.train(config)
@@ -534,7 +538,7 @@ def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_validation_loss_that_is_not_finite_loses_no_model(recipe, tmp_path, monkeypatch, capsys, value):
-    monkeypatch.setattr(loop, "loss_sums", lambda *_: (value, 100))
+    monkeypatch.setattr(loss, "loss_sums", lambda *_: (value, 100))
     run = loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
     assert AutoModelForCausalLM.from_pretrained(run / "final").config.model_type == "nalanda"
     assert metrics.read_facts(run)["state"] == "finished"
@@ -563,7 +567,7 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
         manifest = json.loads((folder / f"step-{step}" / "manifest.json").read_text())
         content = (folder / f"step-{step}" / file).read_bytes()
         manifest["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        (folder / f"step-{step}" / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+        (folder / f"step-{step}" / "manifest.json").write_text(manifest_text(manifest))
     checkpoint.mark(folder / "step-20", "no step behind it was good")
     with pytest.raises(SystemExit) as ended:
         app(["verify", str(run), "--json"])
@@ -699,15 +703,15 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
     expected = safetensors.torch.load_file(whole / "final" / "model.safetensors")
     for source in (whole / "final", whole / "checkpoints" / "step-24"):
         for keys in (f"model.init_from={source}", f"model={{init_from: {source}}}"):
-            model = loop.build_model(configured(recipe, tmp_path / "run", keys), tokenizer)
+            model = build_model(configured(recipe, tmp_path / "run", keys), tokenizer)
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, expected[name]), name
     for change in ("model.hidden_size=64", "model.num_hidden_layers=2", "model.use_gate=false"):
         config = configured(recipe, tmp_path / "run", f"model.init_from={whole / 'final'}", change)
         with pytest.raises(InputError, match="another shape"):
-            loop.build_model(config, tokenizer)
+            build_model(config, tokenizer)
     with pytest.raises(InputError, match=r"model\.init_from"):
-        loop.build_model(configured(recipe, tmp_path, f"model.init_from={tmp_path / 'none'}"), tokenizer)
+        build_model(configured(recipe, tmp_path, f"model.init_from={tmp_path / 'none'}"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -730,7 +734,7 @@ def test_models_that_cannot_be_built(recipe, tmp_path, whole, model, words):
     keys = "{" + model.format(path=tmp_path) + "}"
     config = configured(recipe, tmp_path / "run", f"model={keys}")
     with pytest.raises(InputError) as error:
-        loop.build_model(config, AutoTokenizer.from_pretrained(whole / "tokenizer"))
+        build_model(config, AutoTokenizer.from_pretrained(whole / "tokenizer"))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nalanda.config.load import RunConfig, load_config
+from nalanda.config.load import load_config
+from nalanda.config.schema import RunConfig
 from nalanda.train import checkpoint
 from nalanda.train import log as metrics
 

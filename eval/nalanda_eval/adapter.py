@@ -22,13 +22,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
-from nalanda.inference.generate import bos_token
+from nalanda.inference.load import bos_token
 from nalanda_eval import scoring
 from nalanda_eval.cache import Store, identify
 from nalanda_eval.scoring import Answer, Request
 from nalanda_eval.task_data import Source, read
 
 __all__ = ["Scorer", "characters", "harness", "load_tasks"]
+
+
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
 
 

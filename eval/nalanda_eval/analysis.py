@@ -21,14 +21,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.bench.baselines import token_mixers
 from nalanda.common.errors import InputError, output_folder
-from nalanda.config.load import check_seed, load_config
-from nalanda.data.loader import DataConfig
+from nalanda.config.load import load_config
+from nalanda.config.schema import DataConfig, check_seed
 from nalanda.data.offline import offline
 from nalanda.data.tokenizer import build_tokenizer
-from nalanda.inference.generate import bos_token, choose_device, load
+from nalanda.inference.load import bos_token, choose_device, load
 from nalanda.model import build_feature_map
+from nalanda.train.build import build_model
 from nalanda.train.log import versions
-from nalanda.train.loop import build_model
 from nalanda_eval.perplexity import documents
 from nalanda_eval.plots import draw
 

@@ -55,8 +55,8 @@ from rich.progress import (
 )
 
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
-from nalanda.inference import generate
-from nalanda.train.checkpoint import write_atomically
+from nalanda.common.files import write_atomically
+from nalanda.inference.load import check_name, choose_device, load
 from nalanda_eval import report
 from nalanda_eval.cache import Store
 from nalanda_eval.perplexity import ratio
@@ -93,7 +93,7 @@ def evaluate(
         long: texts beyond that are read in disjoint `window`s (of a prompt, the last one), as the literature
             does, or `whole`, which takes a recurrent model.
         share: read a context once for all its continuations; without it, once for each.
-        device, dtype, trust_remote_code: as in `nalanda.inference.generate.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
         output: a directory for results.json, .md and .csv, and for the answers: the same command, stopped and
             started again, goes on, and no model is asked twice.
 
@@ -111,8 +111,8 @@ def evaluate(
     if long == "whole" and max_length is not None:
         raise InputError("max_length is the length of windows: without --long whole")
     for model in models:
-        generate.check_name(model)
-    device = None if device is None else generate.choose_device(device)
+        check_name(model)
+    device = None if device is None else choose_device(device)
     sources, left_out = find(tasks, data)  # before the import, which takes many seconds
     directory = None if output is None else _directory(Path(output))
 
@@ -162,9 +162,7 @@ def evaluate(
             progress.advance(bar, count)
 
         for i, name in enumerate(models):
-            model, tokenizer = generate.load(
-                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model, tokenizer = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
             if long == "whole":
                 _check_endless(model, name)
             start = time.perf_counter()

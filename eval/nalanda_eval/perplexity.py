@@ -28,12 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.text import duration
 from nalanda.config.load import load_config
-from nalanda.data.corpus import SUFFIXES, DocumentStream, open_corpus
-from nalanda.data.loader import DataConfig
-from nalanda.inference.generate import bos_token, check_name, choose_device, load
+from nalanda.config.schema import DataConfig
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.documents import SUFFIXES
+from nalanda.inference.load import bos_token, check_name, choose_device, load
 from nalanda.model.state import fingerprint
-from nalanda.train.log import duration, versions
+from nalanda.train.log import versions
 from nalanda_eval.plots import COLOURS, GREY, MARKERS, STYLE
 
 AT_ONCE = 4096  # tokens whose logits exist at the same time
@@ -68,7 +70,7 @@ def perplexity(
         window: by default the length of training (`max_position_embeddings`).
         tokens: how many are scored, where the text has so many; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
-        device, dtype, trust_remote_code: as in `nalanda.inference.generate.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
 
     Raises:
         InputError: no such model or text, or a length that a model cannot read.

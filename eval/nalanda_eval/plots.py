@@ -9,9 +9,17 @@ from rich.table import Table
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey by lines and markers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
+
+
 MARKERS = "os^DvPX"
+
+
 GREY = "#666666"
+
+
 STYLE = {
     "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,

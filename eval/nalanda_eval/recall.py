@@ -26,14 +26,15 @@ from torch import Tensor, nn
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError, output_folder
-from nalanda.config.load import nearest, parse_yaml
-from nalanda.inference.generate import choose_device
+from nalanda.common.files import write_atomically
+from nalanda.common.text import nearest, size
+from nalanda.config.load import parse_yaml
+from nalanda.config.schema import OptimConfig, ScheduleConfig
+from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.options import check_names, check_types
-from nalanda.report.info import size
-from nalanda.train.checkpoint import write_atomically
 from nalanda.train.log import versions
-from nalanda.train.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
+from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.report import markdown_table
 from nalanda_eval.sweep import Jobs, follow, key

@@ -15,11 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nalanda.train.checkpoint import write_atomically
+from nalanda.common.files import write_atomically
 from nalanda.train.log import read
 
 Record = dict[str, Any]
 """What a run gave; `settings` is what it follows from, and its key."""
+
+
 Jobs = Mapping[str, Callable[[], Record]]
 """Runs by `key` of the settings that their records will have; other processes must be able to unpickle
 them."""

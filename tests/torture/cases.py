@@ -40,10 +40,13 @@ from harness import (
 )
 from safetensors.torch import load_file, save_file
 
+from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
-from nalanda.data.token_set import check_set, is_prepared, open_set
+from nalanda.data.inspect import check_set
+from nalanda.data.token_set import is_prepared, open_set
 from nalanda.report.verify import verify
-from nalanda.train import checkpoint, loop
+from nalanda.train import checkpoint
+from nalanda.train.build import build_model
 
 
 @dataclass
@@ -83,7 +86,7 @@ def trained(run: Path) -> int:
 def check_saved(run: Path) -> None:
     """Every folder that has a checkpoint's name is whole."""
     for path in checkpoints(run).values():
-        need((problem := checkpoint.verify(path)) is None, f"{path.name}: {problem}")
+        need((problem := verify_manifest(path)) is None, f"{path.name}: {problem}")
 
 
 def loss_error(run: Path, expected: Path, limit: float) -> float:
@@ -768,7 +771,7 @@ def float64_gradient(run: Path, weights: dict, batches: list[dict]) -> dict[str,
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
-    model = loop.build_model(load_config(run / "config.yaml"), tokenizer).double()
+    model = build_model(load_config(run / "config.yaml"), tokenizer).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -872,7 +875,7 @@ def other_moments(work: Work) -> str:
         changed = {**moments, **change}
         save_file({key: t for key, t in changed.items() if t is not None}, file)
         reseal(last)
-        need(checkpoint.verify(last) is None, "the sums do not fit")
+        need(verify_manifest(last) is None, "the sums do not fit")
         with Trainer(work.recipe, run, "train.steps=20") as trainer:
             text = trainer.end(2)
         need("Traceback" not in text and "nalanda: " in text, f"{harm}: {text[-400:]}")
@@ -951,7 +954,7 @@ def reseal(folder: Path) -> None:
     for name in manifest["files"]:
         content = (folder / name).read_bytes()
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    (folder / "manifest.json").write_text(manifest_text(manifest))
 
 
 def hostile_checkpoint(work: Work) -> str:
@@ -971,7 +974,7 @@ def hostile_checkpoint(work: Work) -> str:
         for attack in attacks[: 1 if work.quick else 2]:
             (last / file.relative_to(kept)).write_bytes(attack)
             reseal(last)
-            need(checkpoint.verify(last) is None, "the attack's sums do not fit")
+            need(verify_manifest(last) is None, "the attack's sums do not fit")
             with Trainer(work.recipe, run, *settings) as trainer:
                 text = trainer.end(None)
             tried += 1
@@ -989,8 +992,8 @@ def hostile_checkpoint(work: Work) -> str:
         (last / "link").unlink(missing_ok=True)
         (last / "link").symlink_to(outside)
         files = {name: entry, path: sums}
-        (last / "manifest.json").write_text(checkpoint.manifest_text({**manifest, "files": files}))
-        problem = checkpoint.verify(last)
+        (last / "manifest.json").write_text(manifest_text({**manifest, "files": files}))
+        problem = verify_manifest(last)
         need(problem and "leaves" in problem, f"{path}: {problem}")
     return f"{tried} pickles, none was run; 4 paths out of the folder refused"
 
@@ -1117,10 +1120,10 @@ def edited(work: Work) -> str:
 BOMB = """
 import re, sys
 from pathlib import Path
-from nalanda.config import load_config
-from nalanda.corpus import DocumentStream, open_corpus
-from nalanda.data import DataConfig
-from nalanda.errors import InputError
+from nalanda.config.load import load_config
+from nalanda.config.schema import DataConfig
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.common.errors import InputError
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1000
@@ -1224,11 +1227,11 @@ def killed_preparations(work: Work) -> str:
 EVAL = """
 import os, signal, sys
 import nalanda_cli
-from nalanda import checkpoint
-from nalanda_eval import store
+from nalanda.common import files
+from nalanda_eval import cache
 
 at, nth, behind = sys.argv.pop(1), int(sys.argv.pop(1)), sys.argv.pop(1) == "behind"
-owner = {"keep": store.Store, "sync": checkpoint, "rename": os}.get(at)
+owner = {"keep": cache.Store, "sync": files, "rename": os}.get(at)
 if owner:
     call, calls = getattr(owner, at), 0
 

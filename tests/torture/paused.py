@@ -127,15 +127,13 @@ if ORDERS.get("clock"):
 
 import torch  # noqa: E402
 
-from nalanda.data import loader as data  # noqa: E402
-from nalanda.data import urls as remote  # noqa: E402
-from nalanda.train import checkpoint, loop  # noqa: E402
-from nalanda.train import log as metrics  # noqa: E402
+from nalanda.data import packing, urls  # noqa: E402
+from nalanda.train import checkpoint, log, loop, loss  # noqa: E402
 
 if "group" in ORDERS:
-    data.STREAM_GROUP = ORDERS["group"]
+    packing.STREAM_GROUP = ORDERS["group"]
 if "timeout" in ORDERS:
-    remote.TIMEOUT = (ORDERS["timeout"],) * 2
+    urls.TIMEOUT = (ORDERS["timeout"],) * 2
 
 rows: list[list] = []  # of the step that is under way
 batches: list[dict] = []
@@ -230,10 +228,10 @@ if spoil := ORDERS.get("spoil"):
 
     checkpoint.Saver.unsound = spoiling
 if "validation" in ORDERS:
-    loop.loss_sums = lambda *_: (float(ORDERS["validation"]), 100)
+    loss.loss_sums = lambda *_: (float(ORDERS["validation"]), 100)
 
 loop.build_model, loop.build_optimizer = watched_model, watched_optimizer
-RunLog: Any = metrics.RunLog
+RunLog: Any = log.RunLog
 finish_step, tell = RunLog.step, getattr(RunLog, "event", None)
 stream = (FOLDER / f"stream-{RANK}.jsonl").open("a")
 

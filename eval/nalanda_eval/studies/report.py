@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError
-from nalanda.report.info import size
-from nalanda.report.runs import smoothed
-from nalanda.train.checkpoint import write_atomically
-from nalanda.train.log import duration
+from nalanda.common.files import write_atomically
+from nalanda.common.text import duration, size
+from nalanda.report.plot import smoothed
 from nalanda_eval.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.recall import configured
 from nalanda_eval.report import markdown_table
@@ -44,8 +43,14 @@ from nalanda_eval.sweep import Record, key, records
 
 EQUAL = {"lm": 0.02, "recall": 2.0}
 """Differences that count as none where equality is claimed: nats a token (2 % of perplexity), points."""
+
+
 UNITS = {"lm": "nats", "recall": "points"}
+
+
 TITLES = {"lm": "language model", "recall": "recall"}
+
+
 BEGIN, END = "<!-- words: kept by `nalanda study report` -->", "<!-- end of words -->"
 
 
@@ -218,6 +223,8 @@ def measure(task: str, gaps: dict[str, Interval]) -> str:
 # ------------------------------ tables
 
 COSTS = ("parameters", "state", "MFLOPs")
+
+
 HEADER = ["system", "equal", "loss", "perplexity", "gradient spread", *COSTS, "recall, %", *COSTS]
 
 

@@ -26,19 +26,23 @@ from transformers import AutoModelForCausalLM
 
 from nalanda.bench.baselines import Bigram
 from nalanda.common.errors import InputError, output_folder
-from nalanda.config.load import RunConfig, load_config, nearest, read_yaml, recipe_folders, section
-from nalanda.data.loader import DataConfig
+from nalanda.common.text import nearest
+from nalanda.config.load import load_config, read_yaml, recipe_folders, section
+from nalanda.config.schema import DataConfig, RunConfig, TokenizerConfig
 from nalanda.data.prepare import prepare
 from nalanda.data.token_set import is_prepared, open_set, read_index
-from nalanda.data.tokenizer import TokenizerConfig, build_tokenizer
+from nalanda.data.tokenizer import build_tokenizer
+from nalanda.train.build import open_batches
 from nalanda.train.log import read, read_facts, versions
-from nalanda.train.loop import open_batches, train
+from nalanda.train.loop import train
 from nalanda_eval import recall
 from nalanda_eval.analysis import gradient_spread
 from nalanda_eval.sweep import Jobs, Record, follow, key, records
 from nalanda_eval.synthetic import MQAR
 
 TASKS = ("lm", "recall")
+
+
 MATCHES = ("parameters", "state")
 
 # ------------------------------ what study.yaml says
@@ -251,6 +255,8 @@ def sized(task: str, match: str, keys: dict[str, Any], study: Study, lm: dict[st
 
 
 NEAR = 0.05  # of a state: what short convolutions keep shrinks with the keys, and sizes are multiples of 8
+
+
 MIXERS_OWN = ("mixer", "mixer_options", "feature_map", "feature_map_options", "conv_size", "use_gate")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nalanda.train.loop import loss_sums
+from nalanda.train.loss import loss_sums
 
 IGNORED = -100
 

@@ -22,17 +22,27 @@ from torch import Tensor
 from nalanda.common.errors import output_file
 from nalanda.inference.generate import carried
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.report.runs import FAINT, GREY, PALETTE
+from nalanda.report.plot import FAINT, GREY, PALETTE
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
+
+
 CONTEXTS = (1024, 4096, 16384, 65536)
+
+
 OURS = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "gated_deltanet, nala": {"mixer": "gated_deltanet", "feature_map": "nala"},
     "softmax": {"mixer": "softmax"},
 }
+
+
 PEER = "Qwen3-Next"
+
+
 FLOOR = "matrix products alone"
+
+
 SELDOM = 8  # softmax, which takes up to a hundred times as long, has its turn in every so many rounds
 
 Step = Callable[[], Any]  # reads one token behind a context, which stays as it is

@@ -19,9 +19,17 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.model import ops
 
 HEAD_DIM = 128  # K and V
+
+
 SHAPES = ((2048, 8), (8192, 4))  # (T, H), beside the peer
+
+
 CASES = ("gated delta rule", "delta rule", "linear attention")
+
+
 LONG = (8192, 16384, 32768, 65536)  # T of the linearity row, with 4 heads
+
+
 TOLERANCE = 1e-4  # of the largest entry, between two fp32 results
 
 Function = Callable[..., torch.Tensor]

@@ -41,7 +41,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Libraries beneath torch and safetensors raise errors of their own, which have the system's words or numbers.
 _NO_ROOM = re.compile(rf"\(os error ({'|'.join(map(str, NO_ROOM))})\)|disk is full")
+
+
 _NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc", re.I)
+
+
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
 
 

@@ -4,144 +4,17 @@ import math
 import re
 import types
 import typing
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from nalanda.common.errors import InputError
-from nalanda.data.loader import DataConfig
-from nalanda.data.tokenizer import TokenizerConfig
-from nalanda.data.urls import is_url, redact
+from nalanda.common.text import nearest, redact
+from nalanda.config.schema import RunConfig, TokenizerConfig
 from nalanda.model import options
 from nalanda.model.configuration import NalandaConfig
-from nalanda.train.checkpoint import CheckpointConfig
-from nalanda.train.guards import GuardConfig
-from nalanda.train.log import LogConfig
-from nalanda.train.optim import OptimConfig, ScheduleConfig
-
-IDENTITY = ("model", "tokenizer", "data", "seed")
-"""What makes a run this run: with another value of these, its checkpoints mean something else."""
-
-MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
-MOVABLE |= {"data.max_document_bytes", "data.oversized"}
-"""What may change even so: a corpus may move, and is known again by what is in it; a document that is too
-large may be let in, or left out."""
-
-
-@dataclass
-class TrainConfig:
-    steps: int
-    tokens_per_step: int
-    """Of all processes together; reached by accumulating micro-batches."""
-    micro_batch_size: int
-    """Rows that one process takes through the model at a time."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 is autocast over fp32 weights, moments and reductions."""
-    z_loss: float = 0.0
-    """Adds so much times the mean of logsumexp(logits)² to what is minimised (PaLM has 1e-4); the losses that
-    are reported stay the cross entropy."""
-    parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
-    """How processes share the model: ddp, each all of it; fsdp (FSDP2), each its part; hybrid, a part within
-    groups of `shard_size` that replicate one another. auto is fsdp where accelerate's config says so."""
-    shard_size: int | None = None
-    """hybrid: processes that hold one model among them; null is the processes of a node."""
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    resume: str | int | None = None
-    """step-N: resumes from that checkpoint and not from the newest. Once: later starts with the same value
-    resume from the newest again. Checkpoints behind it are set aside."""
-    cpu_threads: int | None = None
-    """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        for key in ("steps", "tokens_per_step", "micro_batch_size"):
-            if getattr(self, key) < 1:
-                raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
-        if self.z_loss < 0:
-            raise InputError(f"train.z_loss: expected 0 or more, got {self.z_loss:g}")
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
-        if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
-            raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
-
-
-@dataclass
-class ValidationConfig:
-    every: int | None = None
-    """Steps between validations; null validates at the end only, 0 never."""
-    batch_size: int | None = None
-    """Rows of one forward pass; null is `train.micro_batch_size`."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        if self.every is not None and self.every < 0:
-            raise InputError(f"validation.every: expected 0 or more, got {self.every}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InputError(f"validation.batch_size: expected 1 or more, got {self.batch_size}")
-
-
-@dataclass
-class RunConfig:
-    output_dir: str
-    model: dict[str, Any]
-    """`NalandaConfig`'s fields; or `auto: PATH_OR_ID` for any causal LM by its own config; `init_from: PATH`
-    starts from those weights with a fresh optimizer."""
-    tokenizer: TokenizerConfig
-    data: DataConfig
-    train: TrainConfig
-    seed: int = 0
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    offline: str | None = None
-    """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
-    there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
-    or from URLs has its documents in another order there, and is refused."""
-
-    def check(self) -> None:
-        """Every section by itself, then what no section can see alone. Raises `InputError`."""
-        for f in fields(self):
-            if is_dataclass(section := getattr(self, f.name)):
-                section.check()  # type: ignore[attr-defined]
-        if self.schedule.warmup_steps > self.train.steps:
-            raise InputError(
-                f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
-                f"train.steps {self.train.steps}"
-            )
-        check_seed(self.seed)
-        self.accumulation(processes=1)
-        if "auto" not in self.model and set(self.model) != {"init_from"}:
-            try:
-                NalandaConfig(**{key: value for key, value in self.model.items() if key != "init_from"})
-            except (TypeError, ValueError) as error:
-                raise InputError(f"model: {error}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain YAML values: `load_config` reads them back to an equal config."""
-        return _plain(asdict(self))
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-
-    def accumulation(self, processes: int) -> int:
-        """Micro-batches of each process a step. Raises `InputError` where they do not fill the step."""
-        train, seq_len = self.train, self.data.seq_len
-        tokens = train.micro_batch_size * seq_len * processes
-        if train.tokens_per_step % tokens:
-            below = train.tokens_per_step // tokens * tokens
-            choices = " or ".join(str(n) for n in (below, below + tokens) if n)
-            raise InputError(
-                f"train.tokens_per_step: {train.tokens_per_step} is not a multiple of micro_batch_size "
-                f"{train.micro_batch_size} × seq_len {seq_len} × {processes} process(es) = {tokens}; "
-                f"take {choices}"
-            )
-        return train.tokens_per_step // tokens
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -334,12 +207,6 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def check_seed(seed: int | None, name: str = "seed") -> None:
-    """Raises `InputError` for a seed that Python's, numpy's and torch's generators do not all take."""
-    if seed is not None and not 0 <= seed < 2**32:
-        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
-
-
 def _instead(cls: type, key: str, known: list[str]) -> str:
     """What an unknown key of `cls` may mean: a key of the same section, or of another section of a recipe."""
     sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
@@ -352,21 +219,5 @@ def _instead(cls: type, key: str, known: list[str]) -> str:
     return nearest(key, known)
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean steps?`, or what there is."""
-    known = sorted(known)
-    if close := options.nearest(name, known):
-        return f"; did you mean {close}?"
-    return f"; there are {', '.join(known)}" if known else ""
-
-
 def _name(value: Any) -> str:
     return "nothing" if value is None else repr(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if is_url(value) and isinstance(value, str):
-        return redact(value)  # a password or a signature is never written down
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
-from nalanda.data.urls import is_hub_id
-from nalanda.inference.generate import weight_files
+from nalanda.config.model import weight_files
+from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import on_hub, pad_batches, written
 
@@ -34,10 +34,14 @@ _INHERITED = {
     *PreTrainedConfig().to_dict(),
     *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
 }
+
+
 _SIDE_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
 )
+
+
 _COMPUTED = re.compile(r"rotary(_emb)?\.inv_freq$")  # older releases saved it; its base is in the config
 
 
@@ -159,6 +163,8 @@ _SHARED = {
         "eos_token_id": 2,
     }.items()
 }
+
+
 _FLA = _SHARED | {
     "norm_eps": Field(1e-6, "norm_eps"),
     "hidden_act": _only("swish"),
@@ -170,12 +176,18 @@ _FLA = _SHARED | {
     "fuse_linear_cross_entropy": Field(False),
     "use_l2warp": Field(False),
 }
+
+
 _RECURRENT = _FLA | {"attn": _only(None), "attn_mode": Field("chunk")}
+
+
 _DELTA = _RECURRENT | {
     "use_short_conv": Field(True),
     "conv_size": Field(4, "conv_size"),
     "allow_neg_eigval": Field(False, ".allow_neg_eigval"),
 }
+
+
 _RETENTION = _RECURRENT | {
     "num_kv_heads": Field(None),
     "feature_map": _only(None),
@@ -184,8 +196,14 @@ _RETENTION = _RECURRENT | {
     "use_output_gate": Field(True, "use_gate"),
     "elementwise_affine": _only(True),
 }
+
+
 _FLA_NAMES = {"embed_tokens.": "embeddings.", ".mixer_norm.": ".attn_norm.", ".mixer.": ".attn."}
+
+
 _FUSED_NORM = _FLA_NAMES | {".o_norm.": ".g_norm_swish_gate."}
+
+
 _MAPS = {"silu": "silu", "relu": "relu", "elu": "elu1", "identity": "identity"}  # by qk_activation
 
 

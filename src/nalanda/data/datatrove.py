@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nalanda.common.errors import InputError
+from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare import PRELOAD, Preparation, begin, entries
 
 try:
@@ -22,10 +23,6 @@ try:
     from datatrove.pipeline.base import PipelineStep
 except ImportError as error:
     raise InputError(f"datatrove is not installed: pip install 'nalanda[cluster]' ({error})") from None
-
-if TYPE_CHECKING:
-    from nalanda.data.loader import DataConfig
-    from nalanda.data.tokenizer import TokenizerConfig
 
 
 class TokenShards(PipelineStep):

@@ -25,32 +25,27 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
+from nalanda.common.files import sha256_of, write_atomically
+from nalanda.common.retry import persist
+from nalanda.common.text import is_url, redact
+from nalanda.config.schema import DataConfig, RunConfig
+from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
-from nalanda.data.urls import (
-    download,
-    identity_of,
-    is_hub_id,
-    is_url,
-    list_urls,
-    open_hub,
-    persist,
-    reachable,
-    redact,
-    split_urls,
-)
-from nalanda.train.checkpoint import sha256_of, write_atomically
-
-if TYPE_CHECKING:
-    from nalanda.config.load import RunConfig
-    from nalanda.data.loader import DataConfig
+from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
 
 INDEX = "fetched.json"
+
+
 WEIGHTS = ("*.json", "*.safetensors")  # no pickle, no code
+
+
 CONFIG = ("config.json", "generation_config.json")
+
+
 # Hub files that are read as they are, by what they are called here: .json.gz on the Hub is a record a line.
 KINDS = {".jsonl.gz": "", ".jsonl.zst": "", ".jsonl": "", ".parquet": "", ".json.gz": ".jsonl.gz"} | {
     ".json.zst": ".jsonl.zst"
@@ -121,7 +116,7 @@ def _dataset(source: str, data: DataConfig) -> str:
 
 def _is_model(config: RunConfig) -> bool:
     """Whether `model.auto` is a Hub id, not the name of an architecture."""
-    from nalanda.train.loop import config_source
+    from nalanda.config.model import config_source
 
     return isinstance(config_source(config.model), str)
 

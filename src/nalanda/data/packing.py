@@ -12,19 +12,22 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nalanda.common.errors import InputError
+from nalanda.config.schema import DataConfig
+from nalanda.data.corpus import Corpus, DocumentStream
+from nalanda.data.documents import Document
 from nalanda.data.shuffle import Permutation, turn, whole_weights
-
-if TYPE_CHECKING:
-    from nalanda.data.token_set import TokenSet
-    from nalanda.data.workers import Tokenisers
+from nalanda.data.token_set import TokenSet
+from nalanda.data.workers import Tokenisers
 
 IGNORED = -100  # transformers' label for positions without loss
+
+
 LOOK_AHEAD = 4096  # places of a permutation that are computed at a time
 
 
@@ -38,6 +41,8 @@ class Row(NamedTuple):
 
 
 PADDING = Row(np.zeros(0, np.int32), np.zeros(0, np.int64))
+
+
 Rows = Iterator[tuple[Callable[[], Row], dict]]
 
 
@@ -213,3 +218,131 @@ def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tens
         batch["lanes"] = torch.tensor([row.lane for row in rows])
         batch["carried"] = torch.tensor([row.carried for row in rows])
     return batch
+
+
+# ------------------------------ packing
+
+# Characters that are tokenised and whose rows are shuffled at a time; states lie where a group begins.
+STREAM_GROUP = 1 << 19  # ready in a second
+
+
+PERMUTED_GROUP = 1 << 24  # of corpora whose documents need no buffer: a small one as a whole
+
+
+class _StreamRows:
+    """Rows of a corpus that is read and tokenised while it trains, as `order` describes a source of rows."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        data: DataConfig,
+        *,
+        seed: int | str,
+        epochs: int | None,
+        whole: bool,
+        before: int,
+    ):
+        self.corpus, self.seq_len, self.joined = corpus, data.seq_len, data.documents == "joined"
+        self.whole, self.before = whole, before
+        buffer = data.shuffle_buffer if whole else 0
+        self.stream = partial(DocumentStream, corpus, seed=seed, buffer_size=buffer, epochs=epochs)
+        carried = int(self.joined)  # the eos before the text
+        self.start = {"documents": self.stream().state_dict(), "carried": carried, "done": 0, "rows": 0}
+        self.identity = {"corpus": corpus.fingerprint, "shuffle_buffer": data.shuffle_buffer}
+
+    def epochs(self, state: dict) -> float:
+        return state["documents"]["epoch"]
+
+    def skipped(self, state: dict) -> int:
+        return state.get("skipped", 0)
+
+    def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
+        return _pack(
+            self.stream(),
+            tokenisers,
+            self.seq_len,
+            state,
+            whole=self.whole,
+            joined=self.joined,
+            before=self.before,
+        )
+
+
+def _pack(
+    documents: DocumentStream,
+    tokenisers: Tokenisers,
+    seq_len: int,
+    state: dict,
+    *,
+    whole: bool,
+    joined: bool,
+    before: int,
+) -> Rows:
+    """Rows from `state` on. `whole`: only full ones. `joined`: of one text with token `before` in front.
+
+    Documents are tokenised in groups. In training a group's rows come in an order of their own: the rows of
+    one long document would otherwise fill batches by themselves, which costs a small model a fifth of its
+    perplexity. The state of a row is the stream's before its group, the number of tokens carried over from
+    earlier groups, and how many rows of the group are done: restoring tokenises one group again. The carried
+    tokens themselves lie in its first row, which is given first and so is done in every state.
+    """
+    documents.load_state_dict(state["documents"])
+    done, rows = state["done"], state["rows"]
+    tokens, starts = np.full(state["carried"], before, np.int32), np.zeros(0, np.int64)
+    stride = seq_len - joined
+    current, heard = state["documents"]["epoch"], rows > 0  # whether the current epoch gave tokens
+    for (begun, epoch, skipped), encoded in tokenisers.in_order(_groups(documents)):
+        if begun["epoch"] != current:
+            _check_heard(heard)
+            current, heard = begun["epoch"], False
+        begun = {"documents": begun, "carried": len(tokens)} | ({"skipped": skipped} if skipped else {})
+        encoded = [ids for ids in encoded if len(ids)]
+        heard = heard or bool(encoded)
+        lengths = [len(tokens), *map(len, encoded)]
+        tokens = np.concatenate([tokens, *encoded])
+        starts = starts if joined else np.concatenate([starts, np.cumsum(lengths[:-1])])
+        count = (len(tokens) - joined) // stride
+        order = list(range(count))
+        if whole:
+            first = rows - done
+            order[1:] = sorted(order[1:], key=lambda index: documents.draw("row", first + index, epoch))
+        for place, index in enumerate(order[done:], done + 1):
+            rows += 1
+            load = partial(cut, tokens, starts, index * stride, seq_len)
+            yield load, {**begun, "done": place, "rows": rows}
+        tokens, done = tokens[count * stride :], 0
+        starts = starts[np.searchsorted(starts, count * stride) :] - count * stride
+    _check_heard(heard)
+    if len(tokens) > joined and not whole and not done:
+        begun = {"documents": documents.state_dict(), "carried": len(tokens)}
+        begun |= {"skipped": documents.skipped} if documents.skipped else {}
+        yield partial(cut, tokens, starts, 0, seq_len), {**begun, "done": 1, "rows": rows + 1}
+
+
+def _check_heard(heard: bool) -> None:
+    """A run never trains on silence."""
+    if not heard:
+        raise InputError("an epoch of the corpus gave no token; look at data.source and the tokenizer")
+
+
+def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], list[str]]]:
+    """The stream's state before a group of documents; its epoch and skipped count after it; the texts.
+
+    A group ends with the epoch.
+    """
+    characters = PERMUTED_GROUP if documents.permuted or documents.ordered else STREAM_GROUP
+    while not documents.ended:
+        left = documents.rest_of_epoch()
+        while True:
+            before = documents.state_dict()
+            if not (group := _take(left, characters)):
+                break
+            yield (before, documents.epoch, documents.skipped), [document.text for document in group]
+
+
+def _take(documents: Iterator[Document], characters: int) -> list[Document]:
+    group = []
+    while characters > 0 and (document := next(documents, None)) is not None:
+        group.append(document)
+        characters -= len(document.text)
+    return group

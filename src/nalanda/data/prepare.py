@@ -15,50 +15,38 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
-from nalanda.data.corpus import (
-    BLOCK,
-    Corpus,
-    Document,
-    FileShard,
-    Shard,
-    TextShard,
-    document_in,
-    open_corpus,
-    split_lines,
-)
+from nalanda.common.files import sync
+from nalanda.config.schema import DataConfig, TokenizerConfig
+from nalanda.data.corpus import Corpus, open_corpus
+from nalanda.data.documents import BLOCK, Document, FileShard, Shard, TextShard, document_in, split_lines
+from nalanda.data.inspect import Progress, check_set
 from nalanda.data.token_set import (
     FORMAT,
     SPLITS,
     VERSION,
     Entry,
-    Progress,
-    check_set,
     is_prepared,
     load_tokenizer,
-    processors,
     read_index,
-    show,
     totals,
 )
-from nalanda.train.checkpoint import sync
-
-if TYPE_CHECKING:
-    from nalanda.data.loader import DataConfig
-    from nalanda.data.tokenizer import TokenizerConfig
-
 
 PRELOAD = ["nalanda.data.loader", "transformers.models.auto.tokenization_auto"]  # what every worker imports
+
+
 GROUP = 1 << 20  # characters that are tokenised at a time
+
+
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # bytes of input of a shard, where its size is not given
 
 
@@ -255,7 +243,7 @@ class Preparation:
     """The work that `begin` laid out in a directory. Any process may open it and make any of the shards."""
 
     def __init__(self, directory: str | os.PathLike):
-        from nalanda.data.loader import DataConfig
+        from nalanda.config.schema import DataConfig
 
         self.directory = Path(directory)
         path = self.directory / "preparing" / "plan.json"
@@ -553,7 +541,7 @@ def prepare(
     Raises:
         InputError: as `begin`; or files of the source are damaged: all others are prepared, and stay.
     """
-    from nalanda.train.log import duration
+    from nalanda.common.text import duration
 
     preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
     if preparation is None:
@@ -671,65 +659,3 @@ def _make(number: int) -> None:
             raise _Stopped
 
     preparation.make(number, report)
-
-
-def command(
-    source: str,
-    output: str,
-    *,
-    tokenizer: dict[str, Any],
-    data: dict[str, Any],
-    workers: int | None,
-    shard_mb: int | None,
-    executor: str | None,
-    tasks: int,
-    logs: str | None,
-    slurm: dict[str, Any],
-) -> None:
-    """`nalanda data prepare`: settings from a recipe or by default, then from the command line.
-
-    Raises:
-        InputError: as `prepare`.
-    """
-    from nalanda.config.load import load_config, recipes
-    from nalanda.data.loader import DataConfig
-    from nalanda.data.offline import offline
-    from nalanda.data.tokenizer import TokenizerConfig
-
-    given = {key: value for key, value in tokenizer.items() if value is not None}
-    data_config, tokenizer_config = DataConfig(source=source), TokenizerConfig(train="bpe")
-    if source.endswith((".yaml", ".yml")) or (source in recipes() and not Path(source).exists()):
-        recipe = offline(load_config(source))
-        data_config, tokenizer_config = recipe.data, recipe.tokenizer
-    if given:
-        tokenizer_config = TokenizerConfig(**(given if "path" in given else {"train": "bpe", **given}))
-    data_config = replace(data_config, **data)
-    shard_bytes = shard_mb and shard_mb << 20
-    if executor is None:
-        index = prepare(
-            data_config,
-            tokenizer_config,
-            output,
-            workers=workers or processors(),
-            shard_bytes=shard_bytes,
-            say=print,
-        )
-    else:
-        from nalanda.data.datatrove import prepare_with
-
-        prepare_with(
-            executor,
-            data_config,
-            tokenizer_config,
-            output,
-            tasks=tasks,
-            workers=workers,
-            shard_bytes=shard_bytes,
-            logs=logs,
-            slurm=slurm,
-        )
-        if not is_prepared(output):
-            print(f"the tasks are in the queue; {output} is finished when it has an index.json")
-            return
-        index = read_index(output)
-    show(index, output)

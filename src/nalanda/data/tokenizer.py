@@ -7,57 +7,29 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import sync, verify_manifest, write_manifest
+from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from nalanda.data.loader import DataConfig
-
-
-@dataclass
-class TokenizerConfig:
-    """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
-
-    # a directory, a Hub id, a tokenizer.json, a SentencePiece .model, or mistral: the 32 000 entries of
-    # Mistral 7B, out of the installed package mistral-common
-    path: str | None = None
-    train: str | None = None  # on the training documents: "bpe", byte-level, or "words", between white space
-    vocab_size: int | None = None  # of the trained one, special tokens included; null: bpe 4096, words all
-    min_count: int = 1  # words: those that the training documents have less often are unknown
-
-    def __post_init__(self) -> None:
-        if self.vocab_size is None and self.train != "words":
-            self.vocab_size = 4096
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        if (self.path is None) == (self.train is None):
-            raise InputError(
-                "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
-            )
-        if self.train not in (None, "bpe", "words"):
-            raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
-        if self.train == "bpe" and (self.vocab_size or 0) < 257:
-            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs 257 or more")
-        if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
-            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
-        if self.min_count < 1:
-            raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
-        if self.min_count > 1 and self.train != "words":
-            raise InputError(f"tokenizer.min_count is {self.min_count}; only train: words counts words")
-
 
 END_OF_TEXT = "<|endoftext|>"
+
+
 MISTRAL = ("mistral", "mistral-common")
+
+
 UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"  # of words, as fairseq writes them
+
+
 BPE_SAMPLE = 200_000_000  # characters of the training documents that a tokenizer is trained on, at most
 
 
@@ -117,28 +89,26 @@ def build_tokenizer(
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """`directory` has all of the tokenizer, on the disk and with its sums, or is what it was."""
-    from nalanda.train import checkpoint
 
     part, old = (directory.with_name(f".tmp-{directory.name}{end}") for end in ("", "-old"))
     for left in (part, old):
         shutil.rmtree(left, ignore_errors=True)
     tokenizer.save_pretrained(part)
-    checkpoint.write_manifest(part)
+    write_manifest(part)
     if directory.exists():
         directory.rename(old)
     part.rename(directory)
-    checkpoint.sync(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def is_whole(directory: Path) -> bool:
     """Whether a tokenizer is there with the bytes that `save_tokenizer` wrote, or one of an older version,
     without sums. Prints what is wrong with one that is there."""
-    from nalanda.train import checkpoint
 
     if not directory.is_dir() or not (directory / "manifest.json").exists():
         return (directory / "tokenizer_config.json").exists()
-    if problem := checkpoint.verify(directory):
+    if problem := verify_manifest(directory):
         print(f"{directory}: damaged, made again: {problem}", flush=True)
     return problem is None
 

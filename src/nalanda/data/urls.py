@@ -7,233 +7,35 @@ What a server says about itself may hold a password or a signature, so messages 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
-import random
 import re
-import socket
-import ssl
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
-from nalanda.common.errors import DiskFull, InputError, SourceUnavailable, first_line, no_room
-from nalanda.data.corpus import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard, document_of
+from nalanda.common.errors import DiskFull, InputError, no_room
+from nalanda.common.retry import Incomplete, Patience, T, _reason, persist
+from nalanda.common.text import is_url, redact
+from nalanda.config.schema import DataConfig
+from nalanda.data.documents import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard
 
-if TYPE_CHECKING:
-    from nalanda.data.loader import DataConfig
-
-T = TypeVar("T")
-
-DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
 LISTS = (".urls", ".list")  # a text file with one URL a line
+
+
 TIMEOUT = (10.0, 60.0)  # seconds to connect; without a byte. A server that stalls is a server that failed
-LONGEST_WAIT = 60.0  # seconds between two tries
+
+
 CACHED_SHARDS = 16  # downloaded ones that stay on disk; the next download removes the one unused the longest
+
+
 STALE = 3600.0  # seconds after which a half download is one that a killed process left
 
 # ------------------------------ what a message may say
 
 _SECRET = re.compile(r"^x-(amz|goog)-|sig|token|key|secret|password|credential|expires|policy|^s[a-z]$", re.I)
-
-
-def redact(text: str) -> str:
-    """`text` without the passwords and query strings of its URLs."""
-    text = re.sub(r"(\w://)[^/\s@'\"]+@", r"\1***@", text)
-    return re.sub(r"(?<=[\w/.~-])\?[^\s'\"()<>]*=[^\s'\"()<>]*", "?***", text)
-
-
-def _reason(error: Exception) -> str:
-    return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
-
-
-# ------------------------------ trying again
-
-sleep = time.sleep  # tests put another one here
-
-_TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
-_NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
-
-
-class Incomplete(ConnectionError):
-    """The server's answer is not all of what it announced."""
-
-
-def transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: no connection, a stall, a cut, status 408, 425, 429 or 5xx.
-
-    Libraries wrap one another's errors, and fsspec even calls a dropped connection FileNotFoundError: the
-    causes are looked at too, and a status decides before anything else.
-    """
-    chain = [error]
-    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
-        if cause in chain:
-            break
-        chain.append(cause)
-    for link in chain:
-        status = getattr(getattr(link, "response", None), "status_code", None) or getattr(
-            link, "status", None
-        )
-        if isinstance(status, int):
-            return status in (408, 425, 429) or status >= 500
-    if any(
-        isinstance(link, (ssl.SSLCertVerificationError, InputError))
-        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that no waiting cures
-        for link in chain
-    ):
-        return False
-    return any(
-        isinstance(link, _TRANSIENT)
-        or (type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES and not isinstance(link, ValueError))
-        for link in chain
-    )
-
-
-class Patience:
-    """Counts failures in a row and waits after each: up to twice as long as before, by chance, since many
-    processes fail together and would come back together."""
-
-    def __init__(self, what: str, retries: int):
-        self.what, self.retries, self.failures = what, retries, 0
-
-    def failed(self, error: Exception) -> None:
-        """Returns when it is time to try again.
-
-        Raises:
-            SourceUnavailable: after `retries` tries in a row that helped nothing.
-            Exception: `error` itself, where to try again is no use.
-        """
-        if not transient(error):
-            raise error
-        self.failures += 1
-        if self.failures > self.retries:
-            raise SourceUnavailable(
-                f"{self.what}: failed {self.failures} times in a row, gave up ({_reason(error)}); the same "
-                "command goes on when it is back, and data.retries sets how often it is asked"
-            ) from None
-        wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
-        if os.environ.get("RANK", "0") == "0":
-            again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
-            print(f"nalanda: {self.what}: {_reason(error)}; {again}", file=sys.stderr, flush=True)
-        sleep(wait)
-
-
-def persist(do: Callable[[], T], what: str, retries: int) -> T:
-    """What `do` returns, tried again while it fails as `transient` says. Raises as `Patience.failed`."""
-    patience = Patience(what, retries)
-    while True:
-        try:
-            return do()
-        except Exception as error:
-            patience.failed(error)
-
-
-def persistent(
-    read: Callable[[Any], Iterator[tuple[T, Any]]], cursor: Any, what: str, retries: int
-) -> Iterator[tuple[T, Any]]:
-    """`read(cursor)`, pairs of an item and the cursor behind it, opened again at the last cursor after a
-    failure; an item ends the row of failures. Raises as `Patience.failed`."""
-    patience = Patience(what, retries)
-    while True:
-        try:
-            for item, cursor in read(cursor):  # noqa: B020  the place from which the next reading goes on
-                patience.failures = 0
-                yield item, cursor
-            return
-        except Exception as error:
-            patience.failed(error)
-
-
-# ------------------------------ the Hub
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether `source` is spelt OWNER/NAME."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(SUFFIXES)
-
-
-def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
-    import datasets
-
-    # Its own retries, 20 of 5 s without a word, would hide a stall from whoever waits. A short one stays: it
-    # goes on at a byte, while ours read the file anew up to the place.
-    config: Any = datasets.config
-    config.STREAMING_READ_MAX_RETRIES = config.STREAMING_OPEN_MAX_RETRIES = 2
-    for kind in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
-        setattr(config, f"STREAMING_{kind}_RETRY_INTERVAL", 1)
-
-    def load() -> tuple[Any, bool, str]:
-        names = datasets.get_dataset_split_names(source, data.name)
-        separate = data.validation_split in names
-        chosen = data.validation_split if split == "validation" and separate else data.train_split
-        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming)
-        return dataset, separate, chosen
-
-    try:
-        dataset, separate, chosen = persist(load, f"Hub dataset {source}", data.retries)
-    except SourceUnavailable:
-        raise
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
-        raise InputError(
-            f"data.source {source!r} is neither a local path nor a Hub dataset that can be loaded "
-            f"({redact(first_line(error))})"
-        ) from None
-    if not data.streaming:
-        dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
-    name, count = f"{source}/{data.name}/{chosen}", dataset.num_shards
-    return [HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)], separate
-
-
-@dataclass(frozen=True)
-class HubShard:
-    """One of the files behind a Hub dataset; the cursor is the dataset's own state."""
-
-    dataset: Any = field(repr=False)
-    name: str
-    fields: Fields
-    index: int
-    count: int
-    retries: int = 8
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name}:{self.index}/{self.count}"
-
-    @property
-    def single(self) -> bool:
-        return False
-
-    def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
-        try:
-            yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
-        except (InputError, MemoryError):
-            raise
-        except Exception as error:  # a broken file is told by whichever library reads it
-            raise InputError(f"Hub dataset {self.identity}: cannot be read ({_reason(error)})") from None
-
-    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
-        dataset = self.dataset.shard(num_shards=self.count, index=self.index)
-        if cursor:
-            dataset.load_state_dict(cursor)
-        for record in dataset:
-            document: Document | None = document_of(record, self.fields, self.identity)
-            if document and (size := len(document.text.encode())) > self.fields.max_bytes:
-                document = self.fields.oversized(self.identity, size)
-            yield document, dataset.state_dict()
-
-
-# ------------------------------ URLs
-
-
-def is_url(source: Any) -> bool:
-    """Whether `source` is an http(s) URL, or a list of them."""
-    if isinstance(source, list):
-        return bool(source) and all(map(is_url, source))
-    return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
 def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:

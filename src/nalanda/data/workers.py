@@ -24,7 +24,10 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+
 READ_AHEAD = 4  # batches
+
+
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -226,3 +229,7 @@ def _serve() -> None:
 
 if __name__ == "__main__":
     _serve()
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

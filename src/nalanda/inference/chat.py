@@ -11,18 +11,9 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
-from nalanda.config.load import check_seed
-from nalanda.inference.generate import (
-    Printer,
-    bos_token,
-    ends,
-    is_ours,
-    load,
-    load_state,
-    read,
-    sampling,
-    speed,
-)
+from nalanda.config.schema import check_seed
+from nalanda.inference.generate import Printer, load_state, read, sampling, speed
+from nalanda.inference.load import bos_token, ends, is_ours, load
 from nalanda.model import State
 
 HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"

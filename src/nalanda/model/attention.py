@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import Sequences, rotary_angles, rotate
+from .layers import rotary_angles, rotate
 from .ops import by_kernel
+from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
 
 

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .feature_maps import build_feature_map
-from .layers import LayerNorm, RMSNorm, Sequences, ShortConv
+from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
+from .sequences import Sequences
 from .step import step
 
 State = dict[str, Tensor]

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import Fp32Module, Sequences, at_least_fp32
+from .layers import Fp32Module, at_least_fp32
 from .ops import delta_rule, delta_rule_flops
+from .sequences import Sequences
 
 
 class Decay(Fp32Module):

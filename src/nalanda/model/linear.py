@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from .base import Heads, Mixer, State, StateSpec, convolve
 from .chunk import wide_dtype
 from .feature_maps import EPS, opposite
-from .layers import Sequences, ShortConv, at_least_fp32, rotary_angles, rotate
+from .layers import ShortConv, at_least_fp32, rotary_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
+from .sequences import Sequences
 
 
 class LinearAttention(Mixer):

@@ -18,17 +18,10 @@ from .base import RowState
 from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import (
-    GLU,
-    RMSNorm,
-    Rows,
-    Sequences,
-    ShortConv,
-    at_least_fp32,
-    linear_cross_entropy,
-    rotary_angles,
-)
+from .layers import GLU, RMSNorm, ShortConv, at_least_fp32, rotary_angles
+from .loss import linear_cross_entropy
 from .mixers import build_mixer
+from .sequences import Rows, Sequences, find_rows, find_sequences, last_columns
 from .state import State
 
 
@@ -305,74 +298,6 @@ class Decoder(NalandaPreTrainedModel):
             hidden_states=(*hidden, x) if output_hidden_states else None,
             row_states=ended,
         )
-
-
-def find_sequences(
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    B: int,
-    T: int,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """What the three ways of describing a batch say: (rows to keep of the B·T, cu_seqlens on the host).
-
-    (None, None) is a dense batch. Masks may cover the past as well (its last T columns count) and are looked
-    at once a batch.
-    """
-    restart = None  # transformers' way to say where packed documents begin
-    if position_ids is not None and T > 1 and position_ids.dim() == 2:
-        restart = position_ids.diff(dim=1) != 1
-    if attention_mask is not None:
-        mask = last_columns(attention_mask, B, T)
-        if not bool(mask.all()):
-            if cu_seqlens is not None:
-                raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
-            if restart is not None and bool(
-                (restart & (mask[:, 1:] & mask[:, :-1]).to(restart.device)).any()
-            ):
-                raise ValueError("give position_ids that restart or an attention_mask with padding, not both")
-            lengths = mask.sum(1).cpu()
-            return mask.flatten().nonzero().squeeze(1).to(device), offsets(lengths)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to("cpu", torch.int64)
-        if (
-            cu_seqlens.dim() != 1
-            or cu_seqlens[0] != 0
-            or cu_seqlens[-1] != B * T
-            or bool((cu_seqlens.diff() < 0).any())
-        ):
-            raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
-        return None, cu_seqlens
-    if restart is not None and bool(restart.any()):
-        first = torch.ones(B, T, dtype=torch.bool)
-        first[:, 1:] = restart.cpu()
-        return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
-    return None, None
-
-
-def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
-    """Those of this call's tokens, bool `[B, T]`."""
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
-            f"got {list(attention_mask.shape)}"
-        )
-    return attention_mask[:, attention_mask.shape[1] - T :].bool()
-
-
-def find_rows(carried: Tensor | None, cu_seqlens: Tensor, B: int, T: int) -> Rows:
-    """Each row's first and last sequence, empty ones beside them left out."""
-    borders = torch.arange(B + 1) * T
-    first = torch.searchsorted(cu_seqlens, borders, right=True) - 1
-    if T == 0 or bool((cu_seqlens[first] != borders).any()):
-        raise ValueError("row_states: every row must begin a sequence of cu_seqlens, and hold a token")
-    carried = torch.zeros(B, dtype=torch.bool) if carried is None else carried.cpu()
-    return Rows(first[:-1], torch.searchsorted(cu_seqlens, borders[1:]) - 1, carried)
-
-
-def offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State
-from .layers import Fp32Module, Sequences, at_least_fp32, rotate
+from .layers import Fp32Module, at_least_fp32, rotate
 from .linear import LinearAttention
 from .ops import map_features
+from .sequences import Sequences
 
 
 class LRPE(Fp32Module):

@@ -10,12 +10,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from nalanda import NalandaConfig
+from nalanda.common.text import size
 from nalanda.config.load import recipes as recipe_files
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
-from nalanda.report.info import info, layers, size
+from nalanda.report.info import info, layers
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
+
+
 LENGTH = 2048
+
+
 SIGNATURE = ("self", "config", "layer_idx", "num_heads", "head_dim")
 
 

@@ -9,10 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, first_line
+from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
+from nalanda.config.schema import OptimConfig
 from nalanda.train import checkpoint
 from nalanda.train.export import load_config as model_config
-from nalanda.train.optim import OptimConfig, build_optimizer
+from nalanda.train.optim import build_optimizer
 
 
 @dataclass
@@ -48,7 +50,7 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     for path in found:
         yield Verdict(
             step=checkpoint.step_of(path),
-            whole=checkpoint.verify(path) or "yes",
+            whole=verify_manifest(path) or "yes",
             finite=_answer(_spoilt, path),
             loadable=_answer(_misfit, path, optim),
             marked=checkpoint.marked(path),

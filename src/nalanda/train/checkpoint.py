@@ -35,8 +35,6 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,8 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
+from nalanda.common.files import manifest_text, sync, verify_manifest, write_atomically
+from nalanda.config.schema import CheckpointConfig
 
 DTYPES = {
     "F64": torch.float64,
@@ -72,26 +72,6 @@ Content = list[bytes | torch.Tensor]
 
 Exchange = Callable[[Any], list[Any]]
 """What every process says, to every process; all of them call it."""
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = 1000
-    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
-    keep_last: int = 3
-    keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
-    asynchronous: bool = False
-    """Training goes on while a thread writes a copy that host memory holds."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        if self.every < 0:
-            raise InputError(f"checkpoint.every: expected 0 or more, got {self.every}")
-        if self.keep_last < 1:
-            raise InputError(f"checkpoint.keep_last: expected 1 or more, got {self.keep_last}")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise InputError(f"checkpoint.keep_every: expected 1 or more, got {self.keep_every}")
 
 
 class Saver:
@@ -386,7 +366,7 @@ def latest(directory: Path, say: Callable[[str], None] = print) -> Path | None:
 
 def unusable(path: Path) -> str | None:
     """`damaged: …` where a byte is not as it was written, `unsound: …` where `mark` says so, or None."""
-    if (problem := verify(path)) is not None:
+    if (problem := verify_manifest(path)) is not None:
         return f"damaged: {problem}"
     return None if (reason := marked(path)) is None else f"unsound: {reason}"
 
@@ -417,55 +397,6 @@ def spoilt(tensors: dict[str, torch.Tensor]) -> str | None:
         if not worst <= LARGEST:
             return f"{name} has values of {worst:g}"
     return None
-
-
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        text = (path / "manifest.json").read_text()
-        manifest = json.loads(text)
-        if manifest.get("format") != 1 and text != manifest_text(manifest):  # 1 had no sum of its own
-            return "manifest.json does not have the bytes that were written"
-        files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except FileNotFoundError:
-        return "no manifest.json"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json is unreadable"
-    for name, (size, _) in files.items():
-        file = path / name
-        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or any(p.is_symlink() for p in (file, *file.parents[: len(Path(name).parts) - 1])):
-            return f"{name} leaves the checkpoint's folder"
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes of {size}"
-    for file in path.rglob("*"):  # what loading would find without a sum to hold it to
-        name = file.relative_to(path).as_posix()
-        if name not in files and file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py"):
-            return f"{name} was not saved with it"
-    with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(files, pool.map(sha256_of, [path / name for name in files]), strict=True):
-            if digest != files[name][1]:
-                return f"{name} does not have the bytes that were written"
-    return None
-
-
-def manifest_text(manifest: dict[str, Any]) -> str:
-    """manifest.json, with its own sum as the last entry."""
-    body = {key: value for key, value in manifest.items() if key != "sum"}
-    body["sum"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps(body, indent=1) + "\n"
-
-
-def write_manifest(folder: Path) -> None:
-    """Syncs the files of `folder` and gives it a manifest that `verify` holds them to."""
-    files = {}
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
-        sync(file)
-        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-    _write(folder / "manifest.json", [manifest_text({"format": 2, "files": files}).encode()])
-    sync(folder)
 
 
 def steps(directory: Path) -> list[Path]:
@@ -510,15 +441,6 @@ def set_random_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """`file` has the old content or the new, never a part of it."""
-    part = file.with_name(f".tmp-{file.name}")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(part)
-    part.rename(file)
-    sync(file.parent)
 
 
 def source_of(path: Path, name: str) -> Path:
@@ -746,17 +668,3 @@ def _amount(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
         count /= 1000
     raise AssertionError
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or, for the names in it, of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

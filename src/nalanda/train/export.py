@@ -17,7 +17,10 @@ from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
-from nalanda.data.urls import is_hub_id, redact, transient
+from nalanda.common.files import sync, verify_manifest
+from nalanda.common.retry import transient
+from nalanda.common.text import redact
+from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
 from nalanda.train import log as metrics
@@ -47,7 +50,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
         if not found.is_dir():
             there = ", ".join(str(checkpoint.step_of(p)) for p in checkpoint.steps(folder)) or "none"
             raise InputError(f"{folder}: no step {step}; there are {there}")
-    if problem := checkpoint.verify(found):
+    if problem := verify_manifest(found):
         raise InputError(f"{found}: damaged: {problem}")
     return found
 
@@ -125,8 +128,8 @@ def written(out: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         raise
     for file in part.rglob("*"):
-        checkpoint.sync(file)
-    checkpoint.sync(part)
+        sync(file)
+    sync(part)
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)

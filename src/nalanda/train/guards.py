@@ -12,41 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from nalanda.common.errors import InputError
+from nalanda.config.schema import EARLIEST, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
+
+
 SIGNALS = {name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
-EARLIEST = 16  # good steps before any spread can be told
-
-
-@dataclass
-class GuardConfig:
-    sigma: float = 6.0
-    """A step whose loss, or whose gradient norm's logarithm, lies so many standard deviations above the mean
-    of the last good steps is left out. 0: only what is not finite is."""
-    window: int = 128
-    """Good steps that mean and deviation are taken over."""
-    max_bad_steps: int = 5
-    """So many left out in a row, and the run goes back to its last good checkpoint and on past their data."""
-    max_rollbacks: int = 3
-    """To the same checkpoint; then the run stops."""
-    hang_timeout: float | None = 1800.0
-    """Seconds without progress after which a process prints its stacks and ends; null: never."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        if self.sigma < 0:
-            raise InputError(f"guard.sigma: expected 0 or more, got {self.sigma:g}")
-        if self.window < EARLIEST:
-            raise InputError(f"guard.window: expected {EARLIEST} or more, got {self.window}")
-        for key in ("max_bad_steps", "max_rollbacks"):
-            if getattr(self, key) < 1:
-                raise InputError(f"guard.{key}: expected 1 or more, got {getattr(self, key)}")
-        if self.hang_timeout is not None and self.hang_timeout <= 0:
-            raise InputError(f"guard.hang_timeout: expected a positive number, got {self.hang_timeout:g}")
 
 
 class Spikes:

@@ -1,52 +1,39 @@
 """The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
 
 import contextlib
-import importlib.util
-import inspect
-import itertools
-import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
-from filelock import FileLock, Timeout
-from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
 
-from nalanda import NalandaConfig
-from nalanda.common.errors import InputError, NothingTrained, explained, out_of_memory, output_folder
-from nalanda.config.load import IDENTITY, MOVABLE, RunConfig, differences, load_config, nearest
-from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
+from nalanda.common.errors import InputError, NothingTrained
+from nalanda.config.schema import RunConfig
 from nalanda.data.offline import offline
-from nalanda.data.token_set import SumCheck
-from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
-from nalanda.inference.generate import not_here, weight_files
+from nalanda.data.tokenizer import build_tokenizer, is_whole, save_tokenizer
 from nalanda.train import checkpoint, guards, memory, parallel
 from nalanda.train import log as metrics
 from nalanda.train import row_states as carry
+from nalanda.train.build import agree, build_model, identify, launch, open_batches, settle, sums_of
+from nalanda.train.checks import check_causal, keeps_documents_apart
+from nalanda.train.estimate import time_left
 from nalanda.train.export import export
-from nalanda.train.optim import build_optimizer, learning_rate
+from nalanda.train.flops import flops_per_token, peak_flops
+from nalanda.train.log import RunLog
+from nalanda.train.loss import count_labels, negative_share, perplexities, perplexity, summed_loss, validate
+from nalanda.train.optim import build_optimizer, describe_groups, learning_rate
+from nalanda.train.run_dir import alone, claim, exported, gave_up, last_good, no_way_back, recorded
 
 
 def train(config: RunConfig) -> Path:
@@ -101,13 +88,13 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     # On a CPU weights, gradients and moments come to lie beside each other, one moment at the least.
     each = 12 if accelerator.device.type == "cpu" and sharing == "ddp" else 4
     model = build_model(config, tokenizer, weights=resume is None, each=each)
-    flops, flops_source = metrics.flops_per_token(model, config.data.seq_len)
+    flops, flops_source = flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.prepare(accelerator, model, sharing, config.train, build)
     set_seed(config.seed, device_specific=True)
     check_causal(accelerator, model)
     kept_apart = keeps_documents_apart(accelerator, model)
-    peak, peak_source = metrics.peak_flops(accelerator.device, config.train.precision)
+    peak, peak_source = peak_flops(accelerator.device, config.train.precision)
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
 
     at, spikes, states = Progress(), guards.Spikes(config.guard), None
@@ -182,7 +169,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
         stack.callback(lambda: log.close())
         if main:
             stack.enter_context(recorded(run_dir, facts))
-        metrics.announce(log, config, facts, model, optimizer, accumulation, resume, changes)
+        announce(log, config, facts, model, optimizer, accumulation, resume, changes)
         checkpoint.set_random_state(random_state)
 
         while at.step < config.train.steps:
@@ -282,7 +269,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 watch.beat(f"step {step}, validation")
                 values = validate(accelerator, model, validation)
                 at.val_loss = values["val_loss"]
-                values |= metrics.negative_share(model, next(iter(validation.values()))[0]["input_ids"])
+                values |= negative_share(model, next(iter(validation.values()))[0]["input_ids"])
                 log.write(step=step, tokens=at.tokens, **values)
                 log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {perplexities(values)}")
                 if not math.isfinite(at.val_loss):
@@ -315,29 +302,6 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     return run_dir
 
 
-def identify(config: RunConfig, batches: PackedBatches, validation: bool) -> dict[str, dict[str, str]]:
-    """The contents of the files that are read as text, those of `validation` among them."""
-    contents = batches.contents
-    return {**contents, **(validation_contents(config.data, contents) if validation else {})}
-
-
-def sums_of(config: RunConfig, rank: int, processes: int) -> SumCheck:
-    """This process's share of the prepared sets' files, being compared with their sums."""
-    sets = token_sets(config.data, validation=config.validation.every != 0)
-    files = [file for tokens in sets for file in tokens.files]
-    return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [])
-
-
-def settle(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
-    """Waits until every process has compared its share. Raises `InputError` on all if a file is damaged."""
-    if sums.settled:
-        return
-    problems = [problem for problem in gather_object([sums.wait(beat)]) if problem]
-    if problems:
-        raise InputError(problems[0])
-    sums.settled = True
-
-
 @dataclass
 class Progress:
     """Where a run is; every checkpoint has it."""
@@ -368,462 +332,44 @@ def take(
     return taken, None
 
 
-def last_good(directory: Path, suspect: Path | None = None, reason: str = "") -> Path | None:
-    """The newest usable checkpoint that was not saved between bad steps.
-
-    suspect: one that the run went back to in vain. One before it is preferred; if there is one, the suspect
-    is marked with `reason`.
-    """
-    for path in reversed(checkpoint.steps(directory)):
-        if suspect is not None and checkpoint.step_of(path) >= checkpoint.step_of(suspect):
-            continue
-        if checkpoint.unusable(path) is not None or _between_bad_steps(path):
-            continue
-        if suspect is not None:
-            checkpoint.mark(suspect, f"no step behind it was good: {reason}")
-        return path
-    return suspect
-
-
-def _between_bad_steps(path: Path) -> bool:
-    return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
-
-
-def gave_up(step: int, why: str, back: Path | None) -> str:
-    last = "no checkpoint was saved yet"
-    if back:
-        last = f"going back to {back}, whose weights and moments are finite, did not help"
-    return (
-        f"step {step}: {why}; {last}. Lower optim.lr or lengthen schedule.warmup_steps; "
-        "train.resume=step-N resumes from a checkpoint of your choice"
+def announce(
+    log: RunLog,
+    config: Any,
+    facts: dict,
+    model: Any,
+    optimizer: Any,
+    accumulation: int,
+    resume: Path | None,
+    changes: dict,
+) -> None:
+    """What a person wants to see before the first step."""
+    c, processes = config.train, facts["processes"]
+    log.say(
+        f"run        {config.output_dir}, seed {config.seed}"
+        + (f", goes on from {resume.name}" if resume else "")
     )
-
-
-def no_way_back(run_dir: Path) -> str:
-    """Why a run that has saved something cannot be resumed, and what to do."""
-    found = [f"{p.name} is {checkpoint.unusable(p)}" for p in checkpoint.steps(run_dir / "checkpoints")]
-    return (
-        f"{run_dir}: no checkpoint can be resumed from ({'; '.join(found) or 'none is left'}). Put one back "
-        f"from a copy, or move {run_dir} away to start over; nothing was changed"
+    for key, (old, new) in changes.items():
+        note = " (the schedule follows it from here on)" if key == "train.steps" else ""
+        log.say(f"changed    {key}: {old} → {new}{note}")
+    log.say(
+        f"model      {model.config.model_type}, {facts['parameters']:,} parameters, "
+        f"{facts['parameters_without_embeddings']:,} without embeddings"
     )
-
-
-def exported(final: Path) -> bool:
-    """Whether the model folder has weights that can be read, and a config."""
-    try:
-        files = list(final.glob("*.safetensors"))
-        return bool(files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size)
-    except (InputError, OSError):
-        return False
-
-
-@contextlib.contextmanager
-def recorded(run_dir: Path, facts: dict) -> Iterator[None]:
-    """run.json says "running" while the run does, and afterwards how it ended."""
-    metrics.write_facts(run_dir, facts)
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
-        facts |= {"state": "interrupted" if stopped else "failed"}
-        if not stopped:
-            facts["reason"] = (str(explained(error) or error).splitlines() or [type(error).__name__])[0]
-        raise
-    finally:
-        metrics.write_facts(run_dir, facts)
-
-
-def launch(config: RunConfig) -> Accelerator:
-    """The Accelerator, once it is certain that it has the processes that were asked for."""
-    asked, lone = os.environ.get("WORLD_SIZE"), "MASTER_ADDR" in os.environ and "RANK" not in os.environ
-    if config.train.cpu_threads:
-        torch.set_num_threads(config.train.cpu_threads)
-    try:
-        accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
-    except ValueError as error:
-        raise InputError(f"train.precision: {config.train.precision}: {error}") from None
-    if lone or (asked and int(asked) != accelerator.num_processes):
-        raise InputError(
-            f"the launcher was asked for {asked or 'several'} processes and each would train alone; "
-            "on CPUs launch with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N …"
-        )
-    kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in kinds:
-        raise InputError(
-            f"{accelerator.distributed_type} with {accelerator.num_processes} process(es): "
-            "Nalanda trains on one process, with DDP or with FSDP2; choose that in `accelerate config`"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if accelerator.device.type == "cpu" and accelerator.is_main_process:
-        threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if threads < cores:
-            print(
-                f"{threads} of {cores} CPU cores in use: train.cpu_threads=N sets more (a launcher set less)"
-            )
-    return accelerator
-
-
-def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path | None]:
-    """Makes `run_dir`, which is held, this run's.
-
-    Returns the settings that changed since it stopped, `{key: [old, new]}`; what run.json says; and the
-    checkpoint to resume from, None at the beginning.
-
-    Raises:
-        InputError: it holds another run, or one that cannot be resumed. Nothing in the folder was changed.
-    """
-    file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
-    changes: dict[str, tuple] = {}
-    others: list[str] = []
-    saved, begun = checkpoint.steps(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
-    if file.is_file():
-        changes = differences(recorded_recipe(file).to_dict(), config.to_dict())
-        changes.pop("output_dir", None)  # the folder was moved
-        others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
-        if others and begun:
-            old, new = changes[others[0]]
-            raise InputError(
-                f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; "
-                "choose another output_dir"
-            )
-    elif begun:
-        raise InputError(
-            f"{file} is missing: put it back, or write there the recipe that the run was begun with"
-        )
-    try:
-        facts = metrics.read_facts(run_dir)
-    except InputError as error:
-        print(f"{error}; it is written anew", flush=True)
-        facts = {}
-    if config.train.resume is not None and ("train.resume" in changes or not saved):
-        go_back_to(folder, config.train.resume)
-    resume = checkpoint.latest(folder)
-    if resume is None and (saved or ever_saved(run_dir, facts)):
-        raise InputError(no_way_back(run_dir))
-    if not saved and changes.keys() & {*others, *MOVABLE}:
-        # Stopped before anything was kept, by bad data for one: there is nothing to lose.
-        shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
-        changes = {}
-    try:
-        checkpoint.write_atomically(file, config.to_yaml())
-    except OSError as error:
-        raise InputError(f"output_dir: {explained(error) or error}") from None
-    return {key: list(values) for key, values in changes.items()}, facts, resume
-
-
-def recorded_recipe(file: Path) -> RunConfig:
-    """The recipe that a run recorded. Raises `InputError`, which names the file as damaged."""
-    try:
-        return load_config(file)
-    except (InputError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{file}: the run's own record of its recipe is damaged ({error}); put a copy back, or write "
-            "there the recipe that the run was begun with"
-        ) from None
-
-
-def ever_saved(run_dir: Path, facts: dict) -> bool:
-    """Whether the run has saved a checkpoint, by run.json, or without one by how far metrics.jsonl goes."""
-    if "saved" in facts:
-        return facts["saved"] > 0
-    file = run_dir / "metrics.jsonl"
-    every = recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
-    if every is None or not every.every:
-        return False
-    # A line behind a step means that its save has returned; an asynchronous one ends before the next begins.
-    last = max((line["step"] for line in metrics.read(file)), default=0)
-    return last > every.every * (2 if every.asynchronous else 1)
-
-
-def go_back_to(directory: Path, name: str | int) -> None:
-    """Makes checkpoint `name`, `step-N` or N, the newest one; later ones stay there as `later-step-M`.
-
-    Raises:
-        InputError: there is no such checkpoint, or it is damaged. Nothing was changed.
-    """
-    there = checkpoint.steps(directory)
-    chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
-    if chosen is None:
-        names = ", ".join(p.name for p in there) or "none"
-        raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
-    if (problem := checkpoint.verify(chosen)) is not None:
-        raise InputError(f"train.resume: {chosen} is damaged: {problem}")
-    (chosen / checkpoint.MARK).unlink(missing_ok=True)
-    for path in there[there.index(chosen) + 1 :]:
-        names = (f"later-{path.name}{f'.{n}' * (n > 1)}" for n in itertools.count(1))
-        aside = next(a for a in map(path.with_name, names) if not a.exists())
-        path.rename(aside)
-        print(f"{path} is set aside as {aside.name}", flush=True)
-
-
-@contextlib.contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
-    """Holds the run's folder, which is made where there is none. One who does not hold it changes nothing
-    there: a process that a launcher left behind would go on writing beside this one.
-
-    Raises:
-        InputError: another process holds it, it cannot be made, or it holds something that is no run.
-    """
-    names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
-    if run_dir.is_file() or (
-        names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
-    ):
-        raise InputError(f"{run_dir} holds files that are no run of Nalanda's; choose another output_dir")
-    output_folder(run_dir, "output_dir")
-    lock = FileLock(run_dir / ".lock")  # the system's kind, which ends with the process, however that ends
-    try:
-        lock.acquire(timeout=5)
-    except Timeout:
-        raise InputError(
-            f"{run_dir}: another process is training there; stop it or choose another output_dir"
-        ) from None
-    except (OSError, NotImplementedError):
-        print(f"{run_dir}: this file system has no locks: nothing keeps a second run out of it", flush=True)
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def agree(value: Any) -> Any:
-    """The main process's value, on every process."""
-    return broadcast_object_list([value])[0]
-
-
-def open_batches(
-    config: RunConfig, tokenizer: Any, rank: int = 0, processes: int = 1
-) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
-    """What one process trains on, and what it validates on, by source; {} without validation."""
-    share: Any = {"rank": rank, "world_size": processes}
-    rows, lanes = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
-    batches = PackedBatches(
-        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, lanes=lanes, **share
+    log.say(f"optimizer  {config.optim.name}: {describe_groups(optimizer.param_groups)}")
+    log.say(
+        f"step       {c.tokens_per_step:,} tokens = {c.micro_batch_size} rows × {config.data.seq_len} tokens"
+        f" × {accumulation} accumulated × {processes} process(es)"
     )
-    if config.validation.every == 0:
-        return batches, {}
-    rows = config.validation.batch_size or rows
-    return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
+    log.say(f"steps      {c.steps:,} = {c.steps * c.tokens_per_step:,} tokens")
+    log.say(
+        f"device     {facts['device']}, {c.precision}, peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s"
+        f" ({facts['peak']})"
+    )
+    log.say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
+    if not log.quiet:
+        from nalanda.train.estimate import estimate  # it imports the trainer, which imports this module
 
-
-def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True, each: int = 4) -> PreTrainedModel:
-    """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
-
-    each: bytes of memory that there must be for a parameter. Raises `InputError`.
-    """
-    model_config = build_model_config(config, tokenizer)
-    memory.check_model(model_config, each)
-    check_vocabulary(tokenizer, model_config.vocab_size)
-    path = config.model.get("init_from")
-    if path is None or not weights:
-        with _in_one_line("model"):
-            return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    with _in_one_line(f"model.init_from: {path}"):
-        if Path(path).is_dir():
-            weight_files(Path(path))
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=model_config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
-        if loaded[problem]:
-            name = sorted(map(str, loaded[problem]))[0]
-            raise InputError(f"model.init_from: {path}: a checkpoint of another shape: {problem}: {name}")
-    return model
-
-
-def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
-    """The model's config: `NalandaConfig`, or under `auto` that of a path, of a model type that transformers
-    or flash-linear-attention knows, or of a hub id, whichever of them there is first.
-
-    One that the recipe itself describes has `data.seq_len` positions and, without a `vocab_size`, the
-    tokenizer's, rounded up to a multiple of 64, for the matrix products' sake. The special tokens are always
-    the tokenizer's. Raises `InputError`.
-    """
-    keys = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
-    source = config_source(config.model)
-    if isinstance(source, type):
-        known = {*inspect.signature(source).parameters, *getattr(source, "attribute_map", {})}
-        if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
-            # Other configs would keep them, and nothing would ever read them.
-            raise InputError(
-                f"model.{unknown[0]}: {source.model_type} has no such key{nearest(unknown[0], known)}"
-            )
-        if "max_position_embeddings" in known:
-            keys.setdefault("max_position_embeddings", config.data.seq_len)
-        if tokenizer is not None:
-            keys.setdefault("vocab_size", 64 * math.ceil(len(tokenizer) / 64))
-        with _in_one_line("model"):
-            model_config: PreTrainedConfig = source(**keys)
-    else:
-        with _in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
-            found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
-        model_config, unknown = found
-        if unknown:
-            raise InputError(f"model.{next(iter(unknown))}: {source} has no such key")
-    longest = getattr(model_config, "max_position_embeddings", None) or config.data.seq_len
-    if model_config.model_type != "nalanda" and longest < config.data.seq_len:
-        raise InputError(f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions")
-    if tokenizer is not None:
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(model_config, key, getattr(tokenizer, key))
-        if model_config.pad_token_id == model_config.eos_token_id:
-            model_config.pad_token_id = None  # an embedding of padding is never trained, eos must be
-        if not config.data.bos:  # prompts and evaluations begin as the training documents did
-            model_config.bos_token_id = None
-    return model_config
-
-
-def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
-    """The config whose fields `model` of a recipe gives, or the path or hub id whose config.json does."""
-    if model.get("auto") is None:
-        bare = set(model) <= {"auto", "init_from"}
-        return (model.get("init_from") if bare else None) or NalandaConfig
-    name = str(model["auto"])
-    if name not in CONFIG_MAPPING and importlib.util.find_spec("fla"):
-        try:
-            importlib.import_module("fla")  # registers its model types
-        except Exception as error:  # it breaks with other libraries' releases, each time differently
-            if "/" not in name:
-                raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None
-    if name not in CONFIG_MAPPING or Path(name).exists():
-        return name
-    kind = CONFIG_MAPPING[name]
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"model.auto: {name} is no causal language model")
-    return kind
-
-
-def count_labels(batch: dict[str, Tensor]) -> int:
-    """Tokens that the loss counts. A row's first label is nobody's target: the model shifts labels by one."""
-    return int((batch["labels"][:, 1:] != -100).sum())
-
-
-def summed_loss(
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    device: torch.device,
-    z_loss: float = 0.0,
-    *,
-    states: carry.RowStates | None = None,
-    i: int = 0,
-) -> Tensor:
-    """The sum of the token losses of micro-batch `i`; `model` may be wrapped. z_loss acts on its gradient
-    alone. With `states` rows go on where those of the last step ended."""
-    tokens = batch["input_ids"].to(device, non_blocking=True)
-    labels = batch["labels"].to(device, non_blocking=True)
-    bare: Any = getattr(model, "module", model)
-    if bare.config.model_type == "nalanda":
-        packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1, "z_loss": z_loss}
-        if states:
-            packing |= states.before(i, batch)
-        out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
-        if states:
-            states.after(i, out, batch)
-        return out.loss
-    # A foreign model's own loss may average as it likes. Without a cache, transformers reads restarting
-    # positions as packed documents.
-    positions = batch["position_ids"].to(device, non_blocking=True)
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    if z_loss:
-        term = z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
-        loss = loss + (term - term.detach())
-    return loss
-
-
-@torch.no_grad()
-def validate(
-    accelerator: Accelerator, model: nn.Module, batches: dict[str, list[dict[str, Tensor]]]
-) -> dict[str, float]:
-    """Mean losses over all label tokens of all processes: of everything, and of each source by its name."""
-    # The bare model: what wraps it is for gradients.
-    sums = [loss_sums(model, part) for part in batches.values()]
-    model.train()
-    table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)  # [sources, (loss, tokens)]
-    table = accelerator.reduce(table).tolist()
-    total, count = (math.fsum(column) for column in zip(*table, strict=True))
-    loss = total / max(1, count)
-    values = {"val_loss": loss, "val_ppl": perplexity(loss), "val_tokens": int(count)}
-    named = [(name, row) for name, row in zip(batches, table, strict=True) if name]
-    return values | {f"val_ppl/{name}": perplexity(total / max(1, count)) for name, (total, count) in named}
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
-
-
-def perplexities(values: dict[str, float]) -> str:
-    """`perplexity 12.34 (web 11.20, code 5.31)`."""
-    named = [f"{k.removeprefix('val_ppl/')} {v:.2f}" for k, v in values.items() if k.startswith("val_ppl/")]
-    return f"perplexity {values['val_ppl']:.2f}" + (f" ({', '.join(named)})" if named else "")
-
-
-@torch.no_grad()
-def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int]:
-    """(sum of all label tokens' losses, number of those tokens); leaves the model in evaluation mode."""
-    model.eval()
-    total, count = 0.0, 0
-    for batch in batches:
-        total += summed_loss(model, batch, model.device).item()
-        count += count_labels(batch)
-    return total, count
-
-
-@torch.no_grad()
-def check_causal(accelerator: Accelerator, model: Any) -> None:
-    """Raises InputError for a model that looks at later tokens, as encoders do: it would learn to copy them.
-
-    Asked of the model itself: two rows differ in their last token, and no earlier logit may.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.arange(1, 17, device=accelerator.device).repeat(2, 1) * 7 % vocabulary
-    tokens[1, -1] = (tokens[1, -1] + 1) % vocabulary
-    model.eval()
-    first, second = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    model.train()
-    if (first - second).abs().max() > 1e-4 * first.std():
-        kind = model.config.model_type
-        raise InputError(
-            f"model: {kind} looks at later tokens and would learn to copy them; an encoder needs "
-            "model.is_decoder=true"
-        )
-
-
-@torch.no_grad()
-def keeps_documents_apart(accelerator: Accelerator, model: Any) -> bool:
-    """Whether a document's logits ignore the document that was packed before it; asked of the model itself.
-
-    Two rows of one packing differ in their first document only: where documents are apart, the second's
-    logits agree.
-    """
-    length, device = 8, accelerator.device
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.arange(1, 4 * length + 1, device=device).view(2, 2 * length) * 7 % vocabulary
-    tokens[1, length:] = tokens[0, length:]
-    model.eval()
-    if model.config.model_type == "nalanda":
-        logits = model(tokens, cu_seqlens=torch.arange(5) * length, use_cache=False).logits
-    else:
-        positions = torch.arange(length, device=device).repeat(2, 2)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    model.train()
-    first, second = logits[:, length:].float()
-    return bool((first - second).abs().max() <= 1e-4 * first.std())
-
-
-@contextlib.contextmanager
-def _in_one_line(where: str) -> Iterator[None]:
-    """Other libraries' complaints about what the user named, as one line."""
-    try:
-        yield
-    except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:
-        if out_of_memory(error):
-            raise
-        first, *rest = [line.strip() for line in str(error).strip().splitlines()]
-        raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None
+        log.say(f"estimate   {estimate(config, facts, model)}")
+        log.expect(c.steps - facts["step"], time_left(config, facts))
+    if not facts["documents_kept_apart"]:
+        log.say("WARNING    this model lets packed documents see one another; run.json is marked accordingly")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
-from nalanda.config.load import RunConfig
-from nalanda.model.modeling import Block
+from nalanda.config.schema import RunConfig
 from nalanda.train import checkpoint
+from nalanda.train.estimate import parameters
 
 
 def host() -> int:
@@ -41,26 +41,10 @@ def _limits() -> Iterator[int]:
         yield limit - used + int(cached["inactive_file"])
 
 
-def parameters(config: PreTrainedConfig) -> int:
-    """Of the model, which is not built for it. Raises `InputError` for sizes that no tensor may have."""
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            if not isinstance(config, NalandaConfig):
-                model = AutoModelForCausalLM.from_config(config)
-                return sum(p.numel() for p in model.parameters())
-            names = config.layer_mixers
-            blocks = {name: Block(config, names.index(name)) for name in dict.fromkeys(names)}
-    except (OverflowError, RuntimeError) as error:
-        raise InputError(f"model: {str(error).splitlines()[0]}") from None
-    counts = {name: sum(p.numel() for p in block.parameters()) for name, block in blocks.items()}
-    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return sum(counts[name] for name in names) + ends
-
-
 def check_model(config: PreTrainedConfig, each: int) -> None:
     """Raises `InputError` where the host has not `each` bytes for every parameter. Without that, most systems
     give the memory all the same, and end the process as it is used."""
-    from nalanda.report.info import size
+    from nalanda.common.text import size
 
     count = parameters(config)
     if (needed := each * count) > (free := host()):
@@ -96,8 +80,9 @@ def named(config: RunConfig) -> Iterator[None]:
 
 def would_fit(config: RunConfig) -> str:
     """The largest `train.micro_batch_size` that the free memory has room for, as `nalanda info` counts."""
-    from nalanda.report.info import activation_bytes, held_bytes, shards, size, vocabulary
-    from nalanda.train.loop import build_model_config, config_source
+    from nalanda.common.text import size
+    from nalanda.config.model import build_model_config, config_source
+    from nalanda.train.estimate import activation_bytes, held_bytes, shards, vocabulary
 
     keys, train = config.model, config.train
     if "vocab_size" not in keys and isinstance(config_source(keys), type):

@@ -3,94 +3,15 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nalanda.common.errors import InputError
+from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.model.layers import Fp32Module
-
-
-@dataclass
-class GroupConfig:
-    """Parameters with a learning rate or a decay of their own."""
-
-    match: str
-    """A regular expression, looked for anywhere in a parameter's name; the first of several that fits
-    counts."""
-    lr_scale: float = 1.0
-    """Of the learning rate that the schedule gives."""
-    weight_decay: float | None = None
-    """null: as without the group."""
-
-    def check(self, where: str) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise InputError(f"{where}.match: {self.match!r} is no regular expression: {error}") from None
-        for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
-            if value is not None and value < 0:
-                raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
-
-
-@dataclass
-class OptimConfig:
-    """AdamW; the defaults are the literature's for linear attention at 340 M."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of the blocks by Muon, all else by AdamW."""
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm where it is longer."""
-    momentum: float = 0.95
-    """Muon's."""
-    muon_lr: float | None = None
-    """The matrices' rate under Muon; null is `lr`, which serves both: Muon's updates have AdamW's size (0.2
-    √max(rows, columns) of an orthogonal matrix: Liu et al., 2025)."""
-    groups: list[GroupConfig] = field(default_factory=list)
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        for i, group in enumerate(self.groups):
-            group.check(f"optim.groups[{i}]")
-        for key in ("lr", "muon_lr"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise InputError(f"optim.{key}: expected a positive number, got {getattr(self, key):g}")
-        if self.muon_lr is not None and self.name != "muon":
-            raise InputError(f"optim.muon_lr: only under optim.name=muon, which is {self.name} here")
-        if not 0 <= self.momentum < 1:
-            raise InputError(f"optim.momentum: expected a number in [0, 1), got {self.momentum:g}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
-        if self.weight_decay < 0:
-            raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
-        if self.max_grad_norm <= 0:
-            raise InputError(f"optim.max_grad_norm: expected a positive number, got {self.max_grad_norm:g}")
-
-
-@dataclass
-class ScheduleConfig:
-    name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
-    """Where cosine, wsd and linear end, as a share of `optim.lr`."""
-    decay_share: float = 0.2
-    """wsd: the share of all steps that the final decay takes."""
-
-    def check(self) -> None:
-        """Raises `InputError` for settings that cannot work."""
-        if self.warmup_steps < 0:
-            raise InputError(f"schedule.warmup_steps: expected 0 or more, got {self.warmup_steps}")
-        for key in ("min_lr_ratio", "decay_share"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise InputError(f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}")
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -156,7 +77,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
         groups.setdefault((own and own.match, kind), settings)["params"].append(p)
     for group in config.groups:
         if not any(match == group.match for match, _ in groups):
-            from nalanda.config.load import nearest  # it imports this module
+            from nalanda.common.text import nearest  # it imports this module
 
             if any(re.search(group.match, name) for name, _ in trained):
                 problem = "; patterns before it take all that it matches"

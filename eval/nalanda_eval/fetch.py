@@ -1,0 +1,57 @@
+"""Downloads the data of evaluation tasks, for machines without a network."""
+
+import gzip
+import json
+from typing import Any
+
+from nalanda.common.errors import InputError, output_folder
+from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, _official
+
+
+def fetch(tasks: list[str], directory: str) -> None:
+    """Fills `directory` from the Hub with the files that `find` looks for there; those it has are kept.
+
+    Raises:
+        InputError: a task whose data is not read from such a file, or data that cannot be had.
+        SourceUnavailable: the Hub failed too often in a row; the same command goes on.
+    """
+    names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
+    if unknown := [name for name in names if name not in LOCAL]:
+        raise InputError(f"{unknown[0]}: no data to fetch; there are {', '.join([*GROUPS, *LOCAL])}")
+    root = output_folder(directory, "--fetch")
+    for name in names:
+        file, local = _official(name, root).documents, LOCAL[name]
+        if file:
+            print(f"{file}: there already")
+            continue
+        rows = _from_hub(name, local)
+        half = root / f".{local.file}.partial.jsonl.gz"
+        with half.open("wb") as stream, gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as lines:
+            for row in rows:
+                kept = {field: row[field] for field in local.fields}
+                lines.write((json.dumps(kept, ensure_ascii=False) + "\n").encode())
+        file = half.replace(root / f"{local.file}.jsonl.gz")
+        print(f"{file}: {len(rows)} documents")
+
+
+def _from_hub(name: str, local: LocalData) -> Any:
+    """The dataset that the harness's own task file names."""
+    import datasets
+
+    from nalanda.common.retry import persist
+    from nalanda.common.text import redact
+    from nalanda_eval.adapter import OFFICIAL, load_yaml
+
+    task = load_yaml(OFFICIAL / local.official, resolve_func=False)
+    where = f"{name}: {task['dataset_path']}, {local.split}"
+    try:
+        return persist(
+            lambda: datasets.load_dataset(task["dataset_path"], task.get("dataset_name"), split=local.split),
+            where,
+            retries=8,
+        )
+    except InputError:
+        raise
+    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{where}: cannot be had from the Hub ({redact(reason)})") from None

@@ -1,0 +1,79 @@
+"""Files that are whole or are not there: atomic, synced writes, and manifests with SHA-256 sums."""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+
+def verify_manifest(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        text = (path / "manifest.json").read_text()
+        manifest = json.loads(text)
+        if manifest.get("format") != 1 and text != manifest_text(manifest):  # 1 had no sum of its own
+            return "manifest.json does not have the bytes that were written"
+        files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return "no manifest.json"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "manifest.json is unreadable"
+    for name, (size, _) in files.items():
+        file = path / name
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or any(p.is_symlink() for p in (file, *file.parents[: len(Path(name).parts) - 1])):
+            return f"{name} leaves the checkpoint's folder"
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes of {size}"
+    for file in path.rglob("*"):  # what loading would find without a sum to hold it to
+        name = file.relative_to(path).as_posix()
+        if name not in files and file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py"):
+            return f"{name} was not saved with it"
+    with ThreadPoolExecutor(4) as pool:
+        for name, digest in zip(files, pool.map(sha256_of, [path / name for name in files]), strict=True):
+            if digest != files[name][1]:
+                return f"{name} does not have the bytes that were written"
+    return None
+
+
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """manifest.json, with its own sum as the last entry."""
+    body = {key: value for key, value in manifest.items() if key != "sum"}
+    body["sum"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(body, indent=1) + "\n"
+
+
+def write_manifest(folder: Path) -> None:
+    """Syncs the files of `folder` and gives it a manifest that `verify_manifest` holds them to."""
+    files = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        sync(file)
+        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    write_atomically(folder / "manifest.json", manifest_text({"format": 2, "files": files}))
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """`file` has the old content or the new, never a part of it."""
+    part = file.with_name(f".tmp-{file.name}")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(part)
+    part.rename(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or, for the names in it, of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,124 @@
+"""Trying again what may succeed later, a bounded number of times."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from nalanda.common.errors import InputError, SourceUnavailable, first_line
+from nalanda.common.text import redact
+
+T = TypeVar("T")
+
+
+LONGEST_WAIT = 60.0  # seconds between two tries
+
+
+def _reason(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
+
+
+# ------------------------------ trying again
+
+sleep = time.sleep  # tests put another one here
+
+_TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
+
+
+_NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
+
+
+class Incomplete(ConnectionError):
+    """The server's answer is not all of what it announced."""
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later: no connection, a stall, a cut, status 408, 425, 429 or 5xx.
+
+    Libraries wrap one another's errors, and fsspec even calls a dropped connection FileNotFoundError: the
+    causes are looked at too, and a status decides before anything else.
+    """
+    chain = [error]
+    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+        if cause in chain:
+            break
+        chain.append(cause)
+    for link in chain:
+        status = getattr(getattr(link, "response", None), "status_code", None) or getattr(
+            link, "status", None
+        )
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+    if any(
+        isinstance(link, (ssl.SSLCertVerificationError, InputError))
+        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that no waiting cures
+        for link in chain
+    ):
+        return False
+    return any(
+        isinstance(link, _TRANSIENT)
+        or (type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES and not isinstance(link, ValueError))
+        for link in chain
+    )
+
+
+class Patience:
+    """Counts failures in a row and waits after each: up to twice as long as before, by chance, since many
+    processes fail together and would come back together."""
+
+    def __init__(self, what: str, retries: int):
+        self.what, self.retries, self.failures = what, retries, 0
+
+    def failed(self, error: Exception) -> None:
+        """Returns when it is time to try again.
+
+        Raises:
+            SourceUnavailable: after `retries` tries in a row that helped nothing.
+            Exception: `error` itself, where to try again is no use.
+        """
+        if not transient(error):
+            raise error
+        self.failures += 1
+        if self.failures > self.retries:
+            raise SourceUnavailable(
+                f"{self.what}: failed {self.failures} times in a row, gave up ({_reason(error)}); the same "
+                "command goes on when it is back, and data.retries sets how often it is asked"
+            ) from None
+        wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
+        if os.environ.get("RANK", "0") == "0":
+            again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
+            print(f"nalanda: {self.what}: {_reason(error)}; {again}", file=sys.stderr, flush=True)
+        sleep(wait)
+
+
+def persist(do: Callable[[], T], what: str, retries: int) -> T:
+    """What `do` returns, tried again while it fails as `transient` says. Raises as `Patience.failed`."""
+    patience = Patience(what, retries)
+    while True:
+        try:
+            return do()
+        except Exception as error:
+            patience.failed(error)
+
+
+def persistent(
+    read: Callable[[Any], Iterator[tuple[T, Any]]], cursor: Any, what: str, retries: int
+) -> Iterator[tuple[T, Any]]:
+    """`read(cursor)`, pairs of an item and the cursor behind it, opened again at the last cursor after a
+    failure; an item ends the row of failures. Raises as `Patience.failed`."""
+    patience = Patience(what, retries)
+    while True:
+        try:
+            for item, cursor in read(cursor):  # noqa: B020  the place from which the next reading goes on
+                patience.failures = 0
+                yield item, cursor
+            return
+        except Exception as error:
+            patience.failed(error)

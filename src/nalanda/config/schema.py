@@ -1,0 +1,459 @@
+"""Every key of a recipe: the dataclasses, their defaults, and what each refuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+import yaml
+
+from nalanda.common.errors import InputError
+from nalanda.common.text import is_url, redact
+
+MAX_DOCUMENT = 64 << 20  # bytes of a document, unless the recipe says otherwise
+
+
+@dataclass
+class Component:
+    """One of `data.mixture`. What is null or absent is as `data:` has it."""
+
+    name: str  # in the log, and of the perplexity on its validation documents
+    source: str | list[str]  # as data.source, of any kind
+    weight: float  # its share of the rows is this among the sum of all
+    validation_source: str | list[str] | None = None
+    text_field: str | None = None
+    source_field: str | None = None
+    config: str | None = None  # Hub: the dataset's configuration
+    train_split: str | None = None  # Hub
+    validation_split: str | None = None  # Hub
+
+
+@dataclass
+class DataConfig:
+    """`data:` of a recipe.
+
+    A local directory may hold `train/` and `validation/`, each with files at any depth (SlimPajama's layout).
+    Where there is no validation part, `validation_share` of the training documents is held out: the hash of a
+    text decides, so that the two parts are disjoint and stay the same when files are added.
+
+    `documents: joined` is for a text whose rows are its lines, such as WikiText's: language models on it see
+    one stream of tokens with an eos behind every line, blank ones too, cut into blocks (fairseq's
+    `--sample-break-mode none`). Labels, state and attention then cross from row to row of the source, the
+    order is the source's, and validation needs a part of its own.
+
+    `mixture` takes rows from several sources by turns, so that after any number of rows each has given its
+    share to within one row. Each has its own epochs. Their validation documents share `max_validation_rows`
+    alike, and their sources are called after the component: `web`, or `web/ArXiv` where they name their own.
+
+    `long_documents: carry` needs a prepared set: what follows in a document longer than a row is the next row
+    of the same lane (a place in the step), `carry_rows` rows in a row, so that a model's recurrent state can
+    be handed on. Validation cuts.
+    """
+
+    # "python" (this interpreter's documentation and library), a path, a glob, a Hub dataset id, the http(s)
+    # URL of a shard or of a list of shards (.urls, .list: one a line), several URLs, or a prepared set
+    source: str | list[str] = ""
+    mixture: list[Component] = field(default_factory=list)  # of several sources, in place of `source`
+    validation_source: str | list[str] | None = None  # a source of its own for validation
+    validation_share: float = 0.02  # of the documents, held out where the source has no validation part
+    max_validation_rows: int = 1024  # rows of seq_len tokens in a validation pass, at most
+    seq_len: int = 2048  # tokens in a row
+    text_field: str = "text"  # of .jsonl and .parquet files and of Hub datasets
+    source_field: str = "meta.redpajama_set_name"  # which of its sources a document is from, where it says so
+    bos: bool = True  # a document begins with the tokenizer's bos token ...
+    eos: bool = True  # ... and ends with its eos token
+    documents: Literal["apart", "joined"] = "apart"  # joined: one text, in the files' order, blank lines kept
+    long_documents: Literal["cut", "carry"] = "cut"  # at the end of a row, or go on in the lane's next row
+    carry_rows: int = 16  # carry: rows that follow one another in a lane, before it goes on elsewhere
+    # Bytes of a document: a line of .jsonl, a .txt file, the text of a record. However much a compressed
+    # shard holds, reading it takes little more memory than this.
+    max_document_bytes: int = MAX_DOCUMENT
+    oversized: Literal["refuse", "skip"] = "refuse"  # larger documents; those left out are counted and logged
+    # When the files of a prepared set are compared with the SHA-256 sums of its index. background: by a
+    # thread, before the first checkpoint is saved; sums: before training begins; sizes: never, only their
+    # sizes are. Of files that are read as text a hash is in every checkpoint, whatever this says.
+    verify: Literal["background", "sums", "sizes"] = "background"
+    shuffle_buffer: int = 1024  # documents; they are saved in checkpoints. 0: the order of the files
+    name: str | None = None  # Hub: the dataset's configuration
+    train_split: str = "train"  # Hub
+    validation_split: str = "validation"  # Hub; held out of train_split where the dataset has none
+    streaming: bool = True  # Hub: read while training, or download first
+    retries: int = 8  # Hub, URLs: tries in a row, further and further apart, before the run stops
+    # 0: the training thread reads; 1: a thread reads ahead; n: n processes tokenise for that thread
+    workers: int = 1
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if not self.source and not self.mixture:
+            raise InputError("data.source is missing; give python, a path, a glob, or a Hub dataset id")
+        self._check_mixture()
+        if self.seq_len < 2:
+            raise InputError(f"data.seq_len is {self.seq_len}; a row needs at least 2 tokens")
+        if not 0 < self.validation_share < 1:
+            raise InputError(f"data.validation_share is {self.validation_share}; it must lie between 0 and 1")
+        if self.max_validation_rows < 1:
+            raise InputError(f"data.max_validation_rows is {self.max_validation_rows}; it must be at least 1")
+        if self.documents not in ("apart", "joined"):
+            raise InputError(f"data.documents is {self.documents!r}; there are 'apart' and 'joined'")
+        if self.documents == "joined" and self.bos:
+            raise InputError("data.bos: joined documents are the lines of one text; set data.bos: false")
+        if self.long_documents not in ("cut", "carry"):
+            raise InputError(f"data.long_documents is {self.long_documents!r}; there are 'cut' and 'carry'")
+        if self.carry_rows < 1:
+            raise InputError(f"data.carry_rows is {self.carry_rows}; it must be 1 or more")
+        if self.workers < 0:
+            raise InputError(f"data.workers is {self.workers}; it must be 0 or more")
+        if self.retries < 0:
+            raise InputError(f"data.retries is {self.retries}; it must be 0 or more")
+        if self.max_document_bytes < 1:
+            raise InputError(f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more")
+        for key, known in (("oversized", ("refuse", "skip")), ("verify", ("background", "sums", "sizes"))):
+            if getattr(self, key) not in known:
+                raise InputError(f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}")
+        if self.shuffle_buffer < 0:
+            raise InputError(f"data.shuffle_buffer is {self.shuffle_buffer}; it must be 0 or more")
+
+    def _check_mixture(self) -> None:
+        if not self.mixture:
+            return
+        if self.source:
+            raise InputError("data: give either source or mixture")
+        for part in self.mixture:
+            if not part.name or not part.source or not 0 < part.weight < float("inf"):
+                raise InputError(
+                    f"data.mixture: {part.name or 'a component'}: needs a name, a source, a weight above 0"
+                )
+        names = [part.name for part in self.mixture]
+        if len(set(names)) < len(names):
+            raise InputError(f"data.mixture: each component needs another name; there are {', '.join(names)}")
+        if self.documents == "joined":
+            raise InputError("data.documents: joined documents are one text; a mixture has several")
+        if self.long_documents == "carry":
+            raise InputError("data.long_documents: carry reads one prepared set; a mixture cuts")
+
+    def parts(self) -> dict[str, DataConfig]:
+        """The components of the mixture by name, each with its own settings; without one, all of it as ""."""
+        if not self.mixture:
+            return {"": self}
+        return {
+            part.name: replace(
+                self,
+                mixture=[],
+                name=part.config,
+                **{key: value for key in OWN if (value := getattr(part, key))},
+            )
+            for part in self.mixture
+        }
+
+
+OWN = ("source", "validation_source", "text_field", "source_field", "train_split", "validation_split")
+
+
+@dataclass
+class TokenizerConfig:
+    """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
+
+    # a directory, a Hub id, a tokenizer.json, a SentencePiece .model, or mistral: the 32 000 entries of
+    # Mistral 7B, out of the installed package mistral-common
+    path: str | None = None
+    train: str | None = None  # on the training documents: "bpe", byte-level, or "words", between white space
+    vocab_size: int | None = None  # of the trained one, special tokens included; null: bpe 4096, words all
+    min_count: int = 1  # words: those that the training documents have less often are unknown
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is None and self.train != "words":
+            self.vocab_size = 4096
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if (self.path is None) == (self.train is None):
+            raise InputError(
+                "tokenizer: give either path (a directory, Hub id or file) or train: bpe or train: words"
+            )
+        if self.train not in (None, "bpe", "words"):
+            raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
+        if self.train == "bpe" and (self.vocab_size or 0) < 257:
+            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs 257 or more")
+        if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
+            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
+        if self.min_count < 1:
+            raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
+        if self.min_count > 1 and self.train != "words":
+            raise InputError(f"tokenizer.min_count is {self.min_count}; only train: words counts words")
+
+
+@dataclass
+class TrainConfig:
+    steps: int
+    tokens_per_step: int
+    """Of all processes together; reached by accumulating micro-batches."""
+    micro_batch_size: int
+    """Rows that one process takes through the model at a time."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 is autocast over fp32 weights, moments and reductions."""
+    z_loss: float = 0.0
+    """Adds so much times the mean of logsumexp(logits)² to what is minimised (PaLM has 1e-4); the losses that
+    are reported stay the cross entropy."""
+    parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    """How processes share the model: ddp, each all of it; fsdp (FSDP2), each its part; hybrid, a part within
+    groups of `shard_size` that replicate one another. auto is fsdp where accelerate's config says so."""
+    shard_size: int | None = None
+    """hybrid: processes that hold one model among them; null is the processes of a node."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    resume: str | int | None = None
+    """step-N: resumes from that checkpoint and not from the newest. Once: later starts with the same value
+    resume from the newest again. Checkpoints behind it are set aside."""
+    cpu_threads: int | None = None
+    """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        for key in ("steps", "tokens_per_step", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
+        if self.z_loss < 0:
+            raise InputError(f"train.z_loss: expected 0 or more, got {self.z_loss:g}")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise InputError(f"train.cpu_threads: expected 1 or more, got {self.cpu_threads}")
+        if self.shard_size is not None and (self.parallel != "hybrid" or self.shard_size < 2):
+            raise InputError("train.shard_size: 2 or more, and only with train.parallel=hybrid")
+
+
+@dataclass
+class ValidationConfig:
+    every: int | None = None
+    """Steps between validations; null validates at the end only, 0 never."""
+    batch_size: int | None = None
+    """Rows of one forward pass; null is `train.micro_batch_size`."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.every is not None and self.every < 0:
+            raise InputError(f"validation.every: expected 0 or more, got {self.every}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"validation.batch_size: expected 1 or more, got {self.batch_size}")
+
+
+@dataclass
+class GroupConfig:
+    """Parameters with a learning rate or a decay of their own."""
+
+    match: str
+    """A regular expression, looked for anywhere in a parameter's name; the first of several that fits
+    counts."""
+    lr_scale: float = 1.0
+    """Of the learning rate that the schedule gives."""
+    weight_decay: float | None = None
+    """null: as without the group."""
+
+    def check(self, where: str) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise InputError(f"{where}.match: {self.match!r} is no regular expression: {error}") from None
+        for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+            if value is not None and value < 0:
+                raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW; the defaults are the literature's for linear attention at 340 M."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of the blocks by Muon, all else by AdamW."""
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm where it is longer."""
+    momentum: float = 0.95
+    """Muon's."""
+    muon_lr: float | None = None
+    """The matrices' rate under Muon; null is `lr`, which serves both: Muon's updates have AdamW's size (0.2
+    √max(rows, columns) of an orthogonal matrix: Liu et al., 2025)."""
+    groups: list[GroupConfig] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        for i, group in enumerate(self.groups):
+            group.check(f"optim.groups[{i}]")
+        for key in ("lr", "muon_lr"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                raise InputError(f"optim.{key}: expected a positive number, got {getattr(self, key):g}")
+        if self.muon_lr is not None and self.name != "muon":
+            raise InputError(f"optim.muon_lr: only under optim.name=muon, which is {self.name} here")
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"optim.momentum: expected a number in [0, 1), got {self.momentum:g}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
+        if self.weight_decay < 0:
+            raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
+        if self.max_grad_norm <= 0:
+            raise InputError(f"optim.max_grad_norm: expected a positive number, got {self.max_grad_norm:g}")
+
+
+@dataclass
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    """Where cosine, wsd and linear end, as a share of `optim.lr`."""
+    decay_share: float = 0.2
+    """wsd: the share of all steps that the final decay takes."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.warmup_steps < 0:
+            raise InputError(f"schedule.warmup_steps: expected 0 or more, got {self.warmup_steps}")
+        for key in ("min_lr_ratio", "decay_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise InputError(f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 1000
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    keep_last: int = 3
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept for good."""
+    asynchronous: bool = False
+    """Training goes on while a thread writes a copy that host memory holds."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.every < 0:
+            raise InputError(f"checkpoint.every: expected 0 or more, got {self.every}")
+        if self.keep_last < 1:
+            raise InputError(f"checkpoint.keep_last: expected 1 or more, got {self.keep_last}")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise InputError(f"checkpoint.keep_every: expected 1 or more, got {self.keep_every}")
+
+
+EARLIEST = 16  # good steps before any spread can be told
+
+
+@dataclass
+class GuardConfig:
+    sigma: float = 6.0
+    """A step whose loss, or whose gradient norm's logarithm, lies so many standard deviations above the mean
+    of the last good steps is left out. 0: only what is not finite is."""
+    window: int = 128
+    """Good steps that mean and deviation are taken over."""
+    max_bad_steps: int = 5
+    """So many left out in a row, and the run goes back to its last good checkpoint and on past their data."""
+    max_rollbacks: int = 3
+    """To the same checkpoint; then the run stops."""
+    hang_timeout: float | None = 1800.0
+    """Seconds without progress after which a process prints its stacks and ends; null: never."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.sigma < 0:
+            raise InputError(f"guard.sigma: expected 0 or more, got {self.sigma:g}")
+        if self.window < EARLIEST:
+            raise InputError(f"guard.window: expected {EARLIEST} or more, got {self.window}")
+        for key in ("max_bad_steps", "max_rollbacks"):
+            if getattr(self, key) < 1:
+                raise InputError(f"guard.{key}: expected 1 or more, got {getattr(self, key)}")
+        if self.hang_timeout is not None and self.hang_timeout <= 0:
+            raise InputError(f"guard.hang_timeout: expected a positive number, got {self.hang_timeout:g}")
+
+
+@dataclass
+class LogConfig:
+    every: int = 10
+    """Steps between two lines of metrics; a line's loss is that of its own step."""
+    tensorboard: bool = True
+    tracker: Literal["none", "wandb", "trackio"] = "none"
+    """Sends the metrics there as well. Where to and whether at all is set as theirs always is: `wandb login`,
+    WANDB_MODE=offline, TRACKIO_SPACE_ID, …"""
+    project: str = "nalanda"
+    """The tracker's."""
+
+    def check(self) -> None:
+        """Raises `InputError` for settings that cannot work."""
+        if self.every < 1:
+            raise InputError(f"log.every: expected 1 or more, got {self.every}")
+
+
+@dataclass
+class RunConfig:
+    output_dir: str
+    model: dict[str, Any]
+    """`NalandaConfig`'s fields; or `auto: PATH_OR_ID` for any causal LM by its own config; `init_from: PATH`
+    starts from those weights with a fresh optimizer."""
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+    seed: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    offline: str | None = None
+    """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
+    there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
+    or from URLs has its documents in another order there, and is refused."""
+
+    def check(self) -> None:
+        """Every section by itself, then what no section can see alone. Raises `InputError`."""
+        for f in fields(self):
+            if is_dataclass(section := getattr(self, f.name)):
+                section.check()  # type: ignore[attr-defined]
+        if self.schedule.warmup_steps > self.train.steps:
+            raise InputError(
+                f"schedule.warmup_steps: {self.schedule.warmup_steps} is more than "
+                f"train.steps {self.train.steps}"
+            )
+        check_seed(self.seed)
+        self.accumulation(processes=1)
+        if "auto" not in self.model and set(self.model) != {"init_from"}:
+            from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
+
+            try:
+                NalandaConfig(**{key: value for key, value in self.model.items() if key != "init_from"})
+            except (TypeError, ValueError) as error:
+                raise InputError(f"model: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML values: `load_config` reads them back to an equal config."""
+        return _plain(asdict(self))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches of each process a step. Raises `InputError` where they do not fill the step."""
+        train, seq_len = self.train, self.data.seq_len
+        tokens = train.micro_batch_size * seq_len * processes
+        if train.tokens_per_step % tokens:
+            below = train.tokens_per_step // tokens * tokens
+            choices = " or ".join(str(n) for n in (below, below + tokens) if n)
+            raise InputError(
+                f"train.tokens_per_step: {train.tokens_per_step} is not a multiple of micro_batch_size "
+                f"{train.micro_batch_size} × seq_len {seq_len} × {processes} process(es) = {tokens}; "
+                f"take {choices}"
+            )
+        return train.tokens_per_step // tokens
+
+
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Raises `InputError` for a seed that Python's, numpy's and torch's generators do not all take."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if is_url(value) and isinstance(value, str):
+        return redact(value)  # a password or a signature is never written down
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

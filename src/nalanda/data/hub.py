@@ -1,0 +1,94 @@
+"""Documents of Hugging Face Hub datasets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nalanda.common.errors import InputError, SourceUnavailable, first_line
+from nalanda.common.retry import _reason, persist, persistent
+from nalanda.common.text import redact
+from nalanda.config.schema import DataConfig
+from nalanda.data.documents import SUFFIXES, Document, Fields, Shard, document_of
+
+DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
+
+
+# ------------------------------ the Hub
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` is spelt OWNER/NAME."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(SUFFIXES)
+
+
+def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
+    import datasets
+
+    # Its own retries, 20 of 5 s without a word, would hide a stall from whoever waits. A short one stays: it
+    # goes on at a byte, while ours read the file anew up to the place.
+    config: Any = datasets.config
+    config.STREAMING_READ_MAX_RETRIES = config.STREAMING_OPEN_MAX_RETRIES = 2
+    for kind in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
+        setattr(config, f"STREAMING_{kind}_RETRY_INTERVAL", 1)
+
+    def load() -> tuple[Any, bool, str]:
+        names = datasets.get_dataset_split_names(source, data.name)
+        separate = data.validation_split in names
+        chosen = data.validation_split if split == "validation" and separate else data.train_split
+        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming)
+        return dataset, separate, chosen
+
+    try:
+        dataset, separate, chosen = persist(load, f"Hub dataset {source}", data.retries)
+    except SourceUnavailable:
+        raise
+    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+        raise InputError(
+            f"data.source {source!r} is neither a local path nor a Hub dataset that can be loaded "
+            f"({redact(first_line(error))})"
+        ) from None
+    if not data.streaming:
+        dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
+    name, count = f"{source}/{data.name}/{chosen}", dataset.num_shards
+    return [HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)], separate
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """One of the files behind a Hub dataset; the cursor is the dataset's own state."""
+
+    dataset: Any = field(repr=False)
+    name: str
+    fields: Fields
+    index: int
+    count: int
+    retries: int = 8
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name}:{self.index}/{self.count}"
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+        try:
+            yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
+        except (InputError, MemoryError):
+            raise
+        except Exception as error:  # a broken file is told by whichever library reads it
+            raise InputError(f"Hub dataset {self.identity}: cannot be read ({_reason(error)})") from None
+
+    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+        dataset = self.dataset.shard(num_shards=self.count, index=self.index)
+        if cursor:
+            dataset.load_state_dict(cursor)
+        for record in dataset:
+            document: Document | None = document_of(record, self.fields, self.identity)
+            if document and (size := len(document.text.encode())) > self.fields.max_bytes:
+                document = self.fields.oversized(self.identity, size)
+            yield document, dataset.state_dict()

@@ -1,0 +1,208 @@
+"""What a token set holds, for people; whether its files are those of its index."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.data.token_set import SPLITS, Entry, _File, entries, load_tokenizer, open_set, read_index
+from nalanda.data.workers import processors
+
+# ------------------------------ what a person sees
+
+
+class Progress:
+    """A bar over the bytes of input on a terminal; a line now and then elsewhere."""
+
+    EVERY = 30.0  # seconds between lines
+
+    def __init__(self, weights: list[int], todo: list[int]):
+        self.total, self.before = sum(weights), sum(weights) - sum(weights[number] for number in todo)
+        self.done: dict[int, tuple[int, int]] = {}
+        self.begun = self.said = time.monotonic()
+        self.bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(
+                TextColumn("tokenising"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                speed_estimate_period=120,
+            )
+            self.task = self.bar.add_task("", total=self.total or 1, completed=self.before, text="")
+
+    def __enter__(self) -> Progress:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def set(self, number: int, weight: int, text: int) -> None:
+        if self.done.get(number) == (weight, text):
+            return
+        self.done[number] = weight, text
+        seconds = time.monotonic() - self.begun
+        if not self.bar and time.monotonic() - self.said < self.EVERY:
+            return
+        done = sum(weight for weight, _ in self.done.values())
+        read = self.text()
+        line = f"{read / 1e6:,.0f} MB of text, {read / 1e6 / max(seconds, 1e-3):.1f} MB/s"
+        if self.bar:
+            self.bar.update(self.task, completed=self.before + done, text=line)
+            return
+        from nalanda.common.text import duration
+
+        self.said = time.monotonic()
+        left = (self.total - self.before - done) / done * seconds if done else 0
+        self.say(
+            f"{(self.before + done) / (self.total or 1):4.0%}  {line}"
+            + f"  ETA {duration(left)}" * bool(done)
+        )
+
+    def text(self) -> int:
+        """Bytes of text that were read."""
+        return sum(text for _, text in self.done.values())
+
+    def say(self, line: str) -> None:
+        if self.bar:
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+
+def show(index: dict, directory: str | os.PathLike) -> None:
+    """The totals of a set, and its sources with their shares."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from nalanda.common.text import size
+
+    def table(first: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in (first, *columns):
+            made.add_column(name, justify="left" if name == first else "right", no_wrap=True)
+        for row in rows:
+            made.add_row(*map(escape, row))
+        console.print(made)
+
+    console = Console()
+    if skipped := index.get("skipped"):
+        limit = index["settings"]["max_document_bytes"]
+        print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")
+    splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
+    stored = {
+        split: sum(found[0] for shard in part["shards"] for found in shard["files"].values())
+        for split, part in splits.items()
+    }
+    table(
+        "split",
+        ("documents", "tokens", "tokens/byte", "text", "on disk"),
+        [
+            [
+                split,
+                f"{part['documents']:,}",
+                f"{part['tokens']:,}",
+                f"{part['tokens'] / part['text_bytes']:.3f}",
+                size(part["text_bytes"]),
+                size(stored[split]),
+            ]
+            for split, part in splits.items()
+        ],
+    )
+    if index["sources"] != [""]:
+        train, validation = (index[split]["sources"] for split in SPLITS)
+        table(
+            "source",
+            ("documents", "tokens", "share", "validation"),
+            [
+                [
+                    name or "(not named)",
+                    f"{documents:,}",
+                    f"{tokens:,}",
+                    f"{tokens / index['train']['tokens']:.1%}",
+                    f"{validation.get(name, (0, 0))[1]:,}",
+                ]
+                for name in index["sources"]
+                for documents, tokens in [train.get(name, (0, 0))]
+            ],
+        )
+    tokenizer, settings = index["tokenizer"], index["settings"]
+    ends = " … ".join(name for name in ("bos", "eos") if settings[name]) or "no bos, no eos"
+    print(
+        f"{directory}: {len(index['train']['shards']):,} shards of {index['dtype']}, tokenizer "
+        f"{tokenizer['fingerprint'][:8]} of {tokenizer['vocab_size']:,} tokens, {ends}"
+    )
+
+
+def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
+    """Compares the files of a set with its index: their sizes, and with `sums` all that is in them.
+
+    Raises:
+        InputError: names what is damaged.
+    """
+    from nalanda.data.tokenizer import fingerprint
+
+    directory = Path(directory)
+    index = read_index(directory)
+    owners = [(e, f) for split in SPLITS for e in entries(directory, index, split) for f in e.files()]
+    files = [file for _, file in owners]
+
+    def damage(entry: Entry, file: _File) -> str | None:
+        if (problem := file.damage(sums=sums)) is None and sums:
+            try:
+                entry.check(file.path.suffix[1:])
+            except (InputError, OSError) as error:
+                return str(error)
+        return problem
+
+    with (
+        ThreadPoolExecutor(processors()) as pool,
+        Progress([f.size for f in files], [*range(len(files))]) as p,
+    ):
+        found = []
+        for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):
+            p.set(number, files[number].size, files[number].size)
+            found += [problem] if problem else []
+    if sums:
+        try:
+            same = fingerprint(load_tokenizer(directory / "tokenizer")) == index["tokenizer"]["fingerprint"]
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            found.append(f"{directory / 'tokenizer'} is not the tokenizer that the index names")
+    for problem in found[1:]:
+        print(problem)
+    if found:
+        raise InputError(found[0] + (f" (and {len(found) - 1} more, above)" if found[1:] else ""))
+
+
+def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
+    """Prints what a set holds and `samples` of its documents, and checks it (`check_set`)."""
+    index = read_index(directory)
+    show(index, directory)
+    check_set(directory, sums=verify)
+    files = sum(len(shard["files"]) for split in SPLITS for shard in index[split]["shards"])
+    print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} that the index states")
+    if not samples:
+        return
+    train, tokenizer = open_set(directory, "train"), load_tokenizer(Path(directory) / "tokenizer")
+    for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
+        tokens, source = train.document(number)
+        named = f" of {source}" if source else ""
+        print(f"\ndocument {number:,}{named}, {len(tokens):,} tokens: {' '.join(map(str, tokens[:16]))} …")
+        print(f"{tokenizer.decode(tokens[:100].tolist())}{' …' * (len(tokens) > 100)}")

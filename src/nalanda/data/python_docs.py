@@ -1,0 +1,167 @@
+"""The text that every Python brings along, as a corpus."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+from collections.abc import Container
+from importlib.machinery import BuiltinImporter, ExtensionFileLoader
+from pathlib import Path
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.data.documents import _hash
+
+# Tests, tables, what is generated at build time, and the topics, which are read as text.
+NOT_PROSE = {
+    "__phello__", "__pycache__", "_bundled", "dist-packages", "encodings", "idle_test", "lib-dynload",
+    "lib2to3", "pydoc_data", "site-packages", "test", "tests",
+}  # fmt: skip
+
+
+SHORTEST_DOCUMENT = 256  # characters
+
+
+LETTERS = 0.7  # of a document, spaces included; tables of numbers have fewer
+
+
+PASSAGE = 60  # characters; two documents that share a passage as long as this belong together
+
+
+@functools.cache
+def python_splits(share: float) -> dict[str, dict[str, str]]:
+    """The running Python's documents by name: those of "train" and those of "validation"."""
+    train, validation = split_families(without_copies(python_documents()), share)
+    return {"train": train, "validation": validation}
+
+
+def python_documents(only: Container[str] | None = None) -> dict[str, str]:
+    """Text that every Python brings along: its language reference, its library's sources with the docstrings
+    in them, and the docstrings of the modules that are written in C.
+
+    Args:
+        only: names of top-level modules (and "reference"), for a part of it.
+    Raises:
+        InputError: this Python comes without its library's sources or its language reference.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise InputError(
+            f"{sys.executable} has no pydoc_data.topics; install its full standard library"
+        ) from None
+    names = sorted(n for n in sys.stdlib_module_names if only is None or n in only)
+    documents = {}
+    if only is None or "reference" in only:
+        documents = {f"reference/{name}": text for name, text in topics.items()}
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in names:
+        for path in [library / f"{name}.py", *(library / name).rglob("*.py")]:
+            parts = path.relative_to(library).parts
+            if path.is_file() and not NOT_PROSE.intersection(parts):
+                documents["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+        documents[f"{name} (C)"] = _c_docstrings(name)
+    documents = {name: _tidy(text) for name, text in sorted(documents.items())}
+    documents = {n: t for n, t in documents.items() if len(t) >= SHORTEST_DOCUMENT and _is_prose(t)}
+    if not documents:
+        raise InputError(f"{library} holds no sources of the standard library; install all of it")
+    return documents
+
+
+def _c_docstrings(name: str) -> str:
+    """The docstrings of a module without a Python source, laid out as one; "" for other modules."""
+    if name.startswith(("_test", "_xx", "xx")) or name == "readline":  # importing readline may print
+        return ""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not (
+            spec.loader is BuiltinImporter or isinstance(spec.loader, ExtensionFileLoader)
+        ):
+            return ""
+        module = importlib.import_module(name)
+    except (ImportError, ValueError):  # built for another system, or __main__
+        return ""
+    parts = [f'"""{inspect.getdoc(module) or ""}"""']
+    for key, value in sorted(vars(module).items()):
+        if key.startswith("_") or not (inspect.isclass(value) or inspect.isroutine(value)):
+            continue
+        if key.endswith("hook"):  # sys.excepthook and its kin: a program may have put its own there
+            continue
+        parts.append(_definition(key, value, ""))
+        if inspect.isclass(value) and value.__module__ == name:
+            members = sorted((k, v) for k, v in vars(value).items() if not k.startswith("_"))
+            parts += [_definition(k, v, "    ") for k, v in members if inspect.isroutine(v)]
+    return "\n\n".join(filter(None, parts)) if len(parts) > 1 else ""
+
+
+def _definition(name: str, value: Any, indent: str) -> str:
+    text = inspect.getdoc(value)
+    if not text:
+        return ""
+    signature = re.sub(r"\$\w+(, )?", "", getattr(value, "__text_signature__", None) or "")
+    head = f"class {name}:" if inspect.isclass(value) else f"def {name}{signature or '(...)'}:"
+    body = f'"""{text}"""'.replace("\n", f"\n{indent}    ")
+    return f"{indent}{head}\n{indent}    {body}"
+
+
+def _tidy(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.expandtabs().splitlines()).strip() + "\n"
+
+
+def _is_prose(text: str) -> bool:
+    return sum(c.isalpha() or c.isspace() for c in text) >= LETTERS * len(text)
+
+
+def _passages(text: str) -> dict[str, int]:
+    """Paragraphs and docstrings of some length, spaces normalised, with their lengths."""
+    blocks = (" ".join(block.split()) for block in re.split(r'\n\s*\n|"""|' + "'''", text))
+    return {block: len(block) for block in blocks if len(block) >= PASSAGE}
+
+
+def without_copies(documents: dict[str, str]) -> dict[str, str]:
+    """Leaves out documents of which more than half stands in others: the longest of each kind stays."""
+    seen: set[str] = set()
+    kept = set()
+    for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):
+        passages = _passages(documents[name])
+        if 2 * sum(size for block, size in passages.items() if block in seen) <= sum(passages.values()):
+            kept.add(name)
+            seen.update(passages)
+    return {name: text for name, text in documents.items() if name in kept}
+
+
+def split_families(documents: dict[str, str], share: float) -> tuple[dict[str, str], dict[str, str]]:
+    """Holds out about `share` of the characters. Documents that share a passage (a C module and its Python
+    twin, two classes with one docstring) are a family and stay together: training sees nothing held out.
+    """
+    head = {name: name for name in documents}  # union-find
+
+    def find(name: str) -> str:
+        while head[name] != name:
+            name = head[name]
+        return name
+
+    owner: dict[str, str] = {}
+    for name, text in documents.items():
+        for block in _passages(text):
+            head[find(name)] = find(owner.setdefault(block, name))
+    families: dict[str, list[str]] = {}
+    for name in documents:
+        families.setdefault(find(name), []).append(name)
+
+    room = share * sum(map(len, documents.values()))
+    validation = set()
+    for members in sorted(families.values(), key=lambda members: _hash(members[0])):
+        size = sum(len(documents[name]) for name in members)
+        if size <= room:
+            room -= size
+            validation.update(members)
+    return (
+        {name: text for name, text in documents.items() if name not in validation},
+        {name: text for name, text in documents.items() if name in validation},
+    )

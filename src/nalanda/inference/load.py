@@ -1,0 +1,113 @@
+"""Loads a model and its tokenizer for inference."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from nalanda.common.errors import InputError, explained, out_of_memory
+from nalanda.config.model import not_here, weight_files
+
+
+def load(
+    name: str, *, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, ready for inference.
+
+    Args:
+        name: a checkpoint directory or an id on the Hugging Face hub.
+        device: where the model goes; the GPU if there is one, else the CPU.
+        dtype: `auto` keeps the checkpoint's own, or `float32`, `bfloat16`, `float16`, `float64`.
+        trust_remote_code: run the modeling files that a checkpoint brings with it. Never needed for our own.
+
+    Raises:
+        InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
+    """
+    check_name(name)
+    device = choose_device(device)
+    if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+        raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        if (folder := Path(name).expanduser()).is_dir():
+            name = str(folder)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        model = model.to(device)
+    except Exception as error:  # tokenizers, safetensors and transformers have no common one
+        if out_of_memory(error):
+            raise explained(error) from None  # pyrefly: ignore[bad-raise]
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise InputError(f"cannot load {name}: {reason}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+    if report["missing_keys"]:  # transformers fills them with random numbers and only warns
+        missing = sorted(report["missing_keys"])
+        raise InputError(f"{name} lacks {len(missing)} of the model's tensors, {missing[0]} for one")
+    return model.eval(), tokenizer  # type: ignore[bad-return]
+
+
+def check_name(name: str) -> None:
+    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        try:
+            weight_files(path)
+        except InputError as error:
+            raise InputError(f"cannot load {name}: {error}") from None
+        return
+    if (path / "final" / "config.json").is_file():
+        raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
+    if path.exists():
+        raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+    try:
+        cached_file(name, "config.json")
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
+
+
+def choose_device(name: str | None) -> str:
+    """`name`, or the GPU where there is one, else the CPU. Raises `InputError` for what is not there."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()  # no values: `meta`
+    except (RuntimeError, AssertionError):
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
+    return name
+
+
+def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that stood before every text in training, as a list of one id, or of none.
+
+    Our checkpoints' config has a bos token if training wrote one; of other models the tokenizer knows.
+    """
+    bos = tokenizer.bos_token_id
+    if model.config.model_type == "nalanda":
+        written = model.config.bos_token_id is not None
+    else:
+        written = tokenizer("a").input_ids[0] == bos
+    return [bos] if bos is not None and written else []
+
+
+def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`generate`'s own options for the token that ends a text."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    return model.config.model_type == "nalanda"

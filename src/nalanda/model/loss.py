@@ -1,0 +1,82 @@
+"""The cross-entropy of the head, a block of rows at a time."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Σ cross-entropy of softmax(h Wᵀ), a block of rows at a time: all logits never exist at once.
+
+    The gradients are formed with the block's logits in hand and only scaled in the backward, so that the
+    head's product is computed once, as it is without blocks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        h: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        block: int,
+        training: bool = True,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        # Under no_grad a weight still says that it needs a gradient: `training` has grad mode's own word.
+        need_h, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
+        dh = torch.empty_like(h) if need_h else None
+        dw = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            if need_w
+            else None
+        )
+        for start in range(0, len(h), block):
+            rows, index = h[start : start + block], labels[start : start + block, None]
+            # Rows that do not count are zeroed, not left out: gathering the others costs a device sync.
+            ignored = index == ignore_index
+            index = index.masked_fill(ignored, 0)
+            logits = rows @ weight.T
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            lse = logits.logsumexp(-1, keepdim=True)
+            total += (lse - logits.gather(-1, index)).masked_fill_(ignored, 0).sum(dtype=torch.float64)
+            if not (need_h or need_w):
+                continue
+            dlogits = logits.sub_(lse).exp_()
+            if z_loss:
+                dlogits.mul_(1 + 2 * z_loss * lse)  # the softmax is lse's gradient
+            dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
+            dlogits = dlogits.masked_fill_(ignored, 0).to(rows.dtype)
+            if dh is not None:
+                torch.mm(dlogits, weight, out=dh[start : start + block])
+            if dw is not None:
+                dw += dlogits.T @ rows
+        ctx.save_for_backward(dh, dw)
+        ctx.weight_dtype = weight.dtype
+        return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal: Tensor):
+        dh, dw = ctx.saved_tensors
+        dh = None if dh is None else dh * dtotal.to(dh.dtype)
+        dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
+        return dh, dw, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, z_loss: float = 0.0
+) -> Tensor:
+    """Sum over rows of −log softmax(h Wᵀ)[label], rows labelled `ignore_index` left out.
+
+    h `[M, D]`, weight `[V, D]`, labels int64 `[M]`; a scalar in fp32 (fp64 for fp64
+    inputs), 0 when no row counts.
+    z_loss: the gradient is that of the sum + z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311); the value
+    stays the cross-entropy, so that what is logged means the same with it and without.
+    """
+    if torch.is_autocast_enabled(h.device.type):
+        dtype = torch.get_autocast_dtype(h.device.type)
+        h, weight = h.to(dtype), weight.to(dtype)
+    block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
+    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss)

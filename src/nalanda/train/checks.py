@@ -1,0 +1,50 @@
+"""Checks of a model before its first step; each asks the model itself."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from nalanda.common.errors import InputError
+
+
+@torch.no_grad()
+def check_causal(accelerator: Accelerator, model: Any) -> None:
+    """Raises InputError for a model that looks at later tokens, as encoders do: it would learn to copy them.
+
+    Asked of the model itself: two rows differ in their last token, and no earlier logit may.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.arange(1, 17, device=accelerator.device).repeat(2, 1) * 7 % vocabulary
+    tokens[1, -1] = (tokens[1, -1] + 1) % vocabulary
+    model.eval()
+    first, second = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    model.train()
+    if (first - second).abs().max() > 1e-4 * first.std():
+        kind = model.config.model_type
+        raise InputError(
+            f"model: {kind} looks at later tokens and would learn to copy them; an encoder needs "
+            "model.is_decoder=true"
+        )
+
+
+@torch.no_grad()
+def keeps_documents_apart(accelerator: Accelerator, model: Any) -> bool:
+    """Whether a document's logits ignore the document that was packed before it; asked of the model itself.
+
+    Two rows of one packing differ in their first document only: where documents are apart, the second's
+    logits agree.
+    """
+    length, device = 8, accelerator.device
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.arange(1, 4 * length + 1, device=device).view(2, 2 * length) * 7 % vocabulary
+    tokens[1, length:] = tokens[0, length:]
+    model.eval()
+    if model.config.model_type == "nalanda":
+        logits = model(tokens, cu_seqlens=torch.arange(5) * length, use_cache=False).logits
+    else:
+        positions = torch.arange(length, device=device).repeat(2, 2)
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    model.train()
+    first, second = logits[:, length:].float()
+    return bool((first - second).abs().max() <= 1e-4 * first.std())

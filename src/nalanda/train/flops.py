@@ -1,0 +1,100 @@
+"""FLOPs: of a token in training, and the peak of a device."""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+# A second, by the vendors' data sheets, dense: (bf16, fp32 outside the tensor cores).
+PEAK_FLOPS = {
+    "GB200": (2500e12, 80e12),
+    "B200": (2250e12, 80e12),
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "GH200": (989e12, 67e12),
+    "H20": (148e12, 44e12),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "A10": (125e12, 31.2e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "MI300X": (1307e12, 163e12),
+}
+
+CAUSAL = "causal attention is half of T × T"
+"""The one convention for counting FLOPs of softmax attention, whoever built the model."""
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """The peak of one device in FLOPs a second, and where the figure comes from.
+
+    Known GPUs: the data sheet, dense. All else, CPUs among it: the rate of a large matrix product, measured
+    here.
+    """
+    if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device), precision)):
+        return known
+    # The faster of the two: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
+    dtypes = {torch.float32, torch.bfloat16 if precision == "bf16" else torch.float32}
+    rate = max(matmul_flops(device, dtype) for dtype in dtypes)
+    return rate, f"matrix product on {device.type}, measured"
+
+
+def known_peak(name: str, precision: str) -> tuple[float, str] | None:
+    """As `peak_flops`, for a GPU by its name; None for one that is not in `PEAK_FLOPS`."""
+    for key in sorted(PEAK_FLOPS, key=len, reverse=True):
+        if key.lower() in name.lower():
+            return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
+    return None
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """FLOPs a second of the fastest of the square matrix products that `seconds` allow; nothing random.
+
+    On a CPU one thread's, times the number of threads: where others compute as well, threads that wait for
+    one another would measure the others.
+    """
+    size, threads = (256, torch.get_num_threads()) if device.type == "cpu" else (4096, 1)
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best, end = math.inf, time.perf_counter() + seconds
+    try:
+        if threads > 1:
+            torch.set_num_threads(1)
+        while time.perf_counter() < end or best == math.inf:
+            start = time.perf_counter()
+            a @ b
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+    return threads * 2 * size**3 / best
+
+
+def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
+    """Training FLOPs of one token, forward and backward, and how they were counted.
+
+    Backward is twice forward; causal attention sees half of T × T. Our models count for themselves
+    (linear-attention terms included). For any other model: 6 a weight in a matrix product, the head's
+    included, and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Neither
+    counts the embedding's look-up, nor, as MFU has it, recomputation under gradient checkpointing.
+    """
+    config: Any = model.config
+    if hasattr(config, "flops_per_token"):
+        return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
+    # Norms and biases are vectors, and no products.
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if head is not None and embedding.weight is not head.weight:
+        weights -= embedding.weight.numel()
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 6.0 * weights, "estimated as 6 a weight, the mixers' own terms left out"
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    attention = 6.0 * text.num_hidden_layers * width * seq_len
+    return 6 * weights + attention, f"estimated as 6 a weight and attention; {CAUSAL}"

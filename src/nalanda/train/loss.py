@@ -1,0 +1,115 @@
+"""Losses: of a micro-batch in training, of all batches in validation."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from nalanda.train import row_states as carry
+
+
+def count_labels(batch: dict[str, Tensor]) -> int:
+    """Tokens that the loss counts. A row's first label is nobody's target: the model shifts labels by one."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def summed_loss(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    z_loss: float = 0.0,
+    *,
+    states: carry.RowStates | None = None,
+    i: int = 0,
+) -> Tensor:
+    """The sum of the token losses of micro-batch `i`; `model` may be wrapped. z_loss acts on its gradient
+    alone. With `states` rows go on where those of the last step ended."""
+    tokens = batch["input_ids"].to(device, non_blocking=True)
+    labels = batch["labels"].to(device, non_blocking=True)
+    bare: Any = getattr(model, "module", model)
+    if bare.config.model_type == "nalanda":
+        packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1, "z_loss": z_loss}
+        if states:
+            packing |= states.before(i, batch)
+        out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
+        if states:
+            states.after(i, out, batch)
+        return out.loss
+    # A foreign model's own loss may average as it likes. Without a cache, transformers reads restarting
+    # positions as packed documents.
+    positions = batch["position_ids"].to(device, non_blocking=True)
+    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    if z_loss:
+        term = z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+        loss = loss + (term - term.detach())
+    return loss
+
+
+@torch.no_grad()
+def validate(
+    accelerator: Accelerator, model: nn.Module, batches: dict[str, list[dict[str, Tensor]]]
+) -> dict[str, float]:
+    """Mean losses over all label tokens of all processes: of everything, and of each source by its name."""
+    # The bare model: what wraps it is for gradients.
+    sums = [loss_sums(model, part) for part in batches.values()]
+    model.train()
+    table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)  # [sources, (loss, tokens)]
+    table = accelerator.reduce(table).tolist()
+    total, count = (math.fsum(column) for column in zip(*table, strict=True))
+    loss = total / max(1, count)
+    values = {"val_loss": loss, "val_ppl": perplexity(loss), "val_tokens": int(count)}
+    named = [(name, row) for name, row in zip(batches, table, strict=True) if name]
+    return values | {f"val_ppl/{name}": perplexity(total / max(1, count)) for name, (total, count) in named}
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def perplexities(values: dict[str, float]) -> str:
+    """`perplexity 12.34 (web 11.20, code 5.31)`."""
+    named = [f"{k.removeprefix('val_ppl/')} {v:.2f}" for k, v in values.items() if k.startswith("val_ppl/")]
+    return f"perplexity {values['val_ppl']:.2f}" + (f" ({', '.join(named)})" if named else "")
+
+
+@torch.no_grad()
+def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int]:
+    """(sum of all label tokens' losses, number of those tokens); leaves the model in evaluation mode."""
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        total += summed_loss(model, batch, model.device).item()
+        count += count_labels(batch)
+    return total, count
+
+
+@torch.no_grad()
+def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
+    """Share of negative weights in the mixers whose rows sum to 1 in spite of them (MALA), over all layers.
+
+    tokens: `[B, T]`; the first row's first 256 are looked at. Empty for models without such mixers.
+    """
+    shares = []
+
+    def look(mixer: Any, inputs: tuple) -> None:
+        weights = mixer.weights(inputs[0])
+        seen = torch.ones_like(weights[0, 0], dtype=torch.bool).tril()
+        shares.append((weights[..., seen] < 0).float().mean())
+
+    mixers = [m for m in model.modules() if getattr(m, "signed_weights", False)]
+    hooks, training = [m.register_forward_pre_hook(look) for m in mixers], model.training
+    model.eval()
+    try:
+        if mixers:
+            model(tokens[:1, :256].to(model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return {"negative_weights": torch.stack(shares).mean().item()} if shares else {}
