@@ -130,24 +130,24 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
 def compare(run_dir: Path) -> Panel:
     """The validation perplexity of a finished run, of a bigram model of the tokens that it saw, and of itself
     with its token mixers zeroed, all on the same rows."""
-    from nalanda.bench.baselines import Bigram, perplexity, zeroed_mixers
+    from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
     from nalanda.config.load import load_config
-    from nalanda.inference.load import load
+    from nalanda.inference.load import load_model
     from nalanda.report.plot import plot
     from nalanda.train.build import open_batches
 
     config = load_config(run_dir / "config.yaml")
-    model, tokenizer = load(str(run_dir / "final"))
+    model, tokenizer = load_model(str(run_dir / "final"))
     batches, validation = open_batches(config, tokenizer)
     seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
     rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
     figures = {
-        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": perplexity(model, rows),
+        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": measure_perplexity(model, rows),
         f"bigrams of the {tokens:,} tokens it saw": Bigram(seen, len(tokenizer)).perplexity(rows),
     }
     with zeroed_mixers(model):
-        figures["the model, token mixers zeroed"] = perplexity(model, rows)
+        figures["the model, token mixers zeroed"] = measure_perplexity(model, rows)
 
     measured = Table("[bold]validation perplexity", "", box=None, header_style="", padding=(0, 2, 0, 0))
     measured.columns[1].justify = "right"

@@ -55,9 +55,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     In this process; for many, `accelerate launch recipes/pretrain.py RECIPE` does the same.
     """
     from nalanda.config.load import load_config
+
+    config = load_config(recipe, overrides or [])  # a mistake in it is said before torch is imported
     from nalanda.train.loop import train
 
-    train(load_config(recipe, overrides or []))
+    train(config)
 
 
 @app.command()
@@ -102,15 +104,16 @@ def eval(
     With lm-evaluation-harness, and beside the literature's rows. On several processes: torchrun
     --nproc-per-node 2 -m nalanda_cli eval …
     """
-    from nalanda_eval.harness import evaluate, launched
-    from nalanda_eval.report import show
-
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if fetch is not None:
-        from nalanda_eval.fetch import fetch as fetch_tasks
+        from nalanda_eval.fetch import fetch_tasks
 
         fetch_tasks(names, fetch)
         return
+    _check_models(models)
+    from nalanda_eval.harness import evaluate, launched
+    from nalanda_eval.report import print_results
+
     results = evaluate(
         models or [],
         names,
@@ -127,7 +130,7 @@ def eval(
     )
     state = launched()
     if state is None or state.is_main_process:
-        show(results)
+        print_results(results)
 
 
 @app.command()
@@ -168,9 +171,10 @@ def perplexity(
     In one pass through the state and in windows of the training length, over the same tokens: does the model
     gain from what lies further back than it was trained to read?
     """
-    from nalanda_eval.perplexity import perplexity, show
+    _check_models(models)
+    from nalanda_eval.perplexity import perplexity, print_perplexity
 
-    show(
+    print_perplexity(
         perplexity(
             models,
             text,
@@ -210,6 +214,10 @@ def generate(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Stream a continuation of a prompt."""
+    from nalanda.inference.sampling import sampling_options
+
+    sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    _check_models([model])
     from nalanda.inference.generate import generate
 
     generate(
@@ -247,6 +255,10 @@ def chat(
 
     By its chat template, or in plain text. The state is carried from turn to turn: only what is new is read.
     """
+    from nalanda.inference.sampling import sampling_options
+
+    sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    _check_models([model])
     from nalanda.inference.chat import chat
 
     chat(
@@ -284,14 +296,18 @@ def info(
     import json
 
     from nalanda.report import tables
-    from nalanda.report.info import info, show
+    from nalanda.report.info import info, print_info
 
     if recipe is None:
-        found = {"recipes": tables.recipes(), "mixers": tables.mixers(), "feature_maps": tables.maps()}
-        print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.show()
+        found = {
+            "recipes": tables.recipe_rows(),
+            "mixers": tables.mixer_rows(),
+            "feature_maps": tables.map_rows(),
+        }
+        print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.print_tables()
         return
     figures = info(recipe, overrides or [], processes, device=device)
-    print(json.dumps(figures, indent=1)) if as_json else show(figures)
+    print(json.dumps(figures, indent=1)) if as_json else print_info(figures)
 
 
 @app.command()
@@ -314,6 +330,9 @@ def export(
     """
     from pathlib import Path
 
+    from nalanda.train.checkpoint_dir import find_checkpoint
+
+    find_checkpoint(Path(run), step, check=False)
     from nalanda.train import export as work
 
     if push is None:
@@ -335,6 +354,7 @@ def convert(
     Between ours, flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and
     transformers' Llama: equal logits, or an error that names what cannot be expressed.
     """
+    _check_models([source])
     from nalanda.convert.convert import convert
 
     print(convert(source, destination, to))
@@ -349,10 +369,10 @@ def runs(
 
     With model, step, loss, speed and state, what changed last first.
     """
-    from nalanda.report.runs import overview, show, to_json
+    from nalanda.report.runs import overview, print_runs, runs_to_json
 
     found = overview(directory)
-    print(to_json(found)) if as_json else show(found)
+    print(runs_to_json(found)) if as_json else print_runs(found)
 
 
 @app.command()
@@ -366,15 +386,18 @@ def verify(
     """
     from pathlib import Path
 
-    from nalanda.report.verify import show, to_json, verify
+    from nalanda.train.checkpoint_dir import checkpoints_of
+
+    checkpoints_of(Path(run))
+    from nalanda.report.verify import print_verdict, verdicts_to_json, verify
 
     verdicts = []
     for verdict in verify(Path(run)):
         verdicts.append(verdict)
         if not as_json:
-            show(verdict)
+            print_verdict(verdict)
     if as_json:
-        print(to_json(verdicts))
+        print(verdicts_to_json(verdicts))
     if not all(verdict.good for verdict in verdicts):
         raise SystemExit(1)
 
@@ -426,7 +449,7 @@ def analyze(
     A recipe stands for the model that its run has trained, or for an untrained one.
     """
     from nalanda_eval.analysis import analyze
-    from nalanda_eval.plots import show
+    from nalanda_eval.plots import print_analysis
     from rich.console import Console
 
     with Console(stderr=True).status("loading, measuring, drawing …"):
@@ -441,7 +464,7 @@ def analyze(
             device=device,
             trust_remote_code=trust_remote_code,
         )
-    show(*found)
+    print_analysis(*found)
 
 
 @data.command()
@@ -493,14 +516,14 @@ def prepare(
     from dataclasses import replace
     from pathlib import Path
 
-    from nalanda.config.load import load_config, recipes
+    from nalanda.config.load import load_config, shipped_recipes
     from nalanda.config.schema import DataConfig, TokenizerConfig
     from nalanda.data import inspect, token_set
-    from nalanda.data.offline import offline
+    from nalanda.data.offline import use_mirror
 
     settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
-    if source.endswith((".yaml", ".yml")) or (source in recipes() and not Path(source).exists()):
-        recipe = offline(load_config(source))
+    if source.endswith((".yaml", ".yml")) or (source in shipped_recipes() and not Path(source).exists()):
+        recipe = use_mirror(load_config(source))
         settings, its_tokenizer = recipe.data, recipe.tokenizer
     asked: dict[str, Any] = {"path": tokenizer, "train": train, "vocab_size": vocab_size}
     if named := {key: value for key, value in asked.items() if value is not None}:
@@ -540,11 +563,11 @@ def prepare(
             logs=logs,
             slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
         )
-        if not token_set.is_prepared(output):
+        if not token_set.is_token_set(output):
             print(f"the tasks are in the queue; {output} is finished when it has an index.json")
             return
         index = token_set.read_index(output)
-    inspect.show(index, output)
+    inspect.print_token_set(index, output)
 
 
 @data.command()
@@ -576,11 +599,11 @@ def fetch(
     interruption: what is there stays.
     """
     from nalanda.config.load import load_config
-    from nalanda.data.offline import fetch
+    from nalanda.data.offline import fill_mirror
 
     if not to:
         raise typer.BadParameter("name the directory to fill: --to DIR")
-    fetch(load_config(recipe, overrides or []), to, max_shards=max_shards)
+    fill_mirror(load_config(recipe, overrides or []), to, max_shards=max_shards)
 
 
 Folder = Annotated[
@@ -609,11 +632,11 @@ def study_run(
     study is recipes/study of a checkout, elsewhere runs/study; with --quick it is runs/study-quick.
     """
     from nalanda_eval.studies.report import report
-    from nalanda_eval.studies.study import begin, folder, run
+    from nalanda_eval.studies.study import begin_study, folder, run_study
 
     place = folder(directory, quick=quick)
-    begin(place, quick=quick)
-    run(place, text=text, workers=workers)
+    begin_study(place, quick=quick)
+    run_study(place, text=text, workers=workers)
     report(place)
 
 
@@ -770,8 +793,21 @@ def kernels(
     raise typer.Exit(subprocess.run(command, env=environment).returncode)
 
 
+running = False
+"""Whether this process is the `nalanda` command: importing `nalanda` then loads no model, see there."""
+
+
+def _check_models(names: list[str] | None) -> None:
+    """Refuses a model that is not there before torch is imported."""
+    from nalanda.config.model_folder import check_names
+
+    check_names(names or [])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The `nalanda` command; by default with the process's own arguments."""
+    global running
+    running = True
     # Warnings of the libraries below are for their callers, not for who typed the command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -812,9 +848,6 @@ def _said(error: BaseException) -> tuple[str, int | None]:
         takes = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
         how = "; a recipe's settings are written section.key=value, such as train.steps=10"
         return f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}", error.exit_code
-    # The module that knows our errors costs an import of the package; by now whoever raised one has paid.
-    if "nalanda.common.errors" not in sys.modules:
-        return "", None
     from nalanda.common.errors import explained
 
     known = explained(error)
@@ -832,5 +865,7 @@ def _interrupted(error: BaseException | None) -> bool:
     return False
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # python -m nalanda_cli: `running` is to be that of the module by its name
+    import nalanda_cli
+
+    nalanda_cli.main()

@@ -15,12 +15,12 @@ from nalanda_eval.analysis import (
     layer_measures,
     local_score,
     map_entropy,
-    measure,
+    measure_layer,
     negative_share,
     positive_entropy,
     relative_std,
 )
-from nalanda_eval.plots import show
+from nalanda_eval.plots import print_analysis
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def test_relative_std():
 
 def test_a_layer_is_measured_by_head():
     weights = torch.stack([uniform(T), -uniform(T) + 2 * torch.eye(T, dtype=torch.float64)])[None]
-    found = measure(weights.expand(3, -1, -1, -1))
+    found = measure_layer(weights.expand(3, -1, -1, -1))
     entropy = torch.arange(1, T + 1).log().mean()
     close(found["heads"]["entropy"], [entropy, 0.0])
     close(found["entropy"], entropy / 2)
@@ -185,7 +185,7 @@ def test_the_weights_measured_are_those_of_the_layers_own_input():
     found = layer_measures(model, rows)
     for layer, x, measured in zip(model.model.layers, hidden, found, strict=False):
         weights = layer.mixer.weights(layer.mixer_norm(x))
-        assert measured == measure(weights)
+        assert measured == measure_layer(weights)
         assert measured["negative_share"] > 0
     assert not any(layer.mixer._forward_pre_hooks for layer in model.model.layers)
 
@@ -204,7 +204,7 @@ def test_a_transformers_weights_are_its_attentions():
     model, rows = llama(), tokens(2, 24)
     found = layer_measures(model, rows)
     attentions = model(rows, output_attentions=True).attentions
-    assert found == [measure(attention.detach()) for attention in attentions]
+    assert found == [measure_layer(attention.detach()) for attention in attentions]
     assert [measured["negative_share"] for measured in found] == [0.0, 0.0]
     assert len(found[0]["heads"]["entropy"]) == 4
 
@@ -252,7 +252,7 @@ def test_analyze_a_checkpoint(tokenizer, tmp_path, prose):
             assert f"{figure}.{suffix}" in found["figures"]
             assert (directory / f"{figure}.{suffix}").read_bytes().startswith(magic)
     console = Console(record=True, width=80)
-    show(found, directory, console)
+    print_analysis(found, directory, console)
     text = console.export_text()
     assert f"{found['layers'][1]['entropy']:.2f}" in text
     assert f"{found['layers'][1]['local_score'][5]:.1%}" in text  # r = 0.1
@@ -272,7 +272,7 @@ def test_analyze_models_of_transformers(tokenizer, tmp_path, prose, blank):
     assert {path.stem for path in directory.glob("*.p*")} == OF_ALL
     assert set(found["layers"][0]) == {"layer", "mixer", "projections", "gradients"}
     assert set(found["layers"][0]["projections"]) == {"in_proj", "x_proj", "dt_proj", "out_proj"}
-    show(found, directory, Console(record=True))
+    print_analysis(found, directory, Console(record=True))
 
 
 def test_a_recipe_stands_for_its_runs_model_or_an_untrained_one(tokenizer, tmp_path, prose, blank):

@@ -20,8 +20,9 @@ from training import PRETRAIN, configured
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
-from nalanda.train import checkpoint, memory
 from nalanda.train import loop as training
+from nalanda.train import memory
+from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
 LEADING = {"outside": "../model/model.safetensors", "absolute": "/etc/passwd", "linked": "link.safetensors"}
@@ -293,7 +294,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
     """The error is torch's own; the checkpoints stay as they were; the run resumes with what is proposed."""
     run = tmp_path / "run"
     training.train(configured(recipe, run, "train.steps=5"))
-    before = checkpoint.latest(run / "checkpoints")
+    before = latest_checkpoint(run / "checkpoints")
     real, held = memory.host, []
 
     def scarce() -> int:  # room for the model, and for fewer rows than the four that are asked for
@@ -323,7 +324,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
     assert json.loads((run / "run.json").read_text())["reason"].startswith(
         "out of memory: 1152921504606846976"
     )
-    assert checkpoint.latest(run / "checkpoints") == before
+    assert latest_checkpoint(run / "checkpoints") == before
     training.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
 
 
@@ -368,7 +369,7 @@ def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate
     small_files(50_000)
     with pytest.raises(DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"):
         training.train(configured(recipe, run, "train.steps=10"))
-    assert checkpoint.latest(run / "checkpoints").name == "step-5"
+    assert latest_checkpoint(run / "checkpoints").name == "step-5"
     assert not list((run / "checkpoints").glob(".tmp*"))
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
-from nalanda.train.row_states import RowStates, check, lanes_of, read_lanes
+from nalanda.train.row_states import RowStates, check, read_slots, slots_of
 
 T = 16
 # Documents of three lanes, three rows each: over two borders, ended by one, of a token before or behind one,
@@ -376,7 +376,7 @@ def step(model, kept: list[RowStates], batch, rows: int) -> torch.Tensor:
     world, logits = len(kept), torch.zeros(4, T, model.config.vocab_size, dtype=torch.float64)
     bounds, T_ = batch["cu_seqlens"].tolist(), T
     for rank, states in enumerate(kept):
-        for i, lanes in enumerate(lanes_of(rank, world, 4 // (world * rows), rows)):
+        for i, lanes in enumerate(slots_of(rank, world, 4 // (world * rows), rows)):
             starts = [
                 place * T_ + start - lane * T_
                 for place, lane in enumerate(lanes)
@@ -410,15 +410,15 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
                 save_file(states.state_tensors(), files[-1])
             kept = [RowStates() for _ in range(world)]
             for rank, states in enumerate(kept):
-                lanes = lanes_of(rank, world, 4 // (world * rows), rows)
-                states.load(read_lanes(files, lanes), lanes)
+                lanes = slots_of(rank, world, 4 // (world * rows), rows)
+                states.load(read_slots(files, lanes), lanes)
         found.append(step(model, kept, batch, rows))
     close(torch.cat(found, 1), expected)
 
 
 def test_every_lane_is_one_ranks():
     for world, micro_batches, rows in [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1), (8, 1, 1)]:
-        lanes = [lanes_of(rank, world, micro_batches, rows) for rank in range(world)]
+        lanes = [slots_of(rank, world, micro_batches, rows) for rank in range(world)]
         assert sorted(x for rank in lanes for some in rank for x in some) == list(range(8))
         for i in range(micro_batches):  # a micro-step's block of rows, every W-th a rank's
             block = list(range(i * rows * world, (i + 1) * rows * world))

@@ -19,6 +19,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.schema import CheckpointConfig, OptimConfig
 from nalanda.train import checkpoint
+from nalanda.train.checkpoint_dir import MARK, checkpoint_folders, latest_checkpoint, mark_unsound, prune
 from nalanda.train.optim import build_optimizer
 
 
@@ -94,7 +95,7 @@ FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json", "rank-0.p
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, file, damage):
     model, optimizer = made(updates=1)
     old, new = save(tmp_path, 9, model, optimizer), save(tmp_path, 10, model, optimizer)
-    assert checkpoint.latest(tmp_path) == new
+    assert latest_checkpoint(tmp_path) == new
     content = bytearray((new / file).read_bytes())
     if damage == "remove":
         (new / file).unlink()
@@ -102,10 +103,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, file, damage):
         content[len(content) // 2] ^= 1
         (new / file).write_bytes(content if damage == "flip" else content[:-7])
     said = []
-    assert checkpoint.latest(tmp_path, said.append) == old
+    assert latest_checkpoint(tmp_path, said.append) == old
     assert len(said) == 1
     assert str(new) in said[0]
-    assert save(tmp_path, 10, model, optimizer) == new == checkpoint.latest(tmp_path)
+    assert save(tmp_path, 10, model, optimizer) == new == latest_checkpoint(tmp_path)
 
 
 def test_a_half_written_checkpoint_is_none(tmp_path):
@@ -114,8 +115,8 @@ def test_a_half_written_checkpoint_is_none(tmp_path):
     part = tmp_path / ".tmp-step-2"
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
-    checkpoint.prune(tmp_path, CheckpointConfig(), 2)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+    prune(tmp_path, CheckpointConfig(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -143,7 +144,7 @@ def test_a_full_disk_leaves_the_others(tmp_path, monkeypatch, after):
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 74
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
-    assert save(tmp_path, 2, model, optimizer) == checkpoint.latest(tmp_path)
+    assert save(tmp_path, 2, model, optimizer) == latest_checkpoint(tmp_path)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, monkeypatch):
@@ -209,7 +210,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     drawn = random.getstate()
     path = saver.save(1, model=model, optimizer=optimizer, **state)
     assert (
-        checkpoint.latest(tmp_path) is None
+        latest_checkpoint(tmp_path) is None
     )  # it counts when it was renamed, and training goes on until then
     state["data_state"]["position"] = 2
     random.random()
@@ -219,7 +220,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     saver.save(2, model=model, optimizer=optimizer, **state)  # waits for the one before
     assert verify_manifest(path) is None
     saver.wait()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
     other, fresh = made()
     _, data = checkpoint.load(path, model=other, optimizer=fresh)
     assert data == {"position": 1}
@@ -246,7 +247,7 @@ def test_what_an_asynchronous_save_fails_of_is_told(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     saver.save(3, **state)
     saver.wait()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-3"
 
 
 class Killed(BaseException):
@@ -280,7 +281,7 @@ def test_killed_anywhere_the_newest_whole_one_is_found(tmp_path, monkeypatch, po
         except Killed:
             struck_at_all = True
     assert struck_at_all or point >= 11
-    found = checkpoint.latest(tmp_path)
+    found = latest_checkpoint(tmp_path)
     assert found in (tmp_path / "step-2", tmp_path / "step-3")
     checkpoint.Saver(tmp_path, config).save(4, **state)  # and the next save tidies up
     assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
@@ -293,7 +294,7 @@ def test_a_step_saved_again_takes_the_place_of_the_other(tmp_path):
     model, optimizer = made(updates=2)
     path = save(tmp_path, 1, model, optimizer)
     assert torch.equal(checkpoint.weights(path)["bias"], model.bias)
-    checkpoint.prune(tmp_path, CheckpointConfig(), 2)
+    prune(tmp_path, CheckpointConfig(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -308,7 +309,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     checkpoint._write(file, checkpoint._safetensors({name: (t, []) for name, t in parts.items()}, copy=True))
     theirs = safetensors.torch.load_file(file)
     ours = {name: torch.zeros_like(t) for name, t in parts.items()}
-    checkpoint.read(file, ours)
+    checkpoint.read_tensors(file, ours)
     for name, tensor in parts.items():
         assert theirs[name].dtype == ours[name].dtype == tensor.dtype
         assert torch.equal(theirs[name], tensor)
@@ -319,8 +320,8 @@ def test_retention(tmp_path):
     model, optimizer = made()
     for step in range(10, 110, 10):
         save(tmp_path, step, model, optimizer)
-        checkpoint.prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40), step)
-    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-40", "step-80", "step-90", "step-100"]
+        prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40), step)
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-40", "step-80", "step-90", "step-100"]
 
 
 def test_a_manifest_cannot_point_outside(tmp_path):
@@ -508,24 +509,24 @@ def test_one_spoilt_value_is_found(value):
         "n": torch.arange(3),
         "e": torch.zeros(0),
     }
-    assert checkpoint.spoilt(sound) is None
+    assert checkpoint.find_unsound(sound) is None
     for name, place in (("w", (39, 4)), ("h", 8)):
         harmed = {key: tensor.clone() for key, tensor in sound.items()}
         harmed[name][place] = value
-        assert checkpoint.spoilt(harmed).startswith(f"{name} has values of ")
-    assert checkpoint.spoilt({}) is None
+        assert checkpoint.find_unsound(harmed).startswith(f"{name} has values of ")
+    assert checkpoint.find_unsound({}) is None
 
 
 def test_a_mark_keeps_a_checkpoint_from_being_resumed_until_it_is_removed(tmp_path):
     model, optimizer = made()
     for step in (1, 2):
         save(tmp_path, step, model, optimizer)
-    checkpoint.mark(tmp_path / "step-2", "w has values of nan")
+    mark_unsound(tmp_path / "step-2", "w has values of nan")
     said = []
-    assert checkpoint.latest(tmp_path, said.append) == tmp_path / "step-1"
+    assert latest_checkpoint(tmp_path, said.append) == tmp_path / "step-1"
     assert said == [f"{tmp_path / 'step-2'}: unsound, passed over: w has values of nan"]
-    (tmp_path / "step-2" / checkpoint.MARK).unlink()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    (tmp_path / "step-2" / MARK).unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
 
 
 def test_a_damaged_later_checkpoint_never_makes_retention_drop_a_whole_one(tmp_path):
@@ -536,4 +537,4 @@ def test_a_damaged_later_checkpoint_never_makes_retention_drop_a_whole_one(tmp_p
     config = CheckpointConfig(keep_last=1)
     state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
     checkpoint.Saver(tmp_path, config).save(6, **state)  # stopped behind the step that it went back to
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-6"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-6"

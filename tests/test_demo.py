@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.bench.baselines import Bigram, perplexity, zeroed_mixers
+from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
 from nalanda.config.load import load_config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -84,9 +84,9 @@ def test_zeroing_is_undone_and_isolates_tokens(kind):
     ids = torch.tensor([[1, 2, 3, 4], [4, 2, 3, 4]])  # they differ in the first token
     batch = packed([1, 2, 3, 4, 5, 6], [4, 3, 2, 1])
     with torch.no_grad():
-        whole, ppl = model(ids).logits[:, -1], perplexity(model, [batch])
+        whole, ppl = model(ids).logits[:, -1], measure_perplexity(model, [batch])
         with zeroed_mixers(model):
-            alone, zeroed_ppl = model(ids).logits[:, -1], perplexity(model, [batch])
+            alone, zeroed_ppl = model(ids).logits[:, -1], measure_perplexity(model, [batch])
     assert torch.allclose(alone[0], alone[1], rtol=1e-4, atol=1e-3)
     assert not torch.allclose(whole[0], whole[1], rtol=1e-2)
     assert ppl != pytest.approx(zeroed_ppl, rel=1e-2)
@@ -113,7 +113,7 @@ def test_perplexity_of_packed_documents():
         ids = torch.tensor([document])
         logp = model(ids).logits.log_softmax(-1)
         nll += (-logp[0, :-1].gather(-1, ids[0, 1:, None])).flatten().tolist()
-    assert perplexity(model, [packed(*documents)]) == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
+    assert measure_perplexity(model, [packed(*documents)]) == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
 
 
 def test_recipe_is_whole_and_builds():

@@ -18,15 +18,16 @@ import torch
 import transformers
 from nalanda_eval import harness as harness_module
 from nalanda_eval import report
-from nalanda_eval.cache import Store
+from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
-from nalanda_eval.task_data import PACKAGED, find
+from nalanda_eval.task_data import PACKAGED, find_tasks
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
+from nalanda.config.model_folder import check_name
 from nalanda.inference import generate as generate_module
 from nalanda.inference.generate import generate
-from nalanda.inference.load import check_name, load
+from nalanda.inference.load import load_model
 
 SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
 WORDS = SENTENCE.split()
@@ -145,7 +146,7 @@ def data(tmp_path_factory):
 
 def requests(lm, tasks: list[str], data) -> dict[str, list[tuple]]:
     """What the harness asks a model: the arguments of the first document's requests, by task."""
-    loaded = lm.load_tasks(find(tasks, str(data))[0])["tasks"]
+    loaded = lm.load_tasks(find_tasks(tasks, str(data))[0])["tasks"]
     for task in loaded.values():
         task.build_all_requests(limit=1, rank=0, world_size=1)
     return {name: [instance.args for instance in task.instances] for name, task in loaded.items()}
@@ -271,7 +272,7 @@ def test_all_further_tasks_are_the_harness_own(lm, checkpoint, tmp_path):
         write(hub, f"{file}.jsonl", [row])
     assert requests(lm, ["all"], compact) == requests(lm, ["all"], hub)
     assert requests(lm, ["all"], hub) == {task: asked for task, _, _, _, asked, _ in MORE}
-    loaded = lm.load_tasks(find(["all"], str(compact))[0])["tasks"]
+    loaded = lm.load_tasks(find_tasks(["all"], str(compact))[0])["tasks"]
     for task, *_, target in MORE:
         (document,) = loaded[task].eval_docs
         assert loaded[task].doc_to_target(document) == target, task
@@ -327,9 +328,9 @@ def test_table4(lm, checkpoint, data, tmp_path, capfd):
 def score(lm, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options):
     from lm_eval.api.instance import Instance
 
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = load_model(checkpoint)
     tokenizer.padding_side = padding_side
-    scorer = lm.Scorer(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
+    scorer = lm.HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
     kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
     asked = [Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0) for pair in pairs]
     return getattr(scorer, kind)(asked)
@@ -337,7 +338,7 @@ def score(lm, checkpoint, pairs, batch_size=8, max_length=None, padding_side="ri
 
 def by_hand(checkpoint, ids: list[int], first: int) -> float:
     """log P of ids[first:] given what is before."""
-    model, _ = load(checkpoint, dtype="float64")
+    model, _ = load_model(checkpoint, dtype="float64")
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return logp[range(first - 1, len(ids) - 1), ids[first:]].sum().item()
@@ -351,7 +352,7 @@ def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
     seven = [value for value, _ in score(lm, checkpoint, pairs, **options)]
     assert sum(done) == pytest.approx(sum(len(part) for pair in pairs for part in pair))
     assert one == pytest.approx(seven, abs=1e-5 * 20)  # summed over up to twenty-odd tokens
-    tokenizer = load(checkpoint)[1]
+    tokenizer = load_model(checkpoint)[1]
     expected = []
     for context, continuation in pairs:
         ids = [0, *tokenizer(context + continuation, add_special_tokens=False).input_ids]
@@ -361,7 +362,7 @@ def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
 
 def test_rolling_begins_with_one_bos_and_goes_on_in_windows(lm, checkpoint):
     long = text(3, 30)
-    tokenizer = load(checkpoint)[1]
+    tokenizer = load_model(checkpoint)[1]
     ids = tokenizer(long, add_special_tokens=False).input_ids
     assert len(ids) > 100
     whole = by_hand(checkpoint, [0, *ids], 1)
@@ -383,7 +384,7 @@ def test_an_untrained_model_has_infinite_perplexity(lm, tokenizer, data, tmp_pat
     results = evaluate([path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out"))
     assert results["models"][0]["tasks"]["lambada_openai"]["metrics"]["perplexity"] == math.inf
     assert "piqa" in results["models"][0]["tasks"]
-    assert "| inf |" in report.markdown(results)
+    assert "| inf |" in report.results_markdown(results)
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -404,7 +405,7 @@ def test_long_texts_are_read_whole_by_recurrent_models(lm, checkpoint, tokenizer
         (model,) = results["models"]
         assert model["max_length"] == (64 if long == "window" else None)
         bits[long] = model["tasks"]["python_docs_perplexity"]["metrics"]["bits_per_byte"]
-    assert "texts read whole" in report.markdown(results)
+    assert "texts read whole" in report.results_markdown(results)
     total = 0.0
     for i in range(3):
         ids = tokenizer(text(i, 40), add_special_tokens=False).input_ids
@@ -429,7 +430,7 @@ def test_what_does_not_fit_is_said(lm, checkpoint):
         score(lm, checkpoint, [("a", " miller runs")], max_length=8)
     long = text(1, 20)
     cut = score(lm, checkpoint, [(long, " dusk")], max_length=16)[0][0]
-    ids = load(checkpoint)[1](long + " dusk", add_special_tokens=False).input_ids
+    ids = load_model(checkpoint)[1](long + " dusk", add_special_tokens=False).input_ids
     assert cut == pytest.approx(by_hand(checkpoint, ids[-17:], 12), abs=1e-4)
 
 
@@ -441,7 +442,7 @@ def test_the_harness_own_wrapper_gives_the_same_numbers(lm, checkpoint):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = load_model(checkpoint)
     pairs = [(text(i), f" {text(i + j, 3)}") for i in range(3) for j in range(2)]
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     answers = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], True)
@@ -534,7 +535,7 @@ def test_a_damaged_answer_is_named_and_never_given(tmp_path):
     refused by name."""
     answers = {((1, i), (2, 3 + i)): (-0.5 * i, i % 2 == 0) for i in range(30)}
     file, refused = tmp_path / "answers.sqlite", []
-    store = Store(file, {"weights": "w"})
+    store = AnswerCache(file, {"weights": "w"})
     store.keep(answers)
     store.close()
     content = file.read_bytes()
@@ -544,7 +545,7 @@ def test_a_damaged_answer_is_named_and_never_given(tmp_path):
     for harmed in harms:
         file.write_bytes(harmed)
         try:
-            store = Store(file, {"weights": "w"})
+            store = AnswerCache(file, {"weights": "w"})
             found = store.find(answers)
             store.close()
         except InputError as error:
@@ -556,7 +557,7 @@ def test_a_damaged_answer_is_named_and_never_given(tmp_path):
         re.fullmatch(r".*sqlite cannot keep answers \(.*\): .*use another directory", r) for r in refused
     )
     file.write_bytes(content)
-    assert Store(file, {"weights": "w"}).find(answers) == answers
+    assert AnswerCache(file, {"weights": "w"}).find(answers) == answers
 
 
 def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_path, monkeypatch):
@@ -587,7 +588,7 @@ def test_a_full_disk_costs_no_answer(lm, checkpoint, data, tmp_path, monkeypatch
     assert not (tmp_path / "results.json").exists()
     again = run()
     assert again["found"] == again["log_likelihoods"]
-    store = Store(tmp_path / "answers.sqlite", {})
+    store = AnswerCache(tmp_path / "answers.sqlite", {})
     [(pages,)] = store.file.execute("PRAGMA page_count").fetchall()
     store.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
     with pytest.raises(DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"):
@@ -698,7 +699,7 @@ def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
     metrics = results["models"][0]["tasks"]["mine"]["metrics"]
     assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
     assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
-    assert f"| mine | acc | {rows[0][2]} |" in report.markdown(results)
+    assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
 
 
 # ------------------------------ bad input
@@ -743,11 +744,11 @@ def test_no_data_at_all(checkpoint, tmp_path):
 def test_broken_data_is_named_with_its_line(lm, tmp_path, content, found):
     (tmp_path / "piqa_val.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=found):
-        lm.load_tasks(find(["piqa"], str(tmp_path))[0])
+        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
     (tmp_path / "piqa_val.jsonl").unlink()
     (tmp_path / "piqa_val.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
     with pytest.raises(InputError, match=r"piqa_val\.jsonl\.gz"):
-        lm.load_tasks(find(["piqa"], str(tmp_path))[0])
+        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
 
 
 def test_an_unknown_task_brings_the_nearest_name(lm, tmp_path, monkeypatch):
@@ -756,7 +757,7 @@ def test_an_unknown_task_brings_the_nearest_name(lm, tmp_path, monkeypatch):
     (tmp_path / "piqa.yaml").write_text("task: piqa\n")  # indexing all of the harness's takes 17 s
     monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "manager.py"))
     with pytest.raises(InputError, match=r"unknown task piqua, did you mean piqa\?"):
-        lm.load_tasks(find(["piqua"], None)[0])
+        lm.load_tasks(find_tasks(["piqua"], None)[0])
 
 
 def test_bad_models_are_one_line(checkpoint, tmp_path):
@@ -771,7 +772,7 @@ def test_bad_models_are_one_line(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"the directory of a run, its model is .*final"):
         check_name(str(tmp_path))
     with pytest.raises(InputError, match="unknown dtype"):
-        load(checkpoint, dtype="fp8")
+        load_model(checkpoint, dtype="fp8")
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
@@ -782,17 +783,17 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_p
     weights.pop("lm_head.weight")
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"lacks 1 of the model's tensors, lm_head\.weight"):
-        load(path)
+        load_model(path)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(InputError, match="cannot load"):
-        load(path)
+        load_model(path)
 
 
 # ------------------------------ generation
 
 
 def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
-    network, tokenizer = load(checkpoint)
+    network, tokenizer = load_model(checkpoint)
     ids = [0, *tokenizer("the miller", add_special_tokens=False).input_ids]
     start = len(ids)
     while len(ids) < start + 12 and (len(ids) == start or ids[-1] != 0):
@@ -835,6 +836,6 @@ def test_any_causal_model_generates_and_is_scored(lm, tokenizer, data, tmp_path)
     results = evaluate([str(tmp_path)], ["arc_easy"], data=str(data), limit=2)
     assert results["models"][0]["begins_with_bos"]
     assert results["models"][0]["tasks"]["arc_easy"]["documents"] == 2
-    assert "Only 2 of each task" in report.markdown(results)
+    assert "Only 2 of each task" in report.results_markdown(results)
     row, _ = report.suite(results)[2]
     assert (row[1], row[-1]) == ("—", "—")  # no average of fewer than five

@@ -19,8 +19,8 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import TokenizerConfig
 from nalanda.data import urls as remote
 from nalanda.data.loader import PackedBatches
-from nalanda.data.offline import fetch, needs, offline
-from nalanda.data.tokenizer import build_tokenizer, fingerprint, mistral_model
+from nalanda.data.offline import fill_mirror, needs, use_mirror
+from nalanda.data.tokenizer import build_tokenizer, mistral_model, tokenizer_fingerprint
 
 RECIPE = """
 output_dir: runs/x
@@ -146,7 +146,7 @@ def test_a_run_without_a_network_has_what_was_fetched(recipe, hub, tmp_path, tok
     import datasets.config
     import huggingface_hub
 
-    root = fetch(recipe(), tmp_path / "cluster")
+    root = fill_mirror(recipe(), tmp_path / "cluster")
     assert [path for path in tree(root) if not path.startswith("tokenizers/")] == [
         "datasets/someone--texts/train/b.jsonl",
         "datasets/someone--texts/train/chunk1/a.jsonl.gz",
@@ -161,12 +161,12 @@ def test_a_run_without_a_network_has_what_was_fetched(recipe, hub, tmp_path, tok
         assert name == "fetched.json" or index["files"][name] == known
 
     asked = recipe(f"offline={root}")
-    config = offline(asked)
+    config = use_mirror(asked)
     assert asked.data.source == "someone/texts"  # what the run is stays as it was
     assert config.data.source == str(root / "datasets/someone--texts")
     hub.clear()
     found = build_tokenizer(config.tokenizer, config.data, tmp_path / "unused")
-    assert fingerprint(found) == fingerprint(tokenizer)
+    assert tokenizer_fingerprint(found) == tokenizer_fingerprint(tokenizer)
     assert len(texts_of(config, found, "train")) > 5
     assert "validation/c." in "".join(texts_of(config, found, "validation"))
     assert all("someone" not in call.removeprefix(f"tokenizer {root}/tokenizers/someone") for call in hub)
@@ -191,27 +191,27 @@ def test_fetching_again_asks_for_nothing_and_an_interrupted_one_goes_on(recipe, 
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", dies)
     with pytest.raises(KeyboardInterrupt):
-        fetch(recipe(), root)
+        fill_mirror(recipe(), root)
     with pytest.raises(
         InputError, match=r"has only a part of data\.source someone/texts; .*nalanda data fetch"
     ):
-        offline(recipe(f"offline={root}"))
+        use_mirror(recipe(f"offline={root}"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     hub.clear()
-    fetch(recipe(), root)
+    fill_mirror(recipe(), root)
     assert [call for call in hub if call.startswith(("download", "tokenizer"))] == [
         "download train/chunk1/a.json.gz"
     ]
     assert not [path for path in tree(root) if "partial" in path]
     before = {path: (root / path).read_bytes() for path in tree(root)}
     hub.clear()
-    fetch(recipe(), root)
+    fill_mirror(recipe(), root)
     assert hub == []
     assert before == {path: (root / path).read_bytes() for path in tree(root)}
 
 
 def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
-    root = fetch(recipe(), tmp_path / "cluster")
+    root = fill_mirror(recipe(), tmp_path / "cluster")
     file = root / "datasets/someone--texts/train/b.jsonl"
     whole = file.read_bytes()
     for damage in (lambda: file.write_bytes(whole[:-1]), file.unlink):
@@ -219,18 +219,18 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
         with pytest.raises(
             InputError, match=r"b\.jsonl is missing or of another size; where there is a network"
         ):
-            offline(recipe(f"offline={root}"))
+            use_mirror(recipe(f"offline={root}"))
         hub.clear()
-        fetch(recipe(), root)
+        fill_mirror(recipe(), root)
         assert [call for call in hub if call.startswith("download")] == ["download train/b.jsonl"]
         assert file.read_bytes() == whole
-        offline(recipe(f"offline={root}"))
+        use_mirror(recipe(f"offline={root}"))
 
 
 def test_what_is_not_there_is_named(recipe, hub, tmp_path, no_network):
     with pytest.raises(InputError, match=r"has no fetched\.json; .* nalanda data fetch RECIPE --to"):
-        offline(recipe(f"offline={tmp_path}"))
-    root = fetch(recipe(), tmp_path / "cluster")
+        use_mirror(recipe(f"offline={tmp_path}"))
+    root = fill_mirror(recipe(), tmp_path / "cluster")
     for override, message in {
         "tokenizer=other/tokens": "no tokenizer.path other/tokens",
         "data.source=other/texts": "no data.source other/texts",
@@ -240,7 +240,7 @@ def test_what_is_not_there_is_named(recipe, hub, tmp_path, no_network):
         "model.init_from=some/model": "no model.init_from some/model",
     }.items():
         with pytest.raises(InputError, match=message) as caught:
-            offline(recipe(f"offline={root}", override))
+            use_mirror(recipe(f"offline={root}", override))
         assert "geheim" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -254,16 +254,16 @@ def test_what_is_local_is_left_alone(recipe, tmp_path, no_network):
         "data.validation_source=python",
     )
     assert needs(config) == []
-    assert offline(config) == config
+    assert use_mirror(config) == config
     assert needs(recipe("tokenizer=/no/such/tokens", "data.source=/no/such/texts")) == []
-    assert offline(recipe()) is not None  # without `offline` nothing is looked at
+    assert use_mirror(recipe()) is not None  # without `offline` nothing is looked at
 
 
 def test_a_part_of_a_large_dataset(recipe, hub, tmp_path):
-    root = fetch(recipe(), tmp_path / "cluster", max_shards=1)
+    root = fill_mirror(recipe(), tmp_path / "cluster", max_shards=1)
     files = [path for path in tree(root) if path.startswith("datasets")]
     assert files == ["datasets/someone--texts/train/b.jsonl", "datasets/someone--texts/validation/c.jsonl"]
-    fetch(recipe(), root)
+    fill_mirror(recipe(), root)
     assert len([path for path in tree(root) if path.startswith("datasets")]) == 3
 
 
@@ -271,13 +271,13 @@ def test_files_of_other_kinds_become_documents(recipe, hub, tmp_path, tokenizer)
     hub.builder.config.data_files = {"train": ["hf://datasets/someone/texts/a.csv"]}
     config = recipe()
     online = texts_of(config, tokenizer, "validation")
-    root = fetch(config, tmp_path / "cluster")
+    root = fill_mirror(config, tmp_path / "cluster")
     part = root / "datasets/someone--texts"
     assert tree(part) == [
         f"{split}/part-0000{i}.jsonl.zst" for split in ("train", "validation") for i in range(4)
     ]
     assert not [call for call in hub if call.startswith("download")]
-    config = offline(recipe(f"offline={root}"))
+    config = use_mirror(recipe(f"offline={root}"))
     assert texts_of(config, tokenizer, "validation") == online
     from nalanda.data.corpus import DocumentStream, open_corpus
 
@@ -291,10 +291,10 @@ def test_models(recipe, hub, tmp_path):
         ("model.auto", "configs/some--config"),
         ("model.init_from", "models/some--model"),
     ]
-    root = fetch(config, tmp_path / "cluster")
+    root = fill_mirror(config, tmp_path / "cluster")
     assert tree(root / "models/some--model") == ["config.json", "model.safetensors"]  # no pickle, no code
     assert tree(root / "configs/some--config") == ["config.json"]
-    config = offline(recipe("model={init_from: some/model, auto: some/config}", f"offline={root}"))
+    config = use_mirror(recipe("model={init_from: some/model, auto: some/config}", f"offline={root}"))
     assert config.model == {
         "init_from": str(root / "models/some--model"),
         "auto": str(root / "configs/some--config"),
@@ -318,7 +318,7 @@ def test_mixtures_and_urls(recipe, hub, server, tmp_path, tokenizer, monkeypatch
     ]
     given = f"data={json.dumps({'mixture': mixture, 'seq_len': 16, 'workers': 0})}"
     config = recipe(given)
-    root = fetch(config, tmp_path / "cluster")
+    root = fill_mirror(config, tmp_path / "cluster")
     host = f"127.0.0.1-{server.server_port}"
     files = [path for path in tree(root) if path.startswith("urls")]
     assert files[:2] == [
@@ -330,7 +330,7 @@ def test_mixtures_and_urls(recipe, hub, server, tmp_path, tokenizer, monkeypatch
     assert files[2].endswith(f"/{host}/lone.jsonl")
     assert "geheim" not in (root / "fetched.json").read_text()
     asked = len(server.asked)
-    local = offline(recipe(given, f"offline={root}"))
+    local = use_mirror(recipe(given, f"offline={root}"))
     assert [need.path for need in needs(local)] == []
     assert (root / "datasets/someone--texts--en/train/b.jsonl").is_file()
     found = "".join(texts_of(local, tokenizer, "train"))
@@ -342,8 +342,8 @@ def test_a_server_that_stays_away_while_fetching(recipe, hub, server, tmp_path):
     server.files["a.jsonl"], server.faults["a.jsonl"] = jsonl("a", 5), ["503"] * 3
     config = recipe(f"data.source={server.url('a.jsonl')}", "data.retries=2")
     with pytest.raises(SourceUnavailable, match="failed 3 times in a row"):
-        fetch(config, tmp_path / "cluster")
-    root = fetch(config, tmp_path / "cluster")
+        fill_mirror(config, tmp_path / "cluster")
+    root = fill_mirror(config, tmp_path / "cluster")
     assert len([path for path in tree(root) if path.startswith("urls")]) == 1
 
 
@@ -361,7 +361,7 @@ def test_the_command(tmp_path, hub, recipe):
 
 def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     import datasets
-    from nalanda_eval.task_data import LOCAL, _official, read
+    from nalanda_eval.task_data import LOCAL, _official, read_rows
 
     arc = {"question": "?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "id": "x"}
     rows = {
@@ -384,10 +384,10 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     assert tree(tmp_path / "tasks") == [f"{name}.jsonl.gz" for name in names]
     for name, expected in zip(("arc_challenge", "lambada_openai", "piqa"), (arc, {}, {}), strict=True):
         file = _official(name, tmp_path / "tasks").documents
-        found = read(file, LOCAL[name])
+        found = read_rows(file, LOCAL[name])
         assert found[0] == {key: expected[key] for key in expected if key != "id"} or name != "arc_challenge"
     assert (
-        read(_official("lambada_openai", tmp_path / "tasks").documents, LOCAL["lambada_openai"])
+        read_rows(_official("lambada_openai", tmp_path / "tasks").documents, LOCAL["lambada_openai"])
         == [{"text": "a b c é"}] * 2
     )
     monkeypatch.setattr(datasets, "load_dataset", None)
@@ -402,12 +402,12 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
 def test_the_fingerprint_is_of_what_decides_on_tokens(tokenizer, tmp_path):
     import subprocess
 
-    first = fingerprint(tokenizer)
+    first = tokenizer_fingerprint(tokenizer)
     tokenizer.save_pretrained(tmp_path)
     reloaded = build_tokenizer(TokenizerConfig(path=str(tmp_path)), None, tmp_path)  # type: ignore[arg-type]
-    assert fingerprint(reloaded) == first
+    assert tokenizer_fingerprint(reloaded) == first
     reloaded("a b c", truncation=True, max_length=2)
-    assert fingerprint(reloaded) == first
+    assert tokenizer_fingerprint(reloaded) == first
     program = (
         "import hashlib, sys, tokenizers; backend = tokenizers.Tokenizer.from_file(sys.argv[1]);"
         "print(hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest())"
@@ -429,7 +429,7 @@ def test_the_fingerprint_is_of_what_decides_on_tokens(tokenizer, tmp_path):
         state = json.loads(json.dumps(backend))
         change(state)
         kind = transformers.PreTrainedTokenizerFast
-        return fingerprint(kind(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
+        return tokenizer_fingerprint(kind(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
 
     assert (
         changed(

@@ -18,8 +18,9 @@ import nalanda.bench.decode
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference.chat import Conversation
-from nalanda.inference.generate import Printer, sampling
-from nalanda.inference.load import ends
+from nalanda.inference.generate import Printer
+from nalanda.inference.load import end_tokens
+from nalanda.inference.sampling import sampling_options
 from nalanda.model import MIXERS
 from nalanda_cli import app
 
@@ -532,7 +533,7 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
     else:
         model = llama()
         model.resize_token_embeddings(len(tokenizer))
-    options = sampling(temperature=0, max_new_tokens=9) | ends(tokenizer) | letters(tokenizer)
+    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
     talk, seen, embed = Conversation(model, tokenizer, options), [], model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
     talk.answer("one")
@@ -550,7 +551,7 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
 
 def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None)
-    options = sampling(temperature=0, max_new_tokens=9) | ends(tokenizer) | letters(tokenizer)
+    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
     talk = Conversation(model, tokenizer, options)
     whole, put = model.read, Printer.put
 

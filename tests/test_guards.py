@@ -20,14 +20,15 @@ from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.schema import EARLIEST, GuardConfig
 from nalanda.train import checkpoint, guards, loop
 from nalanda.train import log as metrics
-from nalanda.train.guards import Spikes
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
+from nalanda.train.guards import SpikeDetector
 from nalanda.train.loss import count_labels, summed_loss
-from nalanda.train.run_dir import alone
+from nalanda.train.run_dir import lock_run_dir
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
-def seen(spikes: Spikes, count: int = 40) -> Spikes:
+def seen(spikes: SpikeDetector, count: int = 40) -> SpikeDetector:
     for i in range(count):
         assert spikes.judge(3 + 0.05 * (-1) ** i, 0.5 * 1.1 ** ((-1) ** i)) is None
     return spikes
@@ -47,7 +48,7 @@ def seen(spikes: Spikes, count: int = 40) -> Spikes:
     ],
 )
 def test_what_is_a_bad_step(loss, norm, words):
-    spikes = seen(Spikes(GuardConfig()))
+    spikes = seen(SpikeDetector(GuardConfig()))
     before = json.dumps(spikes.state_dict())
     problem = spikes.judge(loss, norm)
     if words is None:
@@ -59,21 +60,21 @@ def test_what_is_a_bad_step(loss, norm, words):
 
 
 def test_without_sigma_only_what_is_not_finite_is_bad():
-    spikes = seen(Spikes(GuardConfig(sigma=0)))
+    spikes = seen(SpikeDetector(GuardConfig(sigma=0)))
     assert spikes.judge(1e9, 1e9) is None
     assert spikes.judge(math.nan, 1.0) is not None
 
 
 def test_the_window_slides_comes_back_and_begins_late():
     config = GuardConfig(window=20)
-    spikes = Spikes(config)
+    spikes = SpikeDetector(config)
     for _ in range(EARLIEST - 1):
         assert spikes.judge(3.0, 1.0) is None
     assert spikes.judge(50.0, 1.0) is None  # too few to tell
     for i in range(40):
         spikes.judge(8 - 0.01 * i, 1.0)
     assert len(spikes.losses) == 20
-    again = Spikes(config)
+    again = SpikeDetector(config)
     again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
     assert again.state_dict() == spikes.state_dict()
     assert again.judge(9.5, 1.0) == spikes.judge(9.5, 1.0) is not None
@@ -94,7 +95,7 @@ def test_settings_that_cannot_work(key, value):
 def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
     """Spoils the loss or the gradients of the given optimizer steps, counted as they are tried."""
     tried: Counter = Counter()
-    summed, judge = summed_loss, Spikes.judge
+    summed, judge = summed_loss, SpikeDetector.judge
 
     def loss(*arguments, **options):
         kind = steps.get(tried["steps"] + 1)
@@ -113,7 +114,7 @@ def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
         return judge(self, *values)
 
     monkeypatch.setattr(loop, "summed_loss", loss)
-    monkeypatch.setattr(Spikes, "judge", count)
+    monkeypatch.setattr(SpikeDetector, "judge", count)
     return tried
 
 
@@ -136,7 +137,7 @@ def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
     before = tensors(tmp_path / "run", 19)
     # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
     assert not (tmp_path / "run" / "checkpoints" / "step-20").exists()
-    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
     (event,) = [line for line in lines if "event" in line]
     assert (event["step"], event["event"]) == (20, "skipped")
     assert ("nan" in event["reason"]) == (kind != "spike")
@@ -172,7 +173,7 @@ def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_pa
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run", *settings))
         assert stop.value.code == 128 + signal.SIGUSR1
-    at = checkpoint.step_of(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+    at = step_of(latest_checkpoint(tmp_path / "run" / "checkpoints"))
     with monkeypatch.context() as patch:
         poisoned(patch, {s - at: kind for s, kind in bad.items()})
         loop.train(configured(recipe, tmp_path / "run", *settings))
@@ -185,7 +186,7 @@ def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkey
     monkeypatch.setattr(loop, "count_labels", lambda batch, f=count_labels: read.append(batch) or f(batch))
     poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
-    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     *skipped, event = [line for line in lines if "event" in line]
     # The bad steps' own events stay, although the run went back before them.
@@ -221,11 +222,11 @@ def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, m
     """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
     poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=2", *NO_VALIDATION))
-    lines = list(metrics.read(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     folder = tmp_path / "run" / "checkpoints"
-    assert all(checkpoint.unusable(path) is None for path in checkpoint.steps(folder))  # 15 was made again
+    assert all(why_unusable(path) is None for path in checkpoint_folders(folder))  # 15 was made again
 
 
 def spoil(model, optimizer, kind: str) -> None:
@@ -253,7 +254,7 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint.Saver, "unsound", struck)
     run = tmp_path / "run"
     loop.train(configured(recipe, run, "checkpoint.keep_last=1", *NO_VALIDATION))
-    found = [line for line in metrics.read(run / "metrics.jsonl") if "event" in line]
+    found = [line for line in metrics.read_metrics(run / "metrics.jsonl") if "event" in line]
     assert [(line["event"], line["step"]) for line in found] == [("unsound", 15), ("rollback", 11)]
     assert re.search("exp_avg_sq" if "moment" in kind else "weight", found[0]["reason"])
     assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 24).values())
@@ -273,7 +274,7 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
             )[1],
         )
         loop.train(configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION))
-    assert checkpoint.unusable(run / "checkpoints" / "step-10") is None
+    assert why_unusable(run / "checkpoints" / "step-10") is None
     capsys.readouterr()
     loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
     out = capsys.readouterr().out
@@ -314,18 +315,18 @@ def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, 
 
 
 def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):
-    def failing(batches, count, take=loop.take):
+    def failing(batches, count, take=loop.take_batches):
         taken, error = take(batches, count)
         calls.append(1)
         return (taken[:1], SourceUnavailable("hub: 9 times")) if len(calls) == 8 else (taken, error)
 
     calls: list = []
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "take", failing)
+        patch.setattr(loop, "take_batches", failing)
         with pytest.raises(SourceUnavailable) as error:
             loop.train(configured(recipe, tmp_path / "run"))
     assert error.value.exit_code == 75
-    assert checkpoint.step_of(checkpoint.latest(tmp_path / "run" / "checkpoints")) == 7
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 7
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
 
@@ -348,7 +349,7 @@ asleep_on_purpose()
 
 
 def test_a_process_that_moves_is_left_alone():
-    watch = guards.Watch(0.4)
+    watch = guards.Watchdog(0.4)
     for _ in range(20):
         watch.beat("moving")
         watch.ended.wait(0.05)
@@ -376,7 +377,7 @@ def test_two_runs_never_share_a_folder(recipe, tmp_path):
     before = content()
     for other in (longer, moved):
         with (
-            alone(tmp_path / "run"),
+            lock_run_dir(tmp_path / "run"),
             pytest.raises(InputError, match="another process is training there"),
         ):
             loop.train(other)

@@ -13,7 +13,7 @@ from nalanda.common.text import duration, size
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.report import tables
-from nalanda.report.info import info, show
+from nalanda.report.info import info, print_info
 from nalanda.train.estimate import activation_bytes, estimate, saved_bytes
 from nalanda.train.log import UTILISATION
 
@@ -159,7 +159,7 @@ def test_the_estimate_before_a_run(tmp_path):
 
 
 def test_printed(capsys):
-    show(info("deltanet_340m", []))
+    print_info(info("deltanet_340m", []))
     printed = capsys.readouterr().out
     for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
         assert figure in printed
@@ -169,12 +169,12 @@ def test_printed(capsys):
 def test_the_readmes_tables_are_the_codes():
     """`python -m nalanda.tables` prints what belongs there."""
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    for rows in (tables.mixers(), tables.maps(), tables.recipes()):
+    for rows in (tables.mixer_rows(), tables.map_rows(), tables.recipe_rows()):
         assert tables.markdown(rows) in text
 
 
 def test_tables_fit_a_terminal(capsys):
-    tables.show(Console(width=80))
+    tables.print_tables(Console(width=80))
     out = capsys.readouterr().out
     assert "κ(Z, Z)" in out
     assert "[relu(x)^p;" in out  # brackets are no markup

@@ -35,7 +35,7 @@ def test_a_resume_repeats_no_line(tmp_path, capsys):
     for step in (3, 4):
         log.train(**line(step, loss=0.0))
     log.close()
-    assert [(m["step"], m["loss"]) for m in metrics.read(tmp_path / "metrics.jsonl")] == [
+    assert [(m["step"], m["loss"]) for m in metrics.read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 3.0),
         (2, 1.5),
         (3, 0.0),
@@ -92,8 +92,8 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     assert {key for key, _, _ in added} == set(line(1)) - {"step"}
     out = capsys.readouterr().out
     assert "step 2: skipped: the gradient norm is nan\nstep 2: interrupted\n" in out
-    metrics.cut(tmp_path / "metrics.jsonl", 1)
-    assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 1
+    metrics.cut_metrics(tmp_path / "metrics.jsonl", 1)
+    assert len(list(metrics.read_metrics(tmp_path / "metrics.jsonl"))) == 1
 
 
 def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
@@ -102,12 +102,12 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     bad = (b'{"step": 2, "lo\xffss": 1.5\n', b"17\n", b'{"step": "x"}\n')
     good = [json.dumps(line(step)).encode() + b"\n" for step in (1, 3, 4, 5)]
     file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
-    assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]
+    assert [m["step"] for m in metrics.read_metrics(file)] == [1, 3, 4, 5]
     log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=4, steps=9)
     log.train(**line(5))
     log.close()
     assert file.read_bytes().startswith(good[0] + b"".join(bad) + good[1] + good[2])
-    assert [m["step"] for m in metrics.read(file)] == [1, 3, 4, 5]
+    assert [m["step"] for m in metrics.read_metrics(file)] == [1, 3, 4, 5]
     assert "3 line(s) cannot be read" in capsys.readouterr().out
 
 
@@ -121,7 +121,7 @@ def test_a_rollback_keeps_the_events(tmp_path):
     log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
     log.event(2, "rollback")
     log.close()
-    found = [(m["step"], m.get("event")) for m in metrics.read(tmp_path / "metrics.jsonl")]
+    found = [(m["step"], m.get("event")) for m in metrics.read_metrics(tmp_path / "metrics.jsonl")]
     assert found == [(1, None), (2, "skipped"), (3, "skipped"), (2, "rollback")]
 
 
@@ -129,7 +129,7 @@ def test_numbers_that_are_not_finite_come_back_as_numbers(tmp_path):
     log = metrics.RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=9)
     log.write(step=1, val_loss=math.nan, val_ppl=math.inf, low=-math.inf, name="nan nan")
     log.close()
-    (found,) = metrics.read(tmp_path / "metrics.jsonl")
+    (found,) = metrics.read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(found["val_loss"])
     assert (found["val_ppl"], found["low"], found["name"]) == (math.inf, -math.inf, "nan nan")
 
@@ -175,7 +175,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
     assert ("id" in starts[0]) == (name == "wandb")
     assert calls[-1] == ("finish",)
     # metrics.jsonl is what it is without a tracker.
-    steps = [m["step"] for m in metrics.read(tmp_path / "metrics.jsonl") if "loss" in m]
+    steps = [m["step"] for m in metrics.read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
     assert steps == [1, 2, 3, 4, 5]
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or secret not in file.read_text()
@@ -204,7 +204,7 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     for step in (1, 2):
         log.train(**line(step))
     log.close()
-    assert [m["step"] for m in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [m["step"] for m in metrics.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert capsys.readouterr().out.count("wandb gets no more metrics, metrics.jsonl does: no network\n") == 1
     assert [call[0] for call in calls] == ["init"]
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)

@@ -22,9 +22,10 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
 from nalanda.data import corpus, packing
 from nalanda.data import loader as data
-from nalanda.data.loader import PackedBatches, encoder, validation_batches
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import prepare
-from nalanda.data.shuffle import Permutation, turn, whole_weights
+from nalanda.data.shuffle import Permutation, next_source, whole_weights
+from nalanda.data.tokenizer import encoder
 
 T = 16
 SETS = ["Book", "Github", ""]
@@ -132,8 +133,8 @@ def test_every_component_has_its_share_to_within_one_row():
     for weights in map(whole_weights, [[1, 1, 4], *drawn]):
         counts = [0] * len(weights)
         for number in range(1, 600):
-            chosen = turn(weights, counts)
-            assert chosen == turn(weights, list(counts))
+            chosen = next_source(weights, counts)
+            assert chosen == next_source(weights, list(counts))
             counts[chosen] += 1
             shares = [weight * number / sum(weights) for weight in weights]
             assert max(abs(c - s) for c, s in zip(counts, shares, strict=True)) < 1, (weights, number)
@@ -265,7 +266,7 @@ def test_a_mixture_is_its_components_by_turns_each_in_its_own_order(folder, toke
         row = tokenizer.decode(next(batches)["input_ids"][0])
         after = [part["rows"] for part in batches.state_dict()["parts"]]
         (chosen,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-        assert chosen == turn([5, 3, 2], before)
+        assert chosen == next_source([5, 3, 2], before)
         counts[chosen] += 1
         for start in (place + 13 for place in range(len(row)) if row.startswith("<|endoftext|>", place)):
             if (name := row[start : start + 6]) in owners:

@@ -37,6 +37,7 @@ from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from nalanda.train import checkpoint, parallel
 from nalanda.train import log as metrics
 from nalanda.train.checkpoint import Saver
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
 from nalanda.train.loop import train
 from nalanda.train.loss import summed_loss
@@ -71,7 +72,7 @@ def prepared(name: str, kind: str, shard_size: int | None = None, **settings):
     accelerator = Accelerator(mixed_precision="bf16" if settings["precision"] == "bf16" else "no")
     chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings)
     model = build(name)
-    made = parallel.prepare(
+    made = parallel.parallelize(
         accelerator, model, kind, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
     )
     return accelerator, model.train(), *made
@@ -170,7 +171,7 @@ def worker(folder: Path) -> None:
     dist.barrier()
     for source in ("plain", "sharded", "hybrid"):
         again = prepared("gated_deltanet", "fsdp")
-        step = checkpoint.steps(folder / source)[-1]
+        step = checkpoint_folders(folder / source)[-1]
         _, data = checkpoint.load(step, model=again[1], optimizer=again[3], rank=rank)
         assert data["position"] == (0 if source == "plain" else rank)
         results["again from " + source] = {"moments": moments(again[1], again[3])} | steps(
@@ -318,7 +319,7 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folde
         dcp.load(read, storage_reader=reader, no_dist=True)
         assert furthest(expected, read) == 0
         ours = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
-        checkpoint.read(folder / source, ours)
+        checkpoint.read_tensors(folder / source, ours)
         assert furthest(expected, ours) == 0
 
 
@@ -349,7 +350,7 @@ def test_each_file_of_a_sharded_checkpoint_is_held_to_its_sum(folder, tmp_path, 
             case "add":
                 shutil.copy(file, file.with_name("more.safetensors"))
         said: list[str] = []
-        assert checkpoint.latest(tmp_path / str(i), said.append) is None
+        assert latest_checkpoint(tmp_path / str(i), said.append) is None
         assert "step-2" in said[0]
 
 
@@ -364,7 +365,7 @@ def test_parts_that_are_missing_are_not_taken_for_zeros(folder, tmp_path):
 
 
 def logged(run_dir: Path, key: str) -> list[float]:
-    return [line[key] for line in metrics.read(run_dir / "metrics.jsonl") if key in line]
+    return [line[key] for line in metrics.read_metrics(run_dir / "metrics.jsonl") if key in line]
 
 
 def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):
@@ -440,7 +441,7 @@ def test_accelerate_takes_the_configs(monkeypatch):
             env = prepare_multi_gpu_env(args)
             assert int(args.nproc_per_node) == 8
         env = {key: value for key, value in env.items() if key.startswith(("ACCELERATE", "FSDP"))}
-        assert parallel.choose("auto", env) == kind
+        assert parallel.choose_parallel("auto", env) == kind
 
 
 @pytest.fixture
@@ -516,14 +517,14 @@ def test_slurm_without_nalanda_is_told_what_to_set(tmp_path, cluster):
 
 def test_auto_is_what_accelerates_config_says():
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    assert parallel.choose("auto", {}) == parallel.choose("ddp", dict(fsdp)) == "ddp"
-    assert parallel.choose("auto", environ := dict(fsdp)) == "fsdp"
+    assert parallel.choose_parallel("auto", {}) == parallel.choose_parallel("ddp", dict(fsdp)) == "ddp"
+    assert parallel.choose_parallel("auto", environ := dict(fsdp)) == "fsdp"
     assert "ACCELERATE_USE_FSDP" not in environ  # nobody wraps the model once more
-    assert parallel.choose("hybrid", {}) == "hybrid"
+    assert parallel.choose_parallel("hybrid", {}) == "hybrid"
     with pytest.raises(InputError, match="offload"):
-        parallel.choose("auto", {**fsdp, "FSDP_OFFLOAD_PARAMS": "true"})
+        parallel.choose_parallel("auto", {**fsdp, "FSDP_OFFLOAD_PARAMS": "true"})
     with pytest.raises(InputError, match="shard_size"):
-        parallel.choose("auto", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
+        parallel.choose_parallel("auto", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
 
 
 def test_units_are_blocks():

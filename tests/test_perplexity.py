@@ -13,7 +13,15 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import perplexity as module
-from nalanda_eval.perplexity import measure, perplexity, ratio, score, spans, surprisal, tokenised
+from nalanda_eval.perplexity import (
+    measure_perplexity,
+    perplexity,
+    ratio,
+    score_spans,
+    spans,
+    surprisal,
+    tokenise_documents,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
 from transformers import MambaForCausalLM as Mamba
 from typer.testing import CliRunner
@@ -75,7 +83,7 @@ def test_every_token_is_scored_once_behind_its_row(monkeypatch):
     for at_once in (4096, 20):
         monkeypatch.setattr(module, "AT_ONCE", at_once)
         for length in (1, 16, 100):
-            for text, loss in zip(many, score(model, many, length), strict=True):
+            for text, loss in zip(many, score_spans(model, many, length), strict=True):
                 rows = [expected(model, text[a : b + 1]) for a, b in spans(len(text), length)]
                 np.testing.assert_allclose(loss, np.concatenate(rows), atol=1e-10)
 
@@ -90,8 +98,8 @@ def test_spans_cover_a_text_without_overlap():
 
 def test_totals_and_curve_are_the_tokens_own():
     model, many = build(), texts(60, 9, 33, 90)
-    found = measure(model, [(text, 5, 11) for text in many], window=8, length=32)
-    whole, parts = score(model, many, 32), score(model, many, 8)
+    found = measure_perplexity(model, [(text, 5, 11) for text in many], window=8, length=32)
+    whole, parts = score_spans(model, many, 32), score_spans(model, many, 8)
     mean, tokens = np.concatenate(whole).mean(), sum(len(text) - 1 for text in many)
     assert (found["tokens"], found["words"], found["bytes"], found["texts"]) == (tokens, 20, 44, 4)
     assert found["one_pass"]["perplexity"] == pytest.approx(math.exp(mean))
@@ -118,7 +126,7 @@ def test_totals_and_curve_are_the_tokens_own():
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity():
     model = build()
     torch.nn.init.zeros_(model.lm_head.weight)
-    found = measure(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
+    found = measure_perplexity(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
     for kind in ("one_pass", "windows"):
         assert found[kind]["perplexity"] == pytest.approx(V)
         assert found[kind]["stderr"] == pytest.approx(0, abs=1e-9)
@@ -136,9 +144,9 @@ def test_the_error_of_a_ratio():
 def test_what_a_model_cannot_read_is_said(monkeypatch):
     gpt = foreign(GPT2LMHeadModel, GPT2Config, n_head=2, n_positions=16)
     many = [(text, 1, 1) for text in texts(40)]
-    assert measure(gpt, many, 8, 16)["tokens"] == 39
+    assert measure_perplexity(gpt, many, 8, 16)["tokens"] == 39
     with pytest.raises(InputError, match="rows of 32 tokens: lower --length"):
-        measure(gpt, many, 8, 32)
+        measure_perplexity(gpt, many, 8, 32)
     monkeypatch.setattr(module, "AT_ONCE", 8)
     with pytest.raises(InputError, match="mamba hands no state on: --length up to 8"):
         surprisal(foreign(Mamba, MambaConfig, state_size=4), torch.from_numpy(many[0][0])[None])
@@ -173,7 +181,9 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     model, corpus = build(), str(folder / "corpus")
 
     def read(data, model=model, limit=99):
-        return [(tokenizer.decode(t), w, b) for t, w, b in tokenised(model, tokenizer, data, limit=limit)]
+        return [
+            (tokenizer.decode(t), w, b) for t, w, b in tokenise_documents(model, tokenizer, data, limit=limit)
+        ]
 
     apart = module.text_data(corpus, [], joined=False)
     end = "<|endoftext|>"
@@ -227,14 +237,14 @@ def test_as_many_tokens_are_scored_as_asked(folder, tokenizer, name, limit):
     model = build()
     model.config.bos_token_id = None if name == "no bos" else 0
     data = module.text_data(str(folder / "novel.md"), [], joined=name == "joined")
-    read = list(tokenised(model, tokenizer, data, limit=limit))
-    assert measure(model, read, 16, 64)["tokens"] == limit
+    read = list(tokenise_documents(model, tokenizer, data, limit=limit))
+    assert measure_perplexity(model, read, 16, 64)["tokens"] == limit
     assert read[0][2] == limit + (name == "no bos")  # bytes: each is a token here
 
 
 def test_a_character_that_is_cut_counts_whole(tokenizer, tmp_path):
     (tmp_path / "a.md").write_text("aé")
-    [(tokens, words, size)] = tokenised(
+    [(tokens, words, size)] = tokenise_documents(
         build(), tokenizer, DataConfig(source=str(tmp_path / "a.md")), limit=2
     )
     assert (len(tokens), words, size) == (3, 1, 3)

@@ -21,10 +21,10 @@ from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import prepare as preparing
 from nalanda.data.corpus import held_out
 from nalanda.data.inspect import check_set, inspect
-from nalanda.data.loader import PackedBatches, encoder
+from nalanda.data.loader import PackedBatches
 from nalanda.data.prepare import Preparation, begin, prepare
-from nalanda.data.token_set import SumCheck, is_prepared, open_set
-from nalanda.data.tokenizer import fingerprint
+from nalanda.data.token_set import SumCheck, is_token_set, open_set
+from nalanda.data.tokenizer import encoder, tokenizer_fingerprint
 from nalanda_cli import app
 
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
@@ -73,8 +73,8 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
     """Document by document `encoder`'s tokens, in the order of the files, held out by `held_out`."""
     data = DataConfig(source=str(corpus(tmp_path / "in")), validation_share=0.2)
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=4000)
-    assert is_prepared(tmp_path / "out")
-    assert not is_prepared(tmp_path / "in")
+    assert is_token_set(tmp_path / "out")
+    assert not is_token_set(tmp_path / "in")
     assert len(index["train"]["shards"]) > 6
     texts = records(300)
     encode = encoder(tokenizer, data)
@@ -112,7 +112,7 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
             found.document(found.documents)
     settings = open_set(tmp_path / "out", "train").settings
     assert settings["bos"] is settings["eos"] is True
-    assert settings["tokenizer"] == fingerprint(tokenizer)
+    assert settings["tokenizer"] == tokenizer_fingerprint(tokenizer)
     assert (settings["vocab_size"], settings["dtype"]) == (257, "uint16")
 
 
@@ -163,7 +163,7 @@ def test_goes_on_behind_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
     out = tmp_path / "out"
     killed(place, lambda: prepare(data, byte_tokenizer, out, shard_bytes=3000))
-    assert not is_prepared(out)
+    assert not is_token_set(out)
     with pytest.raises(InputError, match="does not exist"):
         open_set(out, "train")
     before = {p: p.stat().st_mtime_ns for p in out.glob("train/[0-9]*")}
@@ -333,7 +333,7 @@ def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, 
     assert "2.jsonl, line 31" in capsys.readouterr().out
     jobs = len(Preparation(out).jobs)
     assert len(list(out.glob("preparing/0*.json"))) == jobs - 1
-    assert not is_prepared(out)
+    assert not is_token_set(out)
 
 
 def test_disk_full(tmp_path, byte_tokenizer, monkeypatch):
@@ -638,7 +638,7 @@ def test_an_empty_corpus_is_no_set(tmp_path, byte_tokenizer):
     (tmp_path / "in.jsonl").write_bytes(lines([{"text": " "}]))
     with pytest.raises(InputError, match="no document with text"):
         prepare(DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out")
-    assert not is_prepared(tmp_path / "out")
+    assert not is_token_set(tmp_path / "out")
 
 
 def test_joined_keeps_blank_lines(tmp_path, byte_tokenizer):
@@ -742,7 +742,7 @@ def test_slurm_gets_an_array_and_an_index_behind_it(tmp_path, byte_tokenizer, mo
     with pytest.raises(InputError, match="--slurm-partition"):
         prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2)
     prepare_with("slurm", data, byte_tokenizer, str(out), tasks=2, shard_bytes=3000, slurm=slurm)
-    assert not is_prepared(out)
+    assert not is_token_set(out)
     calls = (tmp_path / "calls").read_text()
     for part in (
         "--partition=cpu",

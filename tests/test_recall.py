@@ -19,12 +19,12 @@ from nalanda_eval.recall import (
     count,
     grows,
     models,
-    most_parameters,
+    most_recall_parameters,
     override,
     parse,
-    plan,
+    plan_recall,
     recall,
-    run,
+    run_recall,
     runs,
     with_parameters,
     with_state,
@@ -291,7 +291,7 @@ def test_a_trivial_task_is_learnt_and_nothing_is_without_labels_or_mixer(monkeyp
     leave no more than chance, so that the answer cannot come from anywhere else."""
     model = {**MODEL, **parse("deltanet", "silu"), "hidden_size": 32, "num_hidden_layers": 1}
     training = Training(steps=150, batch_size=32, lr=1e-2, rows=128, points=2)
-    assert run(model, TINY_MQAR, 0, training)["score"] > 0.9
+    assert run_recall(model, TINY_MQAR, 0, training)["score"] > 0.9
 
     batch = MQAR.batch
 
@@ -304,23 +304,23 @@ def test_a_trivial_task_is_learnt_and_nothing_is_without_labels_or_mixer(monkeyp
     short = dataclasses.replace(training, steps=60)
     with monkeypatch.context() as patch:
         patch.setattr(MQAR, "batch", shuffled)
-        assert run(model, TINY_MQAR, 0, short)["score"] < 0.4
+        assert run_recall(model, TINY_MQAR, 0, short)["score"] < 0.4
     with monkeypatch.context() as patch:
         patch.setattr(MIXERS["deltanet"], "read_out", lambda self, o, heads, x: torch.zeros_like(x))
-        assert run(model, TINY_MQAR, 0, short)["score"] < 0.4
+        assert run_recall(model, TINY_MQAR, 0, short)["score"] < 0.4
 
 
 @BY_NAME
 def test_every_task_trains_and_its_record_is_json(task):
     training = Training(steps=2, batch_size=4, rows=4, points=1)
     before = torch.random.get_rng_state()
-    record = run(TINY | parse("deltanet", "silu"), task, 0, training)
+    record = run_recall(TINY | parse("deltanet", "silu"), task, 0, training)
     assert torch.equal(before, torch.random.get_rng_state())
     assert json.loads(json.dumps(record)) == record
     assert len(record["scores"]) == len(record["cases"]) == len(task.cases)
     assert record["curve"][-1][0] == 2
     assert record["settings"]["task"]["name"] == task.name
-    again = run(TINY | parse("deltanet", "silu"), task, 0, training)
+    again = run_recall(TINY | parse("deltanet", "silu"), task, 0, training)
     assert again | {"seconds": 0} == record | {"seconds": 0}
     if task.error:
         assert record["reference"][-1] < 1e-3 < record["reference"][0]
@@ -331,8 +331,8 @@ def test_every_task_trains_and_its_record_is_json(task):
 
 def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
     candidates, refused = models([*MIXERS, "deltanet:allow_neg_eigval=true"], ["own", "nala"], MODEL)
-    cells, notes = plan([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
-    most = most_parameters(MODEL)
+    cells, notes = plan_recall([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
+    most = most_recall_parameters(MODEL)
     for cell in cells:
         config = configured(cell.model, cell.task.vocab_size)
         assert abs(count(cell.model) / most - 1) < CLOSE
@@ -351,12 +351,14 @@ def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
 def test_the_record_counts_the_model_that_was_matched():
     task = Regression(examples=(1, 2))
     model = with_state(MODEL | TINY | parse("retention", None), 2048)
-    record = run(model, task, 0, Training(steps=1, batch_size=2, rows=2, points=1))
+    record = run_recall(model, task, 0, Training(steps=1, batch_size=2, rows=2, points=1))
     net = recall_module.Reader(configured(model, 1), task)
     assert record["parameters"] == sum(p.numel() for p in net.parameters())
     assert record["state_bytes"] == model["head_dim"] ** 2 * model["expand_v"] * 4
     assert not record["state_grows"]
-    softmax = run(TINY | parse("softmax", None), task, 0, Training(steps=1, batch_size=2, rows=2, points=1))
+    softmax = run_recall(
+        TINY | parse("softmax", None), task, 0, Training(steps=1, batch_size=2, rows=2, points=1)
+    )
     assert softmax["state_bytes"] == 5 * 2 * 8 * 4  # five tokens' keys and values
     assert softmax["state_grows"]
 
@@ -377,7 +379,9 @@ def test_finished_runs_are_kept_and_a_killed_grid_goes_on(tmp_path, monkeypatch)
     whole = list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1))
     trained = []
     monkeypatch.setattr(
-        recall_module, "run", lambda *job, device: trained.append(job[2]) or run(*job, device=device)
+        recall_module,
+        "run_recall",
+        lambda *job, device: trained.append(job[2]) or run_recall(*job, device=device),
     )
     assert list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1)) == whole
     assert trained == []
@@ -407,7 +411,7 @@ def test_rates_are_chosen_by_validation_and_spreads_are_over_seeds():
     def record(seed, training, validation, score):
         shared = {"cases": [2], "parameters": 1, "state_bytes": 2, "state_grows": False}
         return {
-            "settings": recall_module.settings(model, task, seed, training),
+            "settings": recall_module.recall_settings(model, task, seed, training),
             "scores": [score],
             "score": score,
             "validation": validation,
@@ -421,7 +425,9 @@ def test_rates_are_chosen_by_validation_and_spreads_are_over_seeds():
         record(0, trainings[1], 0.4, 0.2),
         record(1, trainings[1], 0.8, 0.4),
     ]
-    [row] = recall_module.summary([recall_module.Cell(task, "parameters", "x", model)], records, 2, trainings)
+    [row] = recall_module.summary(
+        [recall_module.RecallTrial(task, "parameters", "x", model)], records, 2, trainings
+    )
     assert row["lr"] == 1e-2
     assert row["score"] == pytest.approx(0.3)
     assert row["spread"] == pytest.approx(0.02**0.5)

@@ -110,10 +110,10 @@ def test_the_list(tmp_path, monkeypatch):
     assert found["failed"].problem == "the loss is nan"
     assert found["no-yaml"].problem == "config.yaml is not YAML"
     assert found["bare"].problem == "config.yaml is missing"
-    assert [run["name"] for run in json.loads(runs.to_json(list(found.values())))] == list(found)
+    assert [run["name"] for run in json.loads(runs.runs_to_json(list(found.values())))] == list(found)
 
     console = Console(width=120, record=True, file=io.StringIO())
-    runs.show(list(found.values()), console)
+    runs.print_runs(list(found.values()), console)
     text = console.export_text()
     for part in (
         "40/100",
@@ -127,18 +127,18 @@ def test_the_list(tmp_path, monkeypatch):
         assert part in text, part
     # Elsewhere a run is judged by its last sign of life.
     monkeypatch.setattr(platform, "node", lambda: "another")
-    assert runs.read(tmp_path / "gone").state == "running"
+    assert runs.read_run(tmp_path / "gone").state == "running"
     old = time.time() - runs.SILENT - 60
     for file in (tmp_path / "deep" / "live").iterdir():
         os.utime(file, (old, old))
-    assert runs.read(tmp_path / "deep" / "live").state == "stale"
+    assert runs.read_run(tmp_path / "deep" / "live").state == "stale"
 
 
 def test_events_and_their_losses_are_no_losses(tmp_path):
     folder = make(
         tmp_path / "run", lines=losses(30, events={30: "skipped", 7: "rollback"}), facts={"step": 20}
     )
-    run = runs.read(folder)
+    run = runs.read_run(folder)
     assert run.loss == pytest.approx(3 + 5 * math.exp(-29 / 9))
     assert run.step == 30
     c = curve(folder)

@@ -15,32 +15,32 @@ from nalanda_eval.studies import report as study_report
 from nalanda_eval.studies import study as module
 from nalanda_eval.studies.report import (
     Interval,
-    Row,
-    differences,
+    ReportRow,
     judged,
+    paired_differences,
     pooled,
     report,
-    rows,
+    report_rows,
     table,
     verdict,
 )
 from nalanda_eval.studies.study import (
     NEAR,
-    Cell,
     Claim,
     Question,
-    begin,
+    Trial,
+    begin_study,
     bigram_settings,
     chosen,
     finalists,
     folder,
     language,
-    load,
-    plan,
+    load_study,
+    plan_trials,
+    prepare_text,
     ranking,
-    run,
+    run_study,
     screening,
-    tokenised,
 )
 from nalanda_eval.sweep import key, records
 from typer.testing import CliRunner
@@ -132,7 +132,7 @@ def finished(tmp_path_factory, text):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     folder = write(tmp_path_factory.mktemp("study") / "tiny")
-    run(folder, text=text, workers=1)
+    run_study(folder, text=text, workers=1)
     report(folder)
     return folder
 
@@ -146,7 +146,7 @@ def timeless(file: Path) -> dict[str, dict]:
 
 def test_every_seed_and_system_has_its_line(finished):
     got = records(finished / "runs.jsonl")
-    study, questions, lm = load(finished)
+    study, questions, lm = load_study(finished)
     first, _ = screening(study, questions, lm)
     last, _ = finalists(study, questions, lm, chosen(study, first, got))
     wanted = {key(asked) for cell in (*first, *last) for asked in cell.settings}
@@ -172,7 +172,7 @@ def test_every_seed_and_system_has_its_line(finished):
 
 def test_equal_models_have_equal_runs_of_a_seed_and_no_others(finished):
     """Runs of a seed see the same rows in the same order, whoever trains: twins do not differ by a digit."""
-    study, questions, lm = load(finished)
+    study, questions, lm = load_study(finished)
     first, _ = screening(study, questions, lm)
     got = records(finished / "runs.jsonl")
     for task in ("lm", "recall"):
@@ -189,7 +189,7 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
     finished, tmp_path, monkeypatch, fresh_accelerate
 ):
     """Row by row, and the loss is over the same labels; another seed has other rows."""
-    lm = load(finished)[2]
+    lm = load_study(finished)[2]
     got, rows = records(finished / "runs.jsonl"), {"model": [], "bigrams": []}
     lms = [r["settings"] for r in got.values() if "optim" in r["settings"] and r["settings"]["seed"] == 1]
     summed = summed_loss
@@ -213,7 +213,7 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
     monkeypatch.setattr(trainer, "summed_loss", note)
     monkeypatch.setattr(module, "Bigram", Noted)
     language(lms[0], lm, finished / "work" / "text", tmp_path)
-    record = module.bigrams(bigram_settings(1, lm), lm, finished / "work" / "text")
+    record = module.measure_bigrams(bigram_settings(1, lm), lm, finished / "work" / "text")
     assert rows["bigrams"] == rows["model"]
     assert len(rows["model"]) * 32 == record["tokens"]
     assert rows["labels"] > 0
@@ -226,11 +226,11 @@ def test_a_finished_study_trains_nothing_and_a_killed_one_goes_on(finished, tmp_
     shutil.copytree(finished, folder)
     file = folder / "runs.jsonl"
     before = file.read_bytes()
-    run(folder, text=text, workers=1)
+    run_study(folder, text=text, workers=1)
     assert file.read_bytes() == before
     lines = before.splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-2]) + lines[-2][:50])
-    run(folder, workers=1)  # the text of before
+    run_study(folder, workers=1)  # the text of before
     assert timeless(file) == timeless(finished / "runs.jsonl")
     assert len(file.read_text().splitlines()) == len(lines)
 
@@ -240,23 +240,23 @@ def test_another_text_is_refused_before_anything_is_trained(finished, tmp_path, 
     shutil.copytree(finished, folder)
     other = texts(tmp_path / "texts", seed=1)
     with pytest.raises(InputError, match="remove it, or give another folder"):
-        run(folder, text=other)
+        run_study(folder, text=other)
     shutil.rmtree(folder / "work")
     with pytest.raises(InputError, match="has runs on another text, mini, than texts"):
-        run(folder, text=other)
+        run_study(folder, text=other)
     assert (folder / "runs.jsonl").read_bytes() == (finished / "runs.jsonl").read_bytes()
 
 
 def test_a_run_that_diverges_is_recorded_as_that(tmp_path, text, fresh_accelerate):
     lm = LM | {"optim": {"lr": 1e30}, "train": LM["train"] | {"steps": 12}}
     folder = write(tmp_path / "wild", lm=lm)
-    study, questions, lm = load(folder)
-    place = tokenised(lm, text, folder / "work", 1)
+    study, questions, lm = load_study(folder)
+    place = prepare_text(lm, text, folder / "work", 1)
     cell = next(cell for cell in screening(study, questions, lm)[0] if cell.task == "lm")
     record = language(cell.settings[0], lm, place, folder / "work")
     assert "left out" in record["failed"]
     assert "score" not in record
-    places = rows([cell], {key(cell.settings[0]): record})
+    places = report_rows([cell], {key(cell.settings[0]): record})
     assert math.isnan(places[cell.system, "lm", cell.match].values[0])
     assert "diverged" in table(places)[0]
 
@@ -266,7 +266,7 @@ def test_a_run_that_diverges_is_recorded_as_that(tmp_path, text, fresh_accelerat
 
 @pytest.mark.parametrize("folder", [SHIPPED, SHIPPED / "quick"], ids=["study", "quick"])
 def test_the_shipped_systems_are_equal_in_what_they_are_said_to_be(folder):
-    study, questions, lm = load(folder)
+    study, questions, lm = load_study(folder)
     first, _ = screening(study, questions, lm)
     wanted = {
         "lm": recall.configured(lm["model"]).state_bytes(1, torch.float32),
@@ -306,34 +306,34 @@ def test_a_question_is_each_combination_and_the_systems_by_name():
 
 
 def test_a_rate_multiplies_both_tasks_rates(tmp_path):
-    study, _, lm = load(write(tmp_path))
+    study, _, lm = load_study(write(tmp_path))
     [[cell], [plain]] = (
-        plan("q", {"x": {"mixer": "softmax"} | extra}, ["lm"], {"lm": "parameters"}, [0], study, lm)[0]
+        plan_trials("q", {"x": {"mixer": "softmax"} | extra}, ["lm"], {"lm": "parameters"}, [0], study, lm)[0]
         for extra in ({"rate": 2}, {})
     )
     assert cell.settings[0]["optim"]["lr"] == 2 * plain.settings[0]["optim"]["lr"] == 6e-3
-    [cell] = plan(
+    [cell] = plan_trials(
         "q", {"x": {"mixer": "softmax", "rate": 2}}, ["recall"], {"recall": "parameters"}, [0], study, lm
     )[0]
     assert cell.settings[0]["training"]["lr"] == 2 * recall.Training().lr
 
 
 def test_softmax_has_no_row_at_equal_state_and_stands_there_with_its_own(tmp_path):
-    study, _, lm = load(write(tmp_path))
+    study, _, lm = load_study(write(tmp_path))
     for match in ("both", "state"):
-        cells, _ = plan("q", {"softmax": {"mixer": "softmax"}}, ["lm"], {"lm": match}, [0], study, lm)
+        cells, _ = plan_trials("q", {"softmax": {"mixer": "softmax"}}, ["lm"], {"lm": match}, [0], study, lm)
         assert [cell.match for cell in cells] == ["parameters"]
-    places = {("softmax", "lm", "parameters"): Row(cells[0], ({"state_grows": True},))}
+    places = {("softmax", "lm", "parameters"): ReportRow(cells[0], ({"state_grows": True},))}
     assert study_report.opponent(places, "softmax", "lm", "state") is places["softmax", "lm", "parameters"]
-    places = {("softmax", "lm", "parameters"): Row(cells[0], ({"state_grows": False},))}
+    places = {("softmax", "lm", "parameters"): ReportRow(cells[0], ({"state_grows": False},))}
     assert study_report.opponent(places, "softmax", "lm", "state") is None
 
 
 # ------------------------------ who goes to the finals, and the verdicts
 
 
-def cell(system: str, task: str, match: str = "parameters", seeds: tuple = (0,)) -> Cell:
-    return Cell(
+def cell(system: str, task: str, match: str = "parameters", seeds: tuple = (0,)) -> Trial:
+    return Trial(
         "q", system, task, match, tuple({"s": system, "t": task, "m": match, "seed": s} for s in seeds)
     )
 
@@ -355,7 +355,7 @@ def test_ranks_are_means_over_columns_and_the_diverged_come_last():
 
 
 def test_who_is_in_the_finals_anyway_is_not_chosen_again(finished):
-    study, questions, lm = load(finished)
+    study, questions, lm = load_study(finished)
     first, _ = screening(study, questions, lm)
     assert chosen(study, first, records(finished / "runs.jsonl")) == {"readings": "nala(power=3)"}
 
@@ -374,13 +374,13 @@ def test_intervals_are_students():
 def test_differences_are_paired_by_seed():
     a, b = cell("a", "lm", seeds=(1, 2, 3)), cell("b", "lm", seeds=(1, 2, 3))
     first, second = (
-        Row(c, tuple({"score": s} for s in scores))
+        ReportRow(c, tuple({"score": s} for s in scores))
         for c, scores in ((a, (5.0, 6.0, 7.0)), (b, (5.2, 6.2, 7.2)))
     )
-    gap = Interval.of(differences(first, second))
+    gap = Interval.of(paired_differences(first, second))
     assert gap.mean == pytest.approx(-0.2)
     assert gap.half < 1e-9
-    assert differences(first, Row(b, ({"score": 1.0}, {}, {"score": 2.0}))) is None
+    assert paired_differences(first, ReportRow(b, ({"score": 1.0}, {}, {"score": 2.0}))) is None
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_pooled_differences_average_mixers_and_matches_within_a_seed():
         ("y + b", "lm", "parameters"): (4.1, 4.1), ("y + a", "lm", "state"): (4.0, 4.0),
     }  # fmt: skip
     places = {
-        place: Row(cell(*place, seeds=(1, 2)), tuple({"score": s} for s in scores))
+        place: ReportRow(cell(*place, seeds=(1, 2)), tuple({"score": s} for s in scores))
         for place, scores in values.items()
     }
     found = pooled(places, ["x + ", "y + "], "a", "b", "lm")
@@ -425,17 +425,17 @@ def test_pooled_differences_average_mixers_and_matches_within_a_seed():
 
 @pytest.mark.parametrize(("lm", "right", "changes"), [(-0.1, 0, True), (0.0, 5, False), (-0.1, -5, False)])
 def test_the_default_changes_only_for_a_better_loss_and_no_worse_recall(finished, lm, right, changes):
-    study, questions, lm_recipe = load(finished)
+    study, questions, lm_recipe = load_study(finished)
     got = records(finished / "runs.jsonl")
     first, _ = screening(study, questions, lm_recipe)
     last, _ = finalists(study, questions, lm_recipe, chosen(study, first, got))
-    places = rows(last, got)
+    places = report_rows(last, got)
     for place, row in places.items():
         gain = (lm if place[1] == "lm" else right / 100) if "power=3" in place[0] else 0.0
         noise = (0.0, 0.001)
         base = 5.0 if place[1] == "lm" else 0.5
         records_ = tuple(r | {"score": base + gain + e} for r, e in zip(row.records, noise, strict=True))
-        places[place] = Row(row.cell, records_)
+        places[place] = ReportRow(row.cell, records_)
     # Both seeds shift alike: the differences have no spread.
     lines = study_report.decided(study, questions, first, got, places)
     assert ("changes to nala(power=3)" in lines[1]) is changes
@@ -487,7 +487,7 @@ def test_a_report_of_half_a_study_decides_nothing(finished, tmp_path):
     (folder / "runs.jsonl").write_text("".join(lines[:3]))
     report(folder)
     assert (folder / "RESULTS.md").read_text().startswith("# The screening is not finished.")
-    study, questions, lm = load(folder)
+    study, questions, lm = load_study(folder)
     first, _ = screening(study, questions, lm)
     count = len({key(c.settings[0]) for c in first})
     (folder / "runs.jsonl").write_text("".join(lines[: count + 1]))
@@ -510,11 +510,11 @@ def test_a_study_may_decide_and_claim_nothing_and_ask_twice(finished, tmp_path):
 
 
 def test_claims_name_the_chosen_form(finished):
-    study, questions, lm = load(finished)
+    study, questions, lm = load_study(finished)
     got = records(finished / "runs.jsonl")
     first, _ = screening(study, questions, lm)
     best = chosen(study, first, got)
-    found = judged(study, best, rows(finalists(study, questions, lm, best)[0], got))
+    found = judged(study, best, report_rows(finalists(study, questions, lm, best)[0], got))
     assert {(claim.claim, task, match) for claim, task, match, *_ in found} == {
         (claim, *place)
         for claim in ("NaLa wins", "NaLa is as good")
@@ -575,7 +575,7 @@ def test_the_shipped_records_give_the_shipped_results(tmp_path):
 )
 def test_what_cannot_work_is_said_in_a_line(tmp_path, change, says):
     with pytest.raises(InputError, match=says):
-        load(write(tmp_path, TINY | change))
+        load_study(write(tmp_path, TINY | change))
 
 
 def test_a_new_folder_gets_the_shipped_study(tmp_path, monkeypatch):
@@ -584,14 +584,14 @@ def test_a_new_folder_gets_the_shipped_study(tmp_path, monkeypatch):
     assert folder() == Path("runs/study")
     assert folder("mine") == Path("mine")
     for place, source in ((folder("mine"), SHIPPED), (folder(quick=True), SHIPPED / "quick")):
-        begin(place, quick=place.name == "study-quick")
-        assert load(place)[0].finals.seeds
+        begin_study(place, quick=place.name == "study-quick")
+        assert load_study(place)[0].finals.seeds
         for name in ("study.yaml", "lm.yaml"):
             assert (place / name).read_text() == (source / name).read_text()
     Path("full").mkdir()
     Path("full/thesis.tex").write_text("")
     with pytest.raises(InputError, match="holds files and no study"):
-        begin(folder("full"))
+        begin_study(folder("full"))
     monkeypatch.chdir(SHIPPED.parents[1])
     assert folder() == Path("recipes/study")
 

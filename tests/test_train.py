@@ -24,11 +24,12 @@ from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
-from nalanda.data.tokenizer import fingerprint
+from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
 from nalanda.train import log as metrics
 from nalanda.train.build import build_model, open_batches
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -70,7 +71,7 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
 
 def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
     expected, loss = one_big_batch
-    (line,) = metrics.read(run_dir / "metrics.jsonl")
+    (line,) = metrics.read_metrics(run_dir / "metrics.jsonl")
     assert line["loss"] == pytest.approx(loss, rel=1e-6)
     found = gradients(run_dir)
     assert found.keys() == expected.keys()
@@ -100,7 +101,7 @@ def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(rec
             configured(recipe, tmp_path / name, *ONE_STEP, "train.steps=2", "train.micro_batch_size=2")
         )
     resumed, alone = (
-        [line["loss"] for line in metrics.read(tmp_path / name / "metrics.jsonl")]
+        [line["loss"] for line in metrics.read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("run", "alone")
     )
     assert len(resumed) == 2
@@ -123,14 +124,14 @@ def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypa
 
 
 def test_a_run_leaves_a_model(whole):
-    lines = list(metrics.read(whole / "metrics.jsonl"))
+    lines = list(metrics.read_metrics(whole / "metrics.jsonl"))
     train = [line for line in lines if "loss" in line]
     assert [line["step"] for line in train] == list(range(1, 25))
     assert [line["step"] for line in lines if "val_loss" in line] == [10, 20, 24]
     assert train[-1]["tokens"] == 24 * 256
     assert train[-1]["loss"] < train[0]["loss"] - 0.5
     assert all(line["tokens_per_second"] > 0 and line["mfu"] > 0 for line in train)
-    assert [p.name for p in checkpoint.steps(whole / "checkpoints")] == [
+    assert [p.name for p in checkpoint_folders(whole / "checkpoints")] == [
         f"step-{n}" for n in (5, 10, 15, 20, 24)
     ]
     facts = json.loads((whole / "final" / "run.json").read_text())
@@ -156,7 +157,7 @@ def test_the_schedule_reaches_the_optimizer(recipe, tmp_path, monkeypatch):
     loop.train(config)
     expected = [3e-3 / 2, 3e-3, 3e-3 * (0.1 + 0.9 / 2), 3e-4]
     assert [rate for (rate,) in rates] == pytest.approx(expected)
-    assert [line["lr"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
+    assert [line["lr"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
         expected
     )
 
@@ -174,7 +175,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
         kept = targets != -100
         chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         total, count = total - chosen[kept].sum().item(), count + int(kept.sum())
-    last = [line for line in metrics.read(whole / "metrics.jsonl") if "val_loss" in line][-1]
+    last = [line for line in metrics.read_metrics(whole / "metrics.jsonl") if "val_loss" in line][-1]
     assert last["val_tokens"] == count
     assert last["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
@@ -185,7 +186,7 @@ def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, 
     weights = safetensors.torch.load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     bf16, fp32 = (
-        [m["loss"] for m in metrics.read(run / "metrics.jsonl") if "loss" in m]
+        [m["loss"] for m in metrics.read_metrics(run / "metrics.jsonl") if "loss" in m]
         for run in (tmp_path / "run", whole)
     )
     assert bf16 == pytest.approx(fp32, rel=0.02)
@@ -203,7 +204,7 @@ def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
     loop.train(configured(recipe, tmp_path / "run", model, "train.steps=3", "validation.every=0"))
     assert json.loads((tmp_path / "run" / "final" / "run.json").read_text())["documents_kept_apart"] is apart
     assert ("packed documents see one another" in capsys.readouterr().out) is not apart
-    losses = [line["loss"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")]
+    losses = [line["loss"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(5.77, abs=0.2)  # ln 320
     assert losses[2] < losses[0]
 
@@ -221,7 +222,7 @@ def test_the_exported_tokenizer_pads_and_the_runs_own_does_not(whole, recipe, tm
     assert together == apart
     own = AutoTokenizer.from_pretrained(whole / "tokenizer")
     assert own.pad_token is None
-    assert fingerprint(own) == fingerprint(tokenizer)
+    assert tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
     # Trained on with the exported one: eos is a token like any other.
     config = configured(recipe, tmp_path / "run", f"tokenizer={whole / 'final'}", "model={auto: llama}")
     assert build_model_config(config, tokenizer).pad_token_id is None
@@ -238,7 +239,7 @@ def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
     assert config["pad_token_id"] is None
     assert json.loads((run_dir / "run.json").read_text())["documents_kept_apart"] is False
     assert "this model lets packed documents see one another" in capsys.readouterr().out
-    losses = [line["loss"] for line in metrics.read(run_dir / "metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in metrics.read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     assert losses[3] < losses[0] - 0.1
     weights = safetensors.torch.load_file(run_dir / "final" / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
@@ -335,7 +336,7 @@ def test_sigkill_changes_nothing(recipe, tmp_path, whole):
 
     moments = [
         lambda: written() >= some,
-        lambda: len(checkpoint.steps(saves)) >= 4 and (any(saves.glob(".tmp-step-*")) or written() >= 21),
+        lambda: len(checkpoint_folders(saves)) >= 4 and (any(saves.glob(".tmp-step-*")) or written() >= 21),
     ]
     for moment in moments:
         process = start(recipe, run_dir, *slow)
@@ -364,8 +365,8 @@ def test_sigterm_saves_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch)
     assert stop.value.code == 143
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    last = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    assert checkpoint.step_of(last) in (7, 8)  # the step that it struck, or the one after
+    last = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert step_of(last) in (7, 8)  # the step that it struck, or the one after
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "interrupted"
     loop.train(config)
     assert outcome(tmp_path / "run") == outcome(whole)
@@ -397,7 +398,14 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     out = capsys.readouterr().out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out
-    assert [line["step"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["changes"][0]["step"] == 4
     assert facts["changes"][0]["optim.lr"] == [0.003, 0.001]
@@ -421,7 +429,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("kept", ["run.json", "metrics.jsonl"])
 def test_a_run_without_a_usable_checkpoint_is_refused_and_stays_as_it_is(stopped, kept):
     run, config = stopped
-    for path in checkpoint.steps(run / "checkpoints"):
+    for path in checkpoint_folders(run / "checkpoints"):
         (path / "trainer.json").write_text("{}")
     before = contents(run)
     with pytest.raises(
@@ -446,7 +454,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
         patch.setattr(checkpoint.Saver, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             loop.train(configured(recipe, run))
-    assert max(line["step"] for line in metrics.read(run / "metrics.jsonl")) == 5
+    assert max(line["step"] for line in metrics.read_metrics(run / "metrics.jsonl")) == 5
     loop.train(configured(recipe, run))
     assert outcome(run) == outcome(whole)
 
@@ -454,7 +462,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
 def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     run, _ = stopped
     chosen = configured(recipe, run, "train.resume=step-10")
-    checkpoint.mark(run / "checkpoints" / "step-10", "no step behind it was good")
+    mark_unsound(run / "checkpoints" / "step-10", "no step behind it was good")
     loop.train(configured(recipe, run, "train.resume=10", "train.steps=24"))
     out = capsys.readouterr().out
     assert "goes on from step-10" in out
@@ -568,7 +576,7 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
         content = (folder / f"step-{step}" / file).read_bytes()
         manifest["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / f"step-{step}" / "manifest.json").write_text(manifest_text(manifest))
-    checkpoint.mark(folder / "step-20", "no step behind it was good")
+    mark_unsound(folder / "step-20", "no step behind it was good")
     with pytest.raises(SystemExit) as ended:
         app(["verify", str(run), "--json"])
     assert ended.value.code == 1
@@ -653,13 +661,13 @@ def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path
         (prepared_set / name).write_bytes(before)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     loop.train(run)
-    before, saved = flipped(prepared_set / name), checkpoint.latest(tmp_path / "run" / "checkpoints")
+    before, saved = flipped(prepared_set / name), latest_checkpoint(tmp_path / "run" / "checkpoints")
     try:
         with pytest.raises(InputError, match=f"{name} is damaged"):
             loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
     finally:
         (prepared_set / name).write_bytes(before)
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == saved
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
 
 
@@ -671,12 +679,12 @@ def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, 
         (tmp_path / "data" / name / "a.jsonl").write_bytes(text)
     settings = [f"data.source={tmp_path / 'data'}", "train.steps=6"]
     loop.train(configured(recipe, tmp_path / "run", *settings))
-    file, saved = tmp_path / "data" / part / "a.jsonl", checkpoint.latest(tmp_path / "run" / "checkpoints")
+    file, saved = tmp_path / "data" / part / "a.jsonl", latest_checkpoint(tmp_path / "run" / "checkpoints")
     file.write_bytes(text.replace(b"state", b"estat", 1))
     settings[1] = "train.steps=8"
     with pytest.raises(InputError, match=f"{part}/a.jsonl has another content than when the checkpoint was"):
         loop.train(configured(recipe, tmp_path / "run", *settings))
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == saved
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     file.write_bytes(text)
     loop.train(configured(recipe, tmp_path / "run", *settings))
 
@@ -694,7 +702,9 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     said = capsys.readouterr()
     assert "2 documents above data.max_document_bytes were left out" in said.out
     assert "2 documents above data.max_document_bytes were left out among those read for val" in said.err
-    events = [line for line in metrics.read(run / "metrics.jsonl") if line.get("event") == "oversized"]
+    events = [
+        line for line in metrics.read_metrics(run / "metrics.jsonl") if line.get("event") == "oversized"
+    ]
     assert [event["documents"] for event in events] == [2]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from nalanda.config.load import load_config
 from nalanda.config.schema import RunConfig
-from nalanda.train import checkpoint
 from nalanda.train import log as metrics
+from nalanda.train.checkpoint_dir import latest_checkpoint
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
@@ -38,11 +38,11 @@ def start(
 
 def outcome(run_dir: Path) -> dict:
     """Everything that a resume could change: weights, moments, random states, data position, metrics."""
-    last = checkpoint.latest(run_dir / "checkpoints")
+    last = latest_checkpoint(run_dir / "checkpoints")
     files = json.loads((last / "manifest.json").read_text())["files"]
     lines = [
         {k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")}
-        for line in metrics.read(run_dir / "metrics.jsonl")
+        for line in metrics.read_metrics(run_dir / "metrics.jsonl")
     ]
     own = torch.load(last / "rank-0.pt", weights_only=True)
     return {

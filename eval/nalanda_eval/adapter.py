@@ -24,17 +24,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nalanda.common.errors import InputError
 from nalanda.inference.load import bos_token
 from nalanda_eval import scoring
-from nalanda_eval.cache import Store, identify
+from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.scoring import Answer, Request
-from nalanda_eval.task_data import Source, read
+from nalanda_eval.task_data import TaskSource, read_rows
 
-__all__ = ["Scorer", "characters", "harness", "load_tasks"]
+__all__ = ["HarnessModel", "characters", "harness", "load_tasks"]
 
 
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
 
 
-class Scorer(HFLM):
+class HarnessModel(HFLM):
     """HFLM, with every text beginning as in training: with exactly one bos token, or with none.
 
     (The harness asks the tokenizer, which then counts twice in rolling perplexities and, for a tokenizer that
@@ -60,7 +60,7 @@ class Scorer(HFLM):
             max_length: tokens that the model sees at once; by default what its config says.
             whole: it sees texts of any length at once instead.
             share: read contexts once, see `scoring.answers`.
-            store: a file for the answers, see `store.Store`.
+            store: a file for the answers, see `cache.AnswerCache`.
             processes: the state of a launch of several.
             advance: called with the number of characters that were scored.
         """
@@ -74,8 +74,8 @@ class Scorer(HFLM):
         )
         self.bos = bos_token(model, tokenizer)
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
-        self.identity = identify(model)
-        self.store = Store(store, self.identity)
+        self.identity = model_identity(model)
+        self.store = AnswerCache(store, self.identity)
         self.processes, self.advance = processes, advance
         self.answered = self.found = 0  # log-likelihoods; those of them that the store had
 
@@ -158,7 +158,7 @@ def _length(request: Request) -> int:
     return len(context) + len(continuation)
 
 
-def load_tasks(sources: list[Source]) -> dict[str, dict]:
+def load_tasks(sources: list[TaskSource]) -> dict[str, dict]:
     """The harness's task objects, zero-shot unless their file says otherwise.
 
     Raises:
@@ -182,7 +182,7 @@ def load_tasks(sources: list[Source]) -> dict[str, dict]:
     return tasks
 
 
-def _load(manager: TaskManager, source: Source) -> Any:
+def _load(manager: TaskManager, source: TaskSource) -> Any:
     hint = "" if source.task_file or source.documents else " (without the hub: --data DIR)"
     try:
         config = _config(source)
@@ -196,7 +196,7 @@ def _load(manager: TaskManager, source: Source) -> Any:
         raise InputError(f"task {source.name} cannot be loaded{hint}: {reason}") from error
 
 
-def _config(source: Source) -> str | dict[str, Any]:
+def _config(source: TaskSource) -> str | dict[str, Any]:
     """What the harness's loader takes: a name, or a task's configuration with its data where they are."""
     if source.task_file:
         config = load_yaml(source.task_file)
@@ -210,7 +210,7 @@ def _config(source: Source) -> str | dict[str, Any]:
     config = load_yaml(OFFICIAL / source.local.official)
     if source.documents:
         split = source.local.split
-        rows = read(source.documents, source.local)
+        rows = read_rows(source.documents, source.local)
         config |= {
             "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
             "training_split": None,

@@ -23,14 +23,14 @@ from nalanda.bench.baselines import token_mixers
 from nalanda.common.errors import InputError, output_folder
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, check_seed
-from nalanda.data.offline import offline
+from nalanda.data.offline import use_mirror
 from nalanda.data.tokenizer import build_tokenizer
-from nalanda.inference.load import bos_token, choose_device, load
+from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.train.build import build_model
 from nalanda.train.log import versions
 from nalanda_eval.perplexity import documents
-from nalanda_eval.plots import draw
+from nalanda_eval.plots import draw_analysis
 
 WINDOWS = [i / 50 for i in range(51)]  # of the local score
 DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)  # of queries; norms in units of √K
@@ -77,7 +77,7 @@ def relative_std(values: Tensor) -> Tensor:
     return values.std(0) / values.mean(0)
 
 
-def measure(weights: Tensor) -> dict[str, Any]:
+def measure_layer(weights: Tensor) -> dict[str, Any]:
     """One layer's weights `[B, H, T, T]`: means over texts, rows and heads, and (`heads`) head by head."""
     weights = weights if weights.dtype == torch.float64 else weights.float()
     heads = {
@@ -129,7 +129,7 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]:
-    """`measure` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer that has no weights.
+    """`measure_layer` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer that has no weights.
 
     Each layer's `[B, H, T, T]` is measured where it arises and dropped before the next one's.
     """
@@ -138,12 +138,12 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
     square = (rows.shape[1], rows.shape[1])
 
     def own(mixer: Any, args: tuple) -> None:
-        found[mixer] = measure(mixer.weights(args[0]))
+        found[mixer] = measure_layer(mixer.weights(args[0]))
 
     def foreign(mixer: nn.Module, args: tuple, output: Any) -> None:
         for t in output if isinstance(output, tuple) else ():
             if isinstance(t, Tensor) and t.dim() == 4 and t.shape[-2:] == square:
-                found[mixer] = measure(t)
+                found[mixer] = measure_layer(t)
 
     with ExitStack() as hooks:
         if model.config.model_type == "nalanda":
@@ -275,11 +275,11 @@ def analyze(
         "versions": versions(),
         "notes": notes,
         "windows": WINDOWS,
-        "uniform": measure(uniform / uniform.sum(-1, keepdim=True)),
+        "uniform": measure_layer(uniform / uniform.sum(-1, keepdim=True)),
         "layers": layers,
         "map_entropy": map_entropy(head_dim or (config.hidden_size // heads if heads else 64), length, seed),
     }
-    result = finite(result | {"figures": [path.name for path in draw(result, directory)]})
+    result = finite(result | {"figures": [path.name for path in draw_analysis(result, directory)]})
     text = json.dumps(result, indent=1, allow_nan=False)
     (directory / "analysis.json").write_text(text + "\n", encoding="utf-8")
     return result, directory
@@ -295,11 +295,11 @@ def open_model(
         if overrides:
             raise InputError(f"{overrides[0]}: settings change a recipe, and {name} is a model")
         beside = path.parent if path.is_dir() else Path("runs", path.name)
-        return *load(name, **options), name, beside / "analysis"
-    config = offline(load_config(name, overrides or []))
+        return *load_model(name, **options), name, beside / "analysis"
+    config = use_mirror(load_config(name, overrides or []))
     run = Path(config.output_dir)
     if (run / "final" / "config.json").is_file() and not overrides:
-        return *load(str(run / "final"), **options), str(run / "final"), run / "analysis"
+        return *load_model(str(run / "final"), **options), str(run / "final"), run / "analysis"
     with tempfile.TemporaryDirectory() as scratch:
         parent = run if (run / "tokenizer").is_dir() else Path(scratch)
         tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")

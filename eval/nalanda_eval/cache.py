@@ -24,7 +24,7 @@ from nalanda_eval.scoring import Answer, Request
 ANSWER = struct.Struct("<d?")
 
 
-class Store:
+class AnswerCache:
     """Answers by what decides them: model, device, versions, code and the request's token ids.
 
     Where texts begin, how long ones are cut and what the tokenizer does stands in those ids; a model's name
@@ -33,7 +33,7 @@ class Store:
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any]):
-        """path: of an SQLite file that may be there already; None keeps nothing. identity: see `identify`."""
+        """path: an SQLite file, new or old; None keeps nothing. identity: see `model_identity`."""
         self.path = path
         self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
         with _one_line(path):
@@ -71,7 +71,7 @@ class Store:
         return hashlib.sha256(self.identity + tokens).digest()[:16]
 
 
-def identify(model: PreTrainedModel) -> dict[str, Any]:
+def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     """What an answer depends on besides its request."""
     config = model.config.to_dict()
     config.pop("_name_or_path", None)

@@ -5,10 +5,12 @@ import json
 from typing import Any
 
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.retry import persist
+from nalanda.common.text import redact
 from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, _official
 
 
-def fetch(tasks: list[str], directory: str) -> None:
+def fetch_tasks(tasks: list[str], directory: str) -> None:
     """Fills `directory` from the Hub with the files that `find` looks for there; those it has are kept.
 
     Raises:
@@ -38,8 +40,6 @@ def _from_hub(name: str, local: LocalData) -> Any:
     """The dataset that the harness's own task file names."""
     import datasets
 
-    from nalanda.common.retry import persist
-    from nalanda.common.text import redact
     from nalanda_eval.adapter import OFFICIAL, load_yaml
 
     task = load_yaml(OFFICIAL / local.official, resolve_func=False)

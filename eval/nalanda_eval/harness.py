@@ -56,11 +56,12 @@ from rich.progress import (
 
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 from nalanda.common.files import write_atomically
-from nalanda.inference.load import check_name, choose_device, load
+from nalanda.config.model_folder import check_name
+from nalanda.inference.load import choose_device, load_model
 from nalanda_eval import report
-from nalanda_eval.cache import Store
+from nalanda_eval.cache import AnswerCache
 from nalanda_eval.perplexity import ratio
-from nalanda_eval.task_data import find
+from nalanda_eval.task_data import find_tasks
 
 
 def evaluate(
@@ -78,7 +79,7 @@ def evaluate(
     trust_remote_code: bool = False,
     output: str | None = None,
 ) -> dict[str, Any]:
-    """Score models with lm-evaluation-harness; `report.show` prints what this returns.
+    """Score models with lm-evaluation-harness; `report.print_report` prints what this returns.
 
     Args:
         models: checkpoint directories or hub ids.
@@ -113,7 +114,7 @@ def evaluate(
     for model in models:
         check_name(model)
     device = None if device is None else choose_device(device)
-    sources, left_out = find(tasks, data)  # before the import, which takes many seconds
+    sources, left_out = find_tasks(tasks, data)  # before the import, which takes many seconds
     directory = None if output is None else _directory(Path(output))
 
     processes = launched()
@@ -123,7 +124,7 @@ def evaluate(
     # Bound now: stderr itself is silenced while the harness works.
     console = Console(file=sys.stderr, quiet=not main)
     with console.status("importing lm-evaluation-harness …"), _quiet():
-        from nalanda_eval.adapter import Scorer, characters, harness, load_tasks
+        from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
 
         loaded = load_tasks(sources)
 
@@ -162,14 +163,16 @@ def evaluate(
             progress.advance(bar, count)
 
         for i, name in enumerate(models):
-            model, tokenizer = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+            model, tokenizer = load_model(
+                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+            )
             if long == "whole":
                 _check_endless(model, name)
             start = time.perf_counter()
             title = name if len(name) <= 30 else f"…{name[-29:]}"
             progress.update(bar, description=f"{title} ({i + 1} of {len(models)})" if models[1:] else title)
             with _quiet():
-                scorer = Scorer(
+                scorer = HarnessModel(
                     model,
                     tokenizer,
                     batch_size=batch_size,
@@ -198,11 +201,11 @@ def evaluate(
             )
     if directory is not None and main:
         rows = io.StringIO(newline="")
-        csv.writer(rows).writerows(report.rows(results))
+        csv.writer(rows).writerows(report.result_rows(results))
         text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
         with _writing(directory):
             write_atomically(directory / "results.csv", rows.getvalue())
-            write_atomically(directory / "results.md", report.markdown(results))
+            write_atomically(directory / "results.md", report.results_markdown(results))
             write_atomically(directory / "results.json", text + "\n")
     return results
 
@@ -211,7 +214,7 @@ def _directory(path: Path) -> Path:
     """The directory of results, made and tried: answers of hours must not be lost for it."""
     with _writing(output_folder(path, "--output")):
         tempfile.TemporaryFile(dir=path).close()
-    Store(path / "answers.sqlite", {}).close()
+    AnswerCache(path / "answers.sqlite", {}).close()
     return path
 
 

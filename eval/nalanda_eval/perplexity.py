@@ -30,10 +30,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.text import duration
 from nalanda.config.load import load_config
+from nalanda.config.model_folder import check_name
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import SUFFIXES
-from nalanda.inference.load import bos_token, check_name, choose_device, load
+from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model.state import fingerprint
 from nalanda.train.log import versions
 from nalanda_eval.plots import COLOURS, GREY, MARKERS, STYLE
@@ -58,7 +59,7 @@ def perplexity(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Perplexity of models on a text, with its curve over positions; `show` prints what this returns.
+    """Perplexity of models on a text, with its curve over positions; `print_perplexity` prints it.
 
     Args:
         models: checkpoint directories or hub ids.
@@ -89,12 +90,12 @@ def perplexity(
     directory = output_folder(output, "--output")
     measured: list[dict[str, Any]] = []
     for name in models:
-        model, tokenizer = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        model, tokenizer = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         T = window or _trained_length(model)
         L = length or LONGEST * T
-        texts = list(tokenised(model, tokenizer, data, limit=tokens))
+        texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
         with _progress(name) as advance:
-            found = measure(model, texts, min(T, L), L, advance)
+            found = measure_perplexity(model, texts, min(T, L), L, advance)
         facts: dict[str, Any] = {"name": name, "fingerprint": fingerprint(model), "device": str(model.device)}
         facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
         measured.append(facts | found)
@@ -104,7 +105,7 @@ def perplexity(
         "versions": versions(),
         "models": measured,
     }
-    result["figures"] = [path.name for path in draw(result, directory)]
+    result["figures"] = [path.name for path in draw_perplexity(result, directory)]
     content = json.dumps(result, indent=1, allow_nan=False)
     (directory / "perplexity.json").write_text(content + "\n", encoding="utf-8")
     with (directory / "perplexity.csv").open("w", newline="", encoding="utf-8") as file:
@@ -141,7 +142,7 @@ def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
     yield from DocumentStream(corpus, seed=seed or 0, buffer_size=0, epochs=1).texts()
 
 
-def tokenised(
+def tokenise_documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, limit: int
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Texts as `(tokens, words, bytes)`, of which `limit` tokens are predicted: the last text ends there.
@@ -214,7 +215,7 @@ def surprisal(
     return torch.cat(found, 1)
 
 
-def score(
+def score_spans(
     model: PreTrainedModel,
     texts: list[np.ndarray],
     length: int,
@@ -243,7 +244,7 @@ def score(
     return found
 
 
-def measure(
+def measure_perplexity(
     model: PreTrainedModel,
     texts: list[tuple[np.ndarray, int, int]],
     window: int,
@@ -264,8 +265,8 @@ def measure(
 
     progress(0)
     try:
-        whole = score(model, ids, length, progress)
-        parts = score(model, ids, window, progress) if window < length else whole
+        whole = score_spans(model, ids, length, progress)
+        parts = score_spans(model, ids, window, progress) if window < length else whole
     except IndexError as error:  # positions that are learnt end somewhere
         raise InputError(f"the model cannot read rows of {length} tokens: lower --length") from error
     counts = np.array([len(loss) for loss in whole], float)
@@ -365,7 +366,7 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
         yield tell
 
 
-def draw(result: dict[str, Any], directory: Path) -> list[Path]:
+def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     """Perplexity by position, and what one pass gains over windows at the same tokens, as PNG and PDF."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -420,7 +421,7 @@ def _short(names: list[str]) -> list[str]:
     return [str(Path(*p)) for p in parts]
 
 
-def show(result: dict[str, Any], console: Console | None = None) -> None:
+def print_perplexity(result: dict[str, Any], console: Console | None = None) -> None:
     """The totals, and perplexity by distance from the beginning."""
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False)

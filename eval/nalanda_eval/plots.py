@@ -28,7 +28,7 @@ STYLE = {
 }  # fmt: skip
 
 
-def draw(result: dict[str, Any], directory: Path) -> list[Path]:
+def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     """One figure a question, each as PNG and PDF, from what `analyze` measured; returns their places."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def draw(result: dict[str, Any], directory: Path) -> list[Path]:
     return written
 
 
-def show(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
+def print_analysis(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
     """The table, a row a layer, and the places of the files."""
     console = console or Console(highlight=False)
     tenth = result["windows"].index(0.1)

@@ -1,7 +1,8 @@
 """What token mixers remember: small decoders, trained on generated tasks at equal parameters and equal state.
 
-A run is one model, task, seed and learning rate: `run` trains it and returns its record. `recall` plans a
-grid of them, trains what DIR/runs.jsonl has no record of, and leaves results.json, results.md and pictures.
+A run is one model, task, seed and learning rate: `run_recall` trains it and returns its record. `recall`
+plans a grid of them, trains what DIR/runs.jsonl has no record of, and writes results.json, results.md and
+pictures.
 """
 
 import contextlib
@@ -24,14 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
-from nalanda.common.text import nearest, size
+from nalanda.common.text import size, suggest
 from nalanda.config.load import parse_yaml
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
-from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
 from nalanda.model.options import check_names, check_types
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
@@ -101,7 +101,7 @@ def asked(labels: Tensor) -> Tensor:
     return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
 
 
-def run(
+def run_recall(
     model: dict[str, Any],
     task: Task,
     seed: int,
@@ -120,10 +120,10 @@ def run(
         seed: of the weights and of the training data.
 
     Returns:
-        `settings` (all of the above, and the record's key), `scores` of the test, one for each of `cases`,
-        and their mean `score`: accuracies, or relative errors of a regression, beside those of `reference`,
-        least squares; `validation`, their mean on rows that are neither trained nor tested, for choosing
-        settings by; `curve`, [step, training loss since the last, score on a part of the test];
+        `recall_settings` (all of the above, and the record's key), `scores` of the test, one for each of
+        `cases`, and their mean `score`: accuracies, or relative errors of a regression, beside those of
+        `reference`, least squares; `validation`, their mean on rows that are neither trained nor tested, for
+        choosing settings; `curve`, [step, training loss since the last, score on a part of the test];
         `parameters`; `state_bytes` after the longest trained length, and whether the state `grows`;
         `flops_per_token` of a forward pass at that length; `seconds`, `device`, `versions`.
 
@@ -156,15 +156,15 @@ def run(
         losses.append(loss.detach())
         if step in ends:
             loss_now = torch.stack(losses).mean().item()
-            curve.append([step, loss_now, fmean(evaluate(net, part))])
+            curve.append([step, loss_now, fmean(evaluate_recall(net, part))])
             losses.clear()
-    scores = evaluate(net, tests)
+    scores = evaluate_recall(net, tests)
     record = {
-        "settings": settings(model, task, seed, training),
+        "settings": recall_settings(model, task, seed, training),
         "cases": list(task.cases),
         "scores": scores,
         "score": fmean(scores),
-        "validation": fmean(evaluate(net, held_out(task, training.rows, "validation"))),
+        "validation": fmean(evaluate_recall(net, held_out(task, training.rows, "validation"))),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
         "state_bytes": config.state_bytes(length, torch.float32),
@@ -181,7 +181,7 @@ def run(
     return json.loads(json.dumps(record))  # as a file gives it back: tuples are lists
 
 
-def settings(model: dict[str, Any], task: Task, seed: int, training: Training) -> dict[str, Any]:
+def recall_settings(model: dict[str, Any], task: Task, seed: int, training: Training) -> dict[str, Any]:
     """All that a run follows from; as JSON it is the record's key."""
     return {
         "task": dataclasses.asdict(task),  # pyrefly: ignore[bad-argument-type]
@@ -218,7 +218,7 @@ def relative_error(guess: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def evaluate(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
     """The score on each batch: the share of right answers, or the relative error of float ones."""
     device, scores = net.decoder.device, []
     net.eval()
@@ -240,7 +240,7 @@ def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
     """Model keys of `name` or `name:option=value:option=value`, with a map where the mixer has one."""
     name, *options = mixer.split(":")
     if name not in MIXERS:
-        raise InputError(f"--mixers: unknown mixer {name!r}{nearest(name, MIXERS)}")
+        raise InputError(f"--mixers: unknown mixer {name!r}{suggest(name, MIXERS)}")
     if not all("=" in option for option in options):
         raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
     values = {name: parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
@@ -269,7 +269,7 @@ def models(
         own = MIXERS[parse(mixer, None)["mixer"]].map_name
         for feature_map in maps if own else (None,):
             if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
-                raise InputError(f"--maps: unknown map {feature_map!r}{nearest(feature_map, FEATURE_MAPS)}")
+                raise InputError(f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}")
             model = parse(mixer, own if feature_map == "own" else feature_map)
             try:
                 NalandaConfig(**base | model)
@@ -290,7 +290,7 @@ def count(model: dict[str, Any]) -> int:
         return sum(p.numel() for p in NalandaForCausalLM(configured(model)).parameters())
 
 
-def most_parameters(base: dict[str, Any]) -> int:
+def most_recall_parameters(base: dict[str, Any]) -> int:
     """Of the mixers with their own maps: what all models are brought to, whoever takes part."""
     found = []
     for name in MIXERS:
@@ -342,7 +342,7 @@ def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RecallTrial:
     """A row of the results: a model on a task, by the name of what it is matched in."""
 
     task: Task
@@ -351,15 +351,15 @@ class Cell:
     model: dict[str, Any]
 
 
-def plan(
+def plan_recall(
     tasks: Iterable[Task], candidates: list[dict[str, Any]], base: dict[str, Any],
     match: str, states: Iterable[int],
-) -> tuple[list[Cell], list[str]]:  # fmt: skip
+) -> tuple[list[RecallTrial], list[str]]:  # fmt: skip
     """The cells, all of them at equal parameters, and notes on what is left out."""
     matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
     if match != "parameters":
         matches += [(f"state {size(wanted)}", wanted) for wanted in states]
-    most, matched, refused = most_parameters(base), [], {}
+    most, matched, refused = most_recall_parameters(base), [], {}
     for (title, wanted), model in itertools.product(matches, candidates):
         try:
             sized = base | model if wanted is None else with_state(base | model, wanted)
@@ -367,18 +367,18 @@ def plan(
         except ValueError as error:
             refused.setdefault(f"{title}: {error}", []).append(label(model))
     notes = [f"left out at equal {reason}: {', '.join(names)}" for reason, names in refused.items()]
-    return [Cell(task, *model) for task in tasks for model in matched], notes
+    return [RecallTrial(task, *model) for task in tasks for model in matched], notes
 
 
-Job = tuple[dict[str, Any], Task, int, Training]  # the arguments of `run`
+Job = tuple[dict[str, Any], Task, int, Training]  # the arguments of `run_recall`
 
 
 def runs(jobs: Iterable[Job], device: str) -> Jobs:
     """The jobs as `grid` takes them."""
-    return {key(settings(*job)): partial(run, *job, device=device) for job in jobs}
+    return {key(recall_settings(*job)): partial(run_recall, *job, device=device) for job in jobs}
 
 
-def told(record: dict[str, Any]) -> str:
+def describe_recall(record: dict[str, Any]) -> str:
     chosen = record["settings"]
     return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
@@ -387,7 +387,7 @@ def told(record: dict[str, Any]) -> str:
 
 
 def summary(
-    cells: Iterable[Cell], records: Iterable[dict], seeds: int, trainings: list[Training]
+    cells: Iterable[RecallTrial], records: Iterable[dict], seeds: int, trainings: list[Training]
 ) -> list[dict]:
     """A row for each cell: means over seeds and standard deviations, at the learning rate with the best
     validation on average. Every run of the cells must be among the records."""
@@ -396,7 +396,7 @@ def summary(
     for cell in cells:
         sign = 1 if cell.task.error else -1
         by_lr = {
-            t.lr: [found[key(settings(cell.model, cell.task, seed, t))] for seed in range(seeds)]
+            t.lr: [found[key(recall_settings(cell.model, cell.task, seed, t))] for seed in range(seeds)]
             for t in trainings
         }
         lr = min(by_lr, key=lambda lr: sign * fmean(record["validation"] for record in by_lr[lr]))
@@ -459,7 +459,7 @@ def case_name(case: Any) -> str:
     return "–".join(map(str, case)) if isinstance(case, (tuple, list)) else f"{case:g}"
 
 
-def markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
+def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
     """The tables in Markdown."""
     blocks = [
         f"## {title}\n\n{markdown_table(header, lines)}" for title, header, lines in tables(rows, tasks)
@@ -467,7 +467,7 @@ def markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
     return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
 
 
-def show(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
+def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
     """Print the tables, one for each way of matching, without the learning rates."""
     for title, header, lines in tables(rows, tasks):
         console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -486,7 +486,7 @@ def show(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Co
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def draw(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
+def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
     """For each task the score by case, a panel for each way of matching, and, where states were matched, the
     mean score by state size. Bars are standard deviations over seeds."""
     import matplotlib
@@ -631,30 +631,30 @@ def recall(
     known, base, training = override(QUICK if quick else TASKS, overrides or [])
     for name in tasks or ():
         if name not in known:
-            raise InputError(f"--tasks: unknown task {name!r}{nearest(name, known)}")
+            raise InputError(f"--tasks: unknown task {name!r}{suggest(name, known)}")
     if match not in (None, "parameters", "state", "both"):
         raise InputError(f"--match: {match!r} is none of parameters, state, both")
     training = dataclasses.replace(training, steps=steps or (QUICK_STEPS if quick else training.steps))
     trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
     seeds = seeds or (1 if quick else 3)
     grid = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
-    cells: list[Cell] = []
+    cells: list[RecallTrial] = []
     notes: dict[str, None] = {}
     for every, some_mixers, some_maps, default in QUICK_GRID if quick and not (mixers or maps) else grid:
         asked_for = [known[name] for name in tasks or every if name in every or not quick]
         sizes = states or (QUICK_STATES if quick else STATES)
         candidates, refused = models(some_mixers, some_maps, base)
-        found, left_out = plan(asked_for, candidates, base, match or default, sizes)
+        found, left_out = plan_recall(asked_for, candidates, base, match or default, sizes)
         cells += found
         notes |= dict.fromkeys(refused + left_out)
     jobs = [(cell.model, cell.task, seed, t) for seed in range(seeds) for cell in cells for t in trainings]
-    records = follow(runs(jobs, device), output / "runs.jsonl", workers, console, told)
+    records = follow(runs(jobs, device), output / "runs.jsonl", workers, console, describe_recall)
     rows, lines = summary(cells, records, seeds, trainings), list(notes)
-    figures = draw(rows, known, output)
+    figures = draw_recall(rows, known, output)
     results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}
     write_atomically(output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    write_atomically(output / "results.md", markdown(rows, known, lines))
-    show(rows, known, lines, console)
+    write_atomically(output / "results.md", recall_markdown(rows, known, lines))
+    print_recall(rows, known, lines, console)
     console.print(f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True)
     return rows
 
@@ -670,14 +670,14 @@ def override(
         if not equals or not name:
             raise InputError(f"{text!r}: write SECTION.KEY=VALUE")
         if section not in (*tasks, "model", "training"):
-            raise InputError(f"unknown section {section!r}{nearest(section, [*tasks, 'model', 'training'])}")
+            raise InputError(f"unknown section {section!r}{suggest(section, [*tasks, 'model', 'training'])}")
         changes.setdefault(section, {})[name] = listless(parse_yaml(value, text))
 
     def changed(section: str, thing: Any) -> Any:
         known = {field.name: field.type for field in dataclasses.fields(thing)}
         for name in changes.get(section, {}):
             if name not in known:
-                raise InputError(f"unknown setting {section}.{name}{nearest(name, known)}")
+                raise InputError(f"unknown setting {section}.{name}{suggest(name, known)}")
         try:
             check_types(changes.get(section, {}), known, f"{section}.")
             return dataclasses.replace(thing, **changes.get(section, {}))

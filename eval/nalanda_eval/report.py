@@ -92,7 +92,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def rows(results: dict[str, Any]) -> list[list[Any]]:
+def result_rows(results: dict[str, Any]) -> list[list[Any]]:
     """A header, and one row a model, task and metric, figures as they are, none rounded."""
     of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
     of_task = ("documents", "fingerprint", "version")
@@ -109,7 +109,7 @@ def rows(results: dict[str, Any]) -> list[list[Any]]:
     ]
 
 
-def markdown(results: dict[str, Any]) -> str:
+def results_markdown(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     blocks = []
     if table4 := suite(results):
@@ -128,7 +128,7 @@ def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> 
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
 
 
-def show(results: dict[str, Any], console: Console | None = None) -> None:
+def print_results(results: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables."""
     console = console or Console()
     if table4 := suite(results):

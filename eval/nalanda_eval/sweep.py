@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nalanda.common.files import write_atomically
-from nalanda.train.log import read
+from nalanda.train.log import read_metrics
 
 Record = dict[str, Any]
 """What a run gave; `settings` is what it follows from, and its key."""
@@ -33,7 +33,7 @@ def key(settings: dict[str, Any]) -> str:
 
 def records(file: Path) -> dict[str, Record]:
     """The records of a file by key, none where there is no file; a line that a killed run tore is none."""
-    return {key(record["settings"]): record for record in (read(file) if file.is_file() else ())}
+    return {key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())}
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:

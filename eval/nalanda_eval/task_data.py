@@ -93,7 +93,7 @@ GROUPS = {"table4": [task for task, _, _ in TABLE4], "all": list(LOCAL)}
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """A task to run: one of the harness's names, or a task file; its documents, if they are local."""
 
     name: str
@@ -103,7 +103,7 @@ class Source:
     data: Path | None = None  # with `task_file`, where its relative data_files are
 
 
-def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, str]]:
+def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], dict[str, str]]:
     """The tasks that `tasks` names, and those of groups that have no local data, with the reason.
 
     Raises:
@@ -112,7 +112,7 @@ def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, st
     directory = None if data is None else Path(data).expanduser()
     if directory is not None and not directory.is_dir():
         raise InputError(f"no such directory of evaluation data: {data}")
-    found: dict[str, Source] = {}
+    found: dict[str, TaskSource] = {}
     left_out: dict[str, str] = {}
     for task in tasks:
         for source in _expand(task, directory):
@@ -131,7 +131,7 @@ def find(tasks: list[str], data: str | None) -> tuple[list[Source], dict[str, st
     return list(found.values()), left_out
 
 
-def _expand(task: str, data: Path | None) -> list[Source]:
+def _expand(task: str, data: Path | None) -> list[TaskSource]:
     if task in GROUPS or task in LOCAL:
         return [_official(name, data) for name in GROUPS.get(task, [task])]
     path = PACKAGED / task if (PACKAGED / task).is_dir() and task.isidentifier() else Path(task).expanduser()
@@ -148,17 +148,19 @@ def _expand(task: str, data: Path | None) -> list[Source]:
             f"{data} cannot serve {task}: local data is for task files and for {', '.join(LOCAL)}"
         )
     else:
-        return [Source(task)]
-    return [Source(str(file), task_file=file, data=data) for file in files]
+        return [TaskSource(task)]
+    return [TaskSource(str(file), task_file=file, data=data) for file in files]
 
 
-def _official(name: str, data: Path | None) -> Source:
+def _official(name: str, data: Path | None) -> TaskSource:
     local = LOCAL[name]
     candidates = [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []
-    return Source(name, local=local, documents=next((file for file in candidates if file.is_file()), None))
+    return TaskSource(
+        name, local=local, documents=next((file for file in candidates if file.is_file()), None)
+    )
 
 
-def read(file: Path, local: LocalData) -> list[dict]:
+def read_rows(file: Path, local: LocalData) -> list[dict]:
     """The documents of `file`, each with the hub's fields.
 
     Raises:

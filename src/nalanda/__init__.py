@@ -4,13 +4,24 @@ Importing this registers Nalanda's config and model with transformers' Auto clas
 `AutoModelForCausalLM.from_pretrained` loads its checkpoints without remote code.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
-from .model import Decoder, NalandaCache, NalandaConfig, NalandaForCausalLM, State, ops
-
-AutoConfig.register("nalanda", NalandaConfig)
-AutoModel.register(NalandaConfig, Decoder)
-AutoModelForCausalLM.register(NalandaConfig, NalandaForCausalLM)
+if TYPE_CHECKING:
+    from .model import NalandaCache, NalandaConfig, NalandaForCausalLM, State, ops
 
 __version__ = "0.1.0"
 __all__ = ["NalandaCache", "NalandaConfig", "NalandaForCausalLM", "State", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(".model", __name__), name)
+
+
+# Importing the model registers it, and takes seconds. The `nalanda` command does not wait for that: each of
+# its functions imports what it needs.
+if not getattr(sys.modules.get("nalanda_cli"), "running", False):
+    importlib.import_module(".model", __name__)

@@ -43,10 +43,11 @@ from safetensors.torch import load_file, save_file
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
 from nalanda.data.inspect import check_set
-from nalanda.data.token_set import is_prepared, open_set
+from nalanda.data.token_set import is_token_set, open_set
 from nalanda.report.verify import verify
 from nalanda.train import checkpoint
 from nalanda.train.build import build_model
+from nalanda.train.checkpoint_dir import latest_checkpoint
 
 
 @dataclass
@@ -392,12 +393,12 @@ def damaged(work: Work) -> str:
         for harm in harms:
             harm(last / file)
             said: list[str] = []
-            taken = checkpoint.latest(run / "checkpoints", say=said.append)
+            taken = latest_checkpoint(run / "checkpoints", say=said.append)
             need(taken == before, f"{harm.__name__} of {file}: {taken} was taken")
             named = file.name == "manifest.json" or file.as_posix() in said[0]
             need(last.name in said[0] and named, f"{harm.__name__} of {file}: not named in {said}")
             shutil.copy2(kept / file, last / file)
-    need(checkpoint.latest(run / "checkpoints") == last, "undamaged, and not taken")
+    need(latest_checkpoint(run / "checkpoints") == last, "undamaged, and not taken")
     flip(max(last.rglob("*"), key=lambda p: p.stat().st_size))
     said_by_run = finish(work.recipe, run, settings)
     need(f"{last.name}: damaged, passed over" in said_by_run, said_by_run[:600])
@@ -1202,7 +1203,7 @@ def killed_preparations(work: Work) -> str:
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
         whole = (output / "index.json").exists()
-        need(whole or not is_prepared(output), "half a set is taken for a whole one")
+        need(whole or not is_token_set(output), "half a set is taken for a whole one")
         if whole:
             break
     process = prepare(work, "code", output, "--workers", "2")

@@ -258,7 +258,7 @@ def tensors(source: Path) -> dict[str, str]:
     from nalanda.train import checkpoint
 
     found = {name: torch.empty(*kind[:1], dtype=kind[1]) for name, kind in checkpoint.shapes(source).items()}
-    checkpoint.read(source, found)
+    checkpoint.read_tensors(source, found)
     return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(found.items())}
 
 

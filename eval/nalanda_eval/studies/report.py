@@ -25,15 +25,15 @@ from nalanda_eval.report import markdown_table
 from nalanda_eval.studies.study import (
     MATCHES,
     TASKS,
-    Cell,
     Claim,
     Question,
     Study,
+    Trial,
     bigram_settings,
     chosen,
     finalists,
     form,
-    load,
+    load_study,
     matches,
     mqar,
     ranking,
@@ -83,10 +83,10 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A cell with the records of its runs, in the order of their seeds."""
 
-    cell: Cell
+    cell: Trial
     records: tuple[Record, ...]
 
     @property
@@ -99,20 +99,20 @@ class Row:
 Place = tuple[str, str, str]  # system, task, match
 
 
-def rows(cells: Iterable[Cell], found: dict[str, Record]) -> dict[Place, Row]:
+def report_rows(cells: Iterable[Trial], found: dict[str, Record]) -> dict[Place, ReportRow]:
     """The cells whose runs are all recorded."""
     places = {}
     for cell in cells:
         got = tuple(found[name] for name in map(key, cell.settings) if name in found)
         if len(got) == len(cell.settings):
-            places[cell.system, cell.task, cell.match] = Row(cell, got)
+            places[cell.system, cell.task, cell.match] = ReportRow(cell, got)
     return places
 
 
 # ------------------------------ the claims
 
 
-def differences(a: Row | None, b: Row | None) -> list[float] | None:
+def paired_differences(a: ReportRow | None, b: ReportRow | None) -> list[float] | None:
     """a − b by seed; None where there is no such row or a run diverged."""
     if a is None or b is None:
         return None
@@ -120,7 +120,7 @@ def differences(a: Row | None, b: Row | None) -> list[float] | None:
     return None if any(map(math.isnan, pairs)) else pairs
 
 
-def opponent(places: dict[Place, Row], name: str, task: str, match: str) -> Row | None:
+def opponent(places: dict[Place, ReportRow], name: str, task: str, match: str) -> ReportRow | None:
     """A system's row; one whose state grows has no row at equal state and stands there with its own."""
     own = places.get((name, task, "parameters"))
     return places.get((name, task, match)) or (own if own and own.records[0].get("state_grows") else None)
@@ -138,7 +138,7 @@ def verdict(claim: Claim, task: str, found: Interval) -> str:
 Judged = tuple[Claim, str, str, Interval, str]  # claim, task, match, a − b, verdict
 
 
-def judged(study: Study, best: dict[str, str], places: dict[Place, Row]) -> list[Judged]:
+def judged(study: Study, best: dict[str, str], places: dict[Place, ReportRow]) -> list[Judged]:
     """Every claim on every task, at equal parameters and at equal state, where its runs are recorded."""
     found = []
     for claim in study.claims:
@@ -146,7 +146,7 @@ def judged(study: Study, best: dict[str, str], places: dict[Place, Row]) -> list
         for task, match in itertools.product(TASKS, MATCHES):
             if (a, task, match) not in places:
                 continue
-            pairs = differences(places[a, task, match], opponent(places, b, task, match))
+            pairs = paired_differences(places[a, task, match], opponent(places, b, task, match))
             if pairs:
                 gap = Interval.of(pairs)
                 found.append((claim, task, match, gap, verdict(claim, task, gap)))
@@ -162,13 +162,18 @@ def named(name: str, best: dict[str, str]) -> str:
 
 
 def pooled(
-    places: dict[Place, Row], mixers: Iterable[str], a: str, b: str, task: str, equal: Sequence[str] = MATCHES
+    places: dict[Place, ReportRow],
+    mixers: Iterable[str],
+    a: str,
+    b: str,
+    task: str,
+    equal: Sequence[str] = MATCHES,
 ) -> Interval | None:
     """a − b of two forms: for each seed the mean over mixers and ways of matching, then over seeds; None
     where a run is missing."""
     gaps = []
     for mixer, match in itertools.product(mixers, equal):
-        pairs = differences(*(opponent(places, mixer + name, task, match) for name in (a, b)))
+        pairs = paired_differences(*(opponent(places, mixer + name, task, match) for name in (a, b)))
         if pairs is None:
             return None
         gaps.append(pairs)
@@ -176,8 +181,8 @@ def pooled(
 
 
 def decided(
-    study: Study, questions: dict[str, Question], first: list[Cell], found: dict[str, Record],
-    places: dict[Place, Row],
+    study: Study, questions: dict[str, Question], first: list[Trial], found: dict[str, Record],
+    places: dict[Place, ReportRow],
 ) -> list[str]:  # fmt: skip
     """The first lines: the question's best form beside `against`, and what becomes of the default."""
     rule = study.decision
@@ -200,13 +205,14 @@ def decided(
     words = {-1: "loses to", 0: "cannot be told from", 1: "beats"}
     told = [
         f"in {mixer} it {words[-pair['lm'].sign]} {rule.against} in language modelling "
-        f"({measure('lm', pair)}) and {words[pair['recall'].sign]} it in recall ({measure('recall', pair)})"
+        f"({measure_of('lm', pair)}) and {words[pair['recall'].sign]} it in recall "
+        f"({measure_of('recall', pair)})"
         for mixer, pair in beside.items()
         if pair
     ]
     changes = change["lm"].sign < 0 and change["recall"].sign >= 0
     verb = f"changes to {challenger}" if changes else f"stays {rule.default}"
-    gap = f"{measure('lm', change)}, {measure('recall', change)}"
+    gap = f"{measure_of('lm', change)}, {measure_of('recall', change)}"
     return [
         f"The best reading by the screening is {top}: {'; '.join(told)}",
         f"The default {verb}: {challenger} beside {rule.default}, in both mixers, {gap}.",
@@ -215,7 +221,7 @@ def decided(
     ]
 
 
-def measure(task: str, gaps: dict[str, Interval]) -> str:
+def measure_of(task: str, gaps: dict[str, Interval]) -> str:
     """`+0.012 ± 0.034 nats`."""
     return f"{gaps[task].text({'lm': 3, 'recall': 1}[task], plus=True)} {UNITS[task]}"
 
@@ -254,7 +260,7 @@ def flops(record: Record) -> float:
         return configured(asked["model"], vocab_size).flops_per_token(length)
 
 
-def table(places: dict[Place, Row]) -> list[list[str]]:
+def table(places: dict[Place, ReportRow]) -> list[list[str]]:
     """A line for each system and way of matching."""
     lines = []
     for name in dict.fromkeys(place[0] for place in places):
@@ -275,7 +281,7 @@ def table(places: dict[Place, Row]) -> list[list[str]]:
     return lines
 
 
-def bigrams(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) -> str:
+def bigram_rows(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) -> str:
     """What the bigrams of these seeds have, as a sentence; "" where they are not recorded."""
     got = [found[name] for seed in seeds if (name := key(bigram_settings(seed, lm))) in found]
     if not got or len(got) < len(seeds):
@@ -287,7 +293,7 @@ def bigrams(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) 
     )
 
 
-def by_source(places: dict[Place, Row]) -> tuple[list[str], list[list[str]]]:
+def by_source(places: dict[Place, ReportRow]) -> tuple[list[str], list[list[str]]]:
     """Perplexities of the language models by source, means over seeds."""
     mine = [(place, row) for place, row in places.items() if place[1] == "lm" and "scores" in row.records[0]]
     names = sorted(mine[0][1].records[0]["scores"]) if mine else []
@@ -298,7 +304,7 @@ def by_source(places: dict[Place, Row]) -> tuple[list[str], list[list[str]]]:
     return ["system", "equal", *names], lines
 
 
-def by_case(places: dict[Place, Row]) -> tuple[list[str], list[list[str]]]:
+def by_case(places: dict[Place, ReportRow]) -> tuple[list[str], list[list[str]]]:
     """Recall by the number of pairs, means over seeds."""
     mine = [(place, row) for place, row in places.items() if place[1] == "recall"]
     cases = mine[0][1].records[0]["cases"] if mine else []
@@ -309,7 +315,7 @@ def by_case(places: dict[Place, Row]) -> tuple[list[str], list[list[str]]]:
     return ["system", "equal", *(f"{case} pairs" for case in cases)], lines
 
 
-def every_run(cells: Iterable[Cell], found: dict[str, Record]) -> list[list[str]]:
+def every_run(cells: Iterable[Trial], found: dict[str, Record]) -> list[list[str]]:
     """A line for each run: its seed, score, and the curve at five places."""
     lines: dict[str, list[str]] = {}
     for cell in cells:
@@ -329,7 +335,7 @@ def every_run(cells: Iterable[Cell], found: dict[str, Record]) -> list[list[str]
 
 def claim_lines(claims: list[Judged]) -> list[list[str]]:
     return [
-        [claim.claim, TITLES[task], match, measure(task, {task: gap}), said]
+        [claim.claim, TITLES[task], match, measure_of(task, {task: gap}), said]
         for claim, task, match, gap, said in claims
     ]
 
@@ -340,7 +346,7 @@ CLAIMS = ["claim", "task", "equal", "difference", "verdict"]
 # ------------------------------ pictures
 
 
-def draw_screening(question: str, asked: Question, places: dict[Place, Row], directory: Path) -> Path:
+def draw_screening(question: str, asked: Question, places: dict[Place, ReportRow], directory: Path) -> Path:
     """A dot for each system, by form, mixer and way of matching; a panel a task."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -403,7 +409,7 @@ def draw_claims(claims: list[Judged], directory: Path) -> Path:
     return directory / "claims.png"
 
 
-def draw_curves(places: dict[Place, Row], directory: Path) -> Path:
+def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
     """Training loss, and recall by pairs, of the finalists: means over seeds; bands from least to most."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -459,7 +465,7 @@ def report(directory: Path) -> list[Path]:
     Raises:
         InputError: there is no study, or no run of it.
     """
-    study, questions, lm = load(directory)
+    study, questions, lm = load_study(directory)
     found = records(directory / "runs.jsonl")
     if not found:
         raise InputError(f"{directory / 'runs.jsonl'}: no run is recorded; `nalanda study run` trains them")
@@ -470,7 +476,7 @@ def report(directory: Path) -> list[Path]:
         best = chosen(study, first, found)
         last, more = finalists(study, questions, lm, best)
         notes += more
-        finals = rows(last, found)
+        finals = report_rows(last, found)
         everything += last
         claims = judged(study, best, finals)
         lines = decided(study, questions, first, found, finals) or ["What the runs say"]
@@ -494,16 +500,16 @@ def report(directory: Path) -> list[Path]:
             "\n".join(["Chosen by the screening:", "", *chose]),
             "![curves](finals.png)",
             markdown_table(HEADER, table(finals)),
-            *filter(None, [bigrams(study.finals.seeds, lm, found)]),
+            *filter(None, [bigram_rows(study.finals.seeds, lm, found)]),
             "Perplexity by source:",
             markdown_table(*by_source(finals)),
             "Recall by the number of pairs, %:",
             markdown_table(*by_case(finals)),
         ]
     blocks.append("## Screening")
-    blocks.append(f"Seed {study.seed}, every system. {bigrams([study.seed], lm, found)}".rstrip())
+    blocks.append(f"Seed {study.seed}, every system. {bigram_rows([study.seed], lm, found)}".rstrip())
     for name, asked in questions.items():
-        mine = rows((c for c in first if c.question == name), found)
+        mine = report_rows((c for c in first if c.question == name), found)
         if not mine:
             continue
         written.append(draw_screening(name, asked, mine, directory))
@@ -517,7 +523,7 @@ def report(directory: Path) -> list[Path]:
     file = directory / "RESULTS.md"
     text = "\n\n".join(["# " + lines[0], *lines[1:], words(file), *blocks]) + "\n"
     write_atomically(file, text)
-    show(lines, claims, finals, Console())
+    print_report(lines, claims, finals, Console())
     Console().print(f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True)
     return [file, *written]
 
@@ -543,7 +549,9 @@ def facts(runs: list[list[str]], found: dict[str, Record]) -> str:
     return f"{len(runs)} runs, {duration(seconds)} of one thread, on {some['device']}; {versions}.{of}"
 
 
-def show(lines: list[str], claims: list[Judged], finals: dict[Place, Row], console: Console) -> None:
+def print_report(
+    lines: list[str], claims: list[Judged], finals: dict[Place, ReportRow], console: Console
+) -> None:
     for line in lines:
         console.print(line, style="bold" if line is lines[0] else None, markup=False, highlight=False)
     for header, body in ((CLAIMS, claim_lines(claims)), (HEADER[:4] + HEADER[8:9], None)):

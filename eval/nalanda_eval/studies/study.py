@@ -1,7 +1,8 @@
 """A study: small models on a text and on recall, all of them with one seed, the finalists with several.
 
 `study.yaml` of its folder has the questions, `lm.yaml` the recipe of the language models, `runs.jsonl` a line
-for every run. `run` trains what has no line yet; `report` makes tables, pictures and decisions of the lines.
+for every run. `run_study` trains what has no line yet; `report` makes tables, pictures and decisions of
+the lines.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ from transformers import AutoModelForCausalLM
 
 from nalanda.bench.baselines import Bigram
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.text import nearest
+from nalanda.common.text import suggest
 from nalanda.config.load import load_config, read_yaml, recipe_folders, section
 from nalanda.config.schema import DataConfig, RunConfig, TokenizerConfig
 from nalanda.data.prepare import prepare
-from nalanda.data.token_set import is_prepared, open_set, read_index
+from nalanda.data.token_set import is_token_set, open_set, read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train.build import open_batches
-from nalanda.train.log import read, read_facts, versions
+from nalanda.train.log import read_facts, read_metrics, versions
 from nalanda.train.loop import train
 from nalanda_eval import recall
 from nalanda_eval.analysis import gradient_spread
@@ -151,7 +152,7 @@ def title(keys: dict[str, Any]) -> str:
     return with_options(name, rest) + rate
 
 
-def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
+def load_study(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
     """(study.yaml, its questions, lm.yaml as a mapping). Raises `InputError`."""
     files = directory / "study.yaml", directory / "lm.yaml"
     for file in files:
@@ -179,10 +180,10 @@ def load(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
     decided = [study.decision.question] if study.decision else []
     for name in (*study.finals.best, *decided):
         if name not in questions:
-            raise InputError(f"finals.best: no question {name!r}{nearest(name, questions)}")
+            raise InputError(f"finals.best: no question {name!r}{suggest(name, questions)}")
     for name in (*study.finals.systems, *study.finals.lm):
         if name not in names:
-            raise InputError(f"finals: no system {name!r}{nearest(name, names)}")
+            raise InputError(f"finals: no system {name!r}{suggest(name, names)}")
     if study.seed in study.finals.seeds:
         raise InputError(f"finals.seeds: {study.seed} chose the finalists and cannot judge them")
     return study, questions, lm
@@ -202,7 +203,7 @@ def systems(questions: dict[str, Question]) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """A row of the tables: a system on a task, as it was matched, and the settings of its runs by seed."""
 
     question: str
@@ -212,10 +213,10 @@ class Cell:
     settings: tuple[dict[str, Any], ...]
 
 
-def plan(
+def plan_trials(
     question: str, asked: dict[str, dict[str, Any]], tasks: Iterable[str], match: dict[str, Any],
     seeds: Sequence[int], study: Study, lm: dict[str, Any],
-) -> tuple[list[Cell], list[str]]:  # fmt: skip
+) -> tuple[list[Trial], list[str]]:  # fmt: skip
     """The cells of systems on tasks, and a note on each that cannot be had: a state that no sizes give."""
     found, notes = [], []
     with warnings.catch_warnings(action="ignore"):  # a study may ask about what a map warns of
@@ -230,8 +231,10 @@ def plan(
                     equal = "parameters"
                 if (name, task, equal) in {(cell.system, cell.task, cell.match) for cell in found}:
                     continue
-                runs = tuple(settings(task, model, keys.get("rate", 1), seed, study, lm) for seed in seeds)
-                found.append(Cell(question, name, task, equal, runs))
+                runs = tuple(
+                    trial_settings(task, model, keys.get("rate", 1), seed, study, lm) for seed in seeds
+                )
+                found.append(Trial(question, name, task, equal, runs))
     return found, notes
 
 
@@ -244,7 +247,7 @@ def sized(task: str, match: str, keys: dict[str, Any], study: Study, lm: dict[st
         base = {k: v for k, v in base.items() if k not in MIXERS_OWN}
     model = base | own
     recall.configured(model)
-    most = most_parameters(key(base))
+    most = most_lm_parameters(key(base))
     if match == "state":
         if task == "recall":
             model = recall.with_state(model, study.recall["state"])
@@ -261,8 +264,8 @@ MIXERS_OWN = ("mixer", "mixer_options", "feature_map", "feature_map_options", "c
 
 
 @cache
-def most_parameters(base: str) -> int:
-    return recall.most_parameters(json.loads(base))
+def most_lm_parameters(base: str) -> int:
+    return recall.most_recall_parameters(json.loads(base))
 
 
 def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
@@ -292,14 +295,14 @@ def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
     return recall.with_state(model, wanted)
 
 
-def settings(
+def trial_settings(
     task: str, model: dict[str, Any], rate: float, seed: int, study: Study, lm: dict[str, Any]
 ) -> dict[str, Any]:
     """All that a run follows from, but the text: the key of its record."""
     if task == "recall":
         training = section(recall.Training, study.recall.get("training", {}), "recall.training.")
         training = dataclasses.replace(training, lr=training.lr * rate)
-        return recall.settings(model, mqar(study.recall), seed, training)
+        return recall.recall_settings(model, mqar(study.recall), seed, training)
     recipe = {k: v for k, v in lm.items() if k not in ("output_dir", "log", "checkpoint", "data")}
     optim = lm.get("optim", {})
     lr = optim.get("lr", run_config(key(lm)).optim.lr)
@@ -327,11 +330,11 @@ def mqar(values: dict[str, Any]) -> MQAR:
 
 def screening(
     study: Study, questions: dict[str, Question], lm: dict[str, Any]
-) -> tuple[list[Cell], list[str]]:
+) -> tuple[list[Trial], list[str]]:
     """The cells of all questions, with the first seed, and notes on what is left out."""
     found, notes = [], []
     for name, asked in questions.items():
-        more, left_out = plan(name, asked.expand(), asked.tasks, asked.match, [study.seed], study, lm)
+        more, left_out = plan_trials(name, asked.expand(), asked.tasks, asked.match, [study.seed], study, lm)
         found += more
         notes += left_out
     return found, notes
@@ -344,7 +347,7 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
     """Trains a language model and returns its record; its folder in `work` is there while it trains.
 
     Returns:
-        `settings`; `score`, the validation loss in nats a token, and `scores`, perplexities by source;
+        `trial_settings`; `score`, the validation loss in nats a token, and `scores`, perplexities by source;
         `curve`, [step, training loss]; `parameters`, `state_bytes` (fp32, after a row), `state_grows`,
         `flops_per_token` of a forward pass; `gradient_spread` by layer, see `analysis`; `tokens`, `seconds`,
         `device`, `versions`. A run that diverged has `failed`, why, and no scores.
@@ -362,7 +365,7 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
             failed = str(error)
             if not (place / "metrics.jsonl").is_file():  # bad input, not training that diverged
                 raise
-    facts, lines = read_facts(place), list(read(place / "metrics.jsonl"))
+    facts, lines = read_facts(place), list(read_metrics(place / "metrics.jsonl"))
     length = config.data.seq_len
     shape = recall.configured(settings["model"], text_facts(text)["vocab_size"])
     record = {
@@ -404,7 +407,7 @@ def bigram_settings(seed: int, lm: dict[str, Any]) -> dict[str, Any]:
     return {"bigrams": "Kneser-Ney", "seed": seed, "data": rows_of(lm), **same}
 
 
-def bigrams(settings: dict[str, Any], lm: dict[str, Any], text: Path) -> Record:
+def measure_bigrams(settings: dict[str, Any], lm: dict[str, Any], text: Path) -> Record:
     """`baselines.Bigram` of the very tokens that every language model of the seed trains on, and its loss in
     nats a token on the rows that these are validated on; as `language`, what there is of that."""
     start = time.perf_counter()
@@ -439,7 +442,7 @@ def text_facts(text: Path) -> dict[str, Any]:
     }
 
 
-def jobs(cells: Iterable[Cell], lm: dict[str, Any], text: Path, work: Path) -> Jobs:
+def jobs(cells: Iterable[Trial], lm: dict[str, Any], text: Path, work: Path) -> Jobs:
     """What `grid` trains: each setting once, whichever cells have it."""
     found: dict[str, Any] = {}
     for cell in cells:
@@ -448,7 +451,9 @@ def jobs(cells: Iterable[Cell], lm: dict[str, Any], text: Path, work: Path) -> J
                 found[key(chosen)] = partial(language, chosen, lm, text, work)
             else:
                 task, training = mqar(chosen), section(recall.Training, chosen["training"], "")
-                found[key(chosen)] = partial(recall.run, chosen["model"], task, chosen["seed"], training)
+                found[key(chosen)] = partial(
+                    recall.run_recall, chosen["model"], task, chosen["seed"], training
+                )
     return found
 
 
@@ -460,7 +465,7 @@ def form(system: str) -> str:
     return system.partition(" + ")[2] or system
 
 
-def ranking(cells: Iterable[Cell], found: dict[str, Record]) -> dict[str, float]:
+def ranking(cells: Iterable[Trial], found: dict[str, Record]) -> dict[str, float]:
     """Mean ranks of forms, the best first, from 1: over mixers, tasks and ways of matching, by the score of
     the screening; one that diverged is last. Equals share their places' mean."""
     columns: dict[tuple, dict[str, float]] = {}
@@ -476,7 +481,7 @@ def ranking(cells: Iterable[Cell], found: dict[str, Record]) -> dict[str, float]
     return dict(sorted(((name, fmean(r)) for name, r in ranks.items()), key=lambda item: item[1]))
 
 
-def chosen(study: Study, first: Iterable[Cell], found: dict[str, Record]) -> dict[str, str]:
+def chosen(study: Study, first: Iterable[Trial], found: dict[str, Record]) -> dict[str, str]:
     """The best form of each question of `finals.best` that is not in the finals anyway."""
     there = {form(name) for name in study.finals.systems}
     best = {}
@@ -488,7 +493,7 @@ def chosen(study: Study, first: Iterable[Cell], found: dict[str, Record]) -> dic
 
 def finalists(
     study: Study, questions: dict[str, Question], lm: dict[str, Any], best: dict[str, str]
-) -> tuple[list[Cell], list[str]]:
+) -> tuple[list[Trial], list[str]]:
     known = systems(questions)
     names = [*study.finals.systems]
     names += [name for q, won in best.items() for name in questions[q].expand() if form(name) == won]
@@ -497,7 +502,7 @@ def finalists(
     final, found, notes = study.finals, [], []
     for some, tasks in ((dict.fromkeys(names), TASKS), (final.lm, ["lm"])):
         asked = {name: known[name] for name in some}
-        more, left_out = plan("finals", asked, tasks, final.match, final.seeds, study, lm)
+        more, left_out = plan_trials("finals", asked, tasks, final.match, final.seeds, study, lm)
         found += more
         notes += left_out
     return found, notes
@@ -512,7 +517,7 @@ def folder(directory: str | None = None, *, quick: bool = False) -> Path:
     return Path(directory) if directory else Path("runs/study-quick") if quick else usual
 
 
-def begin(place: Path, *, quick: bool = False) -> None:
+def begin_study(place: Path, *, quick: bool = False) -> None:
     """Puts the study.yaml and lm.yaml that ship with Nalanda into a new folder. Raises `InputError`."""
     if (place / "study.yaml").is_file():
         return
@@ -524,7 +529,7 @@ def begin(place: Path, *, quick: bool = False) -> None:
         shutil.copy(shipped / ("quick" if quick else "") / name, place / name)
 
 
-def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
+def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
     """Trains what the study lacks: first one seed of every system, then the finalists. Counts the bigrams of
     the tokens that each seed's language models see.
 
@@ -538,10 +543,10 @@ def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
         InputError: settings that cannot work, or a text other than that of the recorded runs.
     """
     console = Console()
-    study, questions, lm = load(directory)
+    study, questions, lm = load_study(directory)
     first, notes = screening(study, questions, lm)
     file, work = directory / "runs.jsonl", directory / "work"
-    prepared = tokenised(lm, text, work, workers)
+    prepared = prepare_text(lm, text, work, workers)
     mine = text_facts(prepared)
     for record in records(file).values():
         if (other := record.get("text", mine))["fingerprint"] != mine["fingerprint"]:
@@ -551,21 +556,21 @@ def run(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
             )
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
-    follow(jobs(first, lm, prepared, work), file, workers, console, told)
+    follow(jobs(first, lm, prepared, work), file, workers, console, describe_trial)
     best = chosen(study, first, records(file))
     for question, won in best.items():
         console.print(f"best of {question}: {won}", markup=False, highlight=False)
     last, _ = finalists(study, questions, lm, best)
     asked = [bigram_settings(seed, lm) for seed in (study.seed, *study.finals.seeds)]
-    baselines = {key(settings): partial(bigrams, settings, lm, prepared) for settings in asked}
-    follow({**baselines, **jobs(last, lm, prepared, work)}, file, workers, console, told)
+    baselines = {key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked}
+    follow({**baselines, **jobs(last, lm, prepared, work)}, file, workers, console, describe_trial)
 
 
-def tokenised(lm: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
+def prepare_text(lm: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
     """The text as token shards, from an earlier call where there was one."""
     place = work / "text"
     source = text or lm["data"]["source"]
-    if is_prepared(place):
+    if is_token_set(place):
         held = read_index(place)["settings"]["source"]
         if text is not None and held != source:
             raise InputError(f"{place} holds {held}: remove it, or give another folder for {source}")
@@ -576,7 +581,7 @@ def tokenised(lm: dict[str, Any], text: str | None, work: Path, workers: int) ->
     return place
 
 
-def told(record: Record) -> str:
+def describe_trial(record: Record) -> str:
     asked = record["settings"]
     if "bigrams" in asked:
         return f"lm, seed {asked['seed']}: bigrams {record['score']:.3f}"

@@ -72,7 +72,7 @@ def _discount(counts: np.ndarray) -> float:
     return float(once / (once + 2 * twice)) if once else 0.5
 
 
-def perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
+def measure_perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
     """exp of the mean loss over the labels of packed batches, as the trainer validates."""
     total, count = loss_sums(model, batches)
     return math.exp(total / count)

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nalanda.common.errors import output_file
-from nalanda.inference.generate import carried
+from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.report.plot import FAINT, GREY, PALETTE
 
@@ -212,7 +212,7 @@ def _peer() -> tuple[Step, int]:
 
     tokens = torch.randint(VOCABULARY, (1, CONTEXTS[0]))
     run(tokens)
-    return lambda: run(tokens[:, :1]), carried(cache)
+    return lambda: run(tokens[:, :1]), cache_bytes(cache)
 
 
 def _print(console: Console, rows: list[dict]) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 LONGEST_WAIT = 60.0  # seconds between two tries
 
 
-def _reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
 
 
@@ -88,13 +88,13 @@ class Patience:
         self.failures += 1
         if self.failures > self.retries:
             raise SourceUnavailable(
-                f"{self.what}: failed {self.failures} times in a row, gave up ({_reason(error)}); the same "
-                "command goes on when it is back, and data.retries sets how often it is asked"
+                f"{self.what}: failed {self.failures} times in a row, gave up ({describe_error(error)}); the "
+                "same command resumes when it is back, and data.retries sets how often it is asked"
             ) from None
         wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
         if os.environ.get("RANK", "0") == "0":
             again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
-            print(f"nalanda: {self.what}: {_reason(error)}; {again}", file=sys.stderr, flush=True)
+            print(f"nalanda: {self.what}: {describe_error(error)}; {again}", file=sys.stderr, flush=True)
         sleep(wait)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-import typing
+from collections.abc import Iterable
 from typing import Any
-
-from nalanda.model import options
 
 
 def redact(text: str) -> str:
     """`text` without the passwords and query strings of its URLs."""
     text = re.sub(r"(\w://)[^/\s@'\"]+@", r"\1***@", text)
     return re.sub(r"(?<=[\w/.~-])\?[^\s'\"()<>]*=[^\s'\"()<>]*", "?***", text)
-
-
-# ------------------------------ URLs
 
 
 def is_url(source: Any) -> bool:
@@ -25,10 +21,15 @@ def is_url(source: Any) -> bool:
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `known` that `name` may be a misspelling of."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean steps?`, or what there is."""
     known = sorted(known)
-    if close := options.nearest(name, known):
+    if close := closest(name, known):
         return f"; did you mean {close}?"
     return f"; there are {', '.join(known)}" if known else ""
 
@@ -46,7 +47,8 @@ def duration(seconds: float) -> str:
     )
 
 
-def _si(number: float) -> str:
+def si(number: float) -> str:
+    """`12.3 K`, `340 M`."""
     for unit in ("", " K", " M"):
         if number < 1000:
             return f"{number:.3g}{unit}"
@@ -55,6 +57,7 @@ def _si(number: float) -> str:
 
 
 def size(count: float) -> str:
+    """Bytes as `512 B`, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.1f} {unit}" if unit != "B" else f"{count:.0f} B"

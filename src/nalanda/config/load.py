@@ -11,10 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import nearest, redact
+from nalanda.common.text import closest, redact, suggest
 from nalanda.config.schema import RunConfig, TokenizerConfig
-from nalanda.model import options
-from nalanda.model.configuration import NalandaConfig
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -39,12 +37,12 @@ def find_recipe(name: str) -> Path:
     """`name` if such a file exists, else recipe `NAME.yaml` of this checkout or of the installed package."""
     if Path(name).is_file():
         return Path(name)
-    if name in (known := recipes()):
+    if name in (known := shipped_recipes()):
         return known[name]
-    raise InputError(f"{name}: no such recipe or file{nearest(name, known)}")
+    raise InputError(f"{name}: no such recipe or file{suggest(name, known)}")
 
 
-def recipes() -> dict[str, Path]:
+def shipped_recipes() -> dict[str, Path]:
     """The recipes of this checkout or of the installed package, by name."""
     return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
 
@@ -210,13 +208,15 @@ def _number(value: Any) -> float | None:
 def _instead(cls: type, key: str, known: list[str]) -> str:
     """What an unknown key of `cls` may mean: a key of the same section, or of another section of a recipe."""
     sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
-    if cls in (RunConfig, *sections.values()) and not options.nearest(key, known, 0.75):
+    if cls in (RunConfig, *sections.values()) and not closest(key, known, 0.75):
         keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}
+        from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
+
         keys["model"] = list(NalandaConfig.__annotations__)
-        near = options.nearest(key, {key for names in keys.values() for key in names}, 0.75)
+        near = closest(key, {key for names in keys.values() for key in names}, 0.75)
         if places := [f"{name}.{near}" for name, names in keys.items() if near in names]:
             return f"; did you mean {' or '.join(places)}?"
-    return nearest(key, known)
+    return suggest(key, known)
 
 
 def _name(value: Any) -> str:

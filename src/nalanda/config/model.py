@@ -3,20 +3,19 @@
 import contextlib
 import importlib.util
 import inspect
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from nalanda import NalandaConfig
 from nalanda.common.errors import InputError, out_of_memory
-from nalanda.common.text import nearest
+from nalanda.common.text import suggest
+from nalanda.config.model_folder import not_here
 from nalanda.config.schema import RunConfig
+from nalanda.model import NalandaConfig
 
 
 def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
@@ -34,16 +33,16 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
             # Other configs would keep them, and nothing would ever read them.
             raise InputError(
-                f"model.{unknown[0]}: {source.model_type} has no such key{nearest(unknown[0], known)}"
+                f"model.{unknown[0]}: {source.model_type} has no such key{suggest(unknown[0], known)}"
             )
         if "max_position_embeddings" in known:
             keys.setdefault("max_position_embeddings", config.data.seq_len)
         if tokenizer is not None:
             keys.setdefault("vocab_size", 64 * math.ceil(len(tokenizer) / 64))
-        with _in_one_line("model"):
+        with in_one_line("model"):
             model_config: PreTrainedConfig = source(**keys)
     else:
-        with _in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
+        with in_one_line(f"model: {not_here(source)}".removesuffix(": ")):
             found: Any = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **keys)
         model_config, unknown = found
         if unknown:
@@ -82,7 +81,7 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
 
 
 @contextlib.contextmanager
-def _in_one_line(where: str) -> Iterator[None]:
+def in_one_line(where: str) -> Iterator[None]:
     """Other libraries' complaints about what the user named, as one line."""
     try:
         yield
@@ -91,42 +90,3 @@ def _in_one_line(where: str) -> Iterator[None]:
             raise
         first, *rest = [line.strip() for line in str(error).strip().splitlines()]
         raise InputError(f"{where}: {' '.join([first, *rest[: first.endswith(':')]])}") from None
-
-
-def not_here(name: str) -> str:
-    """What to put before the hub's complaint about `name`, which may well be a misspelt folder."""
-    return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, all of them whole; [] where its weights are of another kind.
-
-    Raises:
-        InputError: a file is missing or damaged, or the index names one that is outside of the folder.
-    """
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            inside = all(Path(name).name == name for name in names)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"{index.name}: damaged, or no index of weights") from None
-        # The hub's cache has links from snapshots/REVISION to its blobs.
-        root = (
-            folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
-        )
-        for name in names:
-            if not inside or not (folder / name).resolve().is_relative_to(root):
-                raise InputError(f"{index.name}: {name} is outside of the folder, and was not read")
-    for file in (folder / name for name in names):
-        if not file.is_file():
-            raise InputError(f"no {file.name} there, which {index.name} names")
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{file.name}: damaged or cut short ({error}); copy or download it again"
-            ) from None
-    return [folder / name for name in names]

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
-from nalanda.config.model import weight_files
+from nalanda.config.model_folder import weight_files
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
-from nalanda.train.export import on_hub, pad_batches, written
+from nalanda.train.export import hub_errors, new_folder, pad_batches
 
 Config = dict[str, Any]
 
@@ -561,7 +561,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
         raise InputError(f"{folder}{arrow}: {error}") from None
     dtype = given.get("dtype", given.get("torch_dtype"))
     names = _names(target, theirs)
-    with written(out) as part:
+    with new_folder(out) as part:
         if target == "nalanda":
             _save_config(config, dtype, part)
         else:
@@ -579,7 +579,7 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
 def _folder(source: str) -> Path:
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
-    with on_hub(f"there is no folder {source}"):
+    with hub_errors(f"there is no folder {source}"):
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES]))
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import glob
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
     AT_ONCE,
@@ -30,11 +29,14 @@ from nalanda.data.documents import (
     FileShard,
     Shard,
     TextShard,
-    _hash,
     _hash_file,
+    hash_text,
     not_blank,
 )
+from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
+from nalanda.data.token_set import is_token_set
+from nalanda.data.urls import open_urls
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Corpus:
         shard = self.shards[number]
         if isinstance(shard, FileShard):
             return _hash_file(shard.path, shard.size, *self.hashed)
-        return f"{_hash(shard.text):016x}" if isinstance(shard, TextShard) else ""
+        return f"{hash_text(shard.text):016x}" if isinstance(shard, TextShard) else ""
 
     def contents(self, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
         """The hashes of all shards by their names, those that are `known` taken from there; {} where some
@@ -105,7 +107,7 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
 
 def held_out(text: str, share: float) -> bool:
     """Whether a document is for validation. Its text alone decides: copies of a document never part."""
-    return _hash(text) < share * 2**64
+    return hash_text(text) < share * 2**64
 
 
 class DocumentStream:
@@ -188,27 +190,23 @@ class DocumentStream:
         self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
 
     def draw(self, what: str, number: int, epoch: int | None = None) -> int:
-        return _hash(f"{self.seed}/{self.epoch if epoch is None else epoch}/{what}/{number}")
+        return hash_text(f"{self.seed}/{self.epoch if epoch is None else epoch}/{what}/{number}")
 
 
 def _open(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
     """The shards of `split`, and whether the source itself keeps the two splits apart."""
-    if isinstance(source, list) or source.startswith(("http://", "https://")):
-        from nalanda.data.urls import open_urls
-
+    if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
     if source == "python":
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], True
     root = Path(source).expanduser()
-    if is_prepared(root):
+    if is_token_set(root):
         raise InputError(f"{source} is a prepared set: it has tokens, and here texts are needed")
     if is_local(source):
         files, separate = _find_files(root, split)
         return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], separate
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not source.endswith(SUFFIXES):
-        from nalanda.data.hub import open_hub
-
+    if is_hub_id(source):
         return open_hub(data, source, split)
     raise InputError(
         f"data.source {source!r} does not exist; give python, a local file, directory or glob, "
@@ -218,15 +216,9 @@ def _open(data: DataConfig, source: str | list[str], split: str) -> tuple[list[S
 
 def is_local(source: str | list[str]) -> bool:
     """Whether the documents of `source` are files of this machine, or its Python's."""
-    if isinstance(source, list) or source.startswith(("http://", "https://")):
+    if isinstance(source, list) or is_url(source):
         return False
     return source == "python" or Path(source).expanduser().exists() or glob.has_magic(source)
-
-
-def is_prepared(source: str | os.PathLike) -> bool:
-    from nalanda.data import token_set as prepared
-
-    return prepared.is_prepared(source)
 
 
 class MixtureShard:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import PRELOAD, Preparation, begin, entries
+from nalanda.data.prepare import PRELOAD, Preparation, begin, record_entries
 
 try:
     import multiprocess
@@ -42,7 +42,7 @@ class TokenShards(PipelineStep):
             try:
                 with self.track_time("shard"):
                     record = preparation.make(number)
-                for entry in entries(record).values():
+                for entry in record_entries(record).values():
                     self.stat_update("documents", value=entry["documents"], unit="shard")
                     self.stat_update("tokens", value=entry["tokens"], unit="shard")
             except InputError as error:

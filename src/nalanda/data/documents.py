@@ -90,7 +90,7 @@ def not_blank(text: str) -> bool:
     return bool(text) and not text.isspace()
 
 
-def _hash(text: str) -> int:
+def hash_text(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

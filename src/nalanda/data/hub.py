@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
-from nalanda.common.retry import _reason, persist, persistent
+from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import SUFFIXES, Document, Fields, Shard, document_of
@@ -81,7 +81,9 @@ class HubShard:
         except (InputError, MemoryError):
             raise
         except Exception as error:  # a broken file is told by whichever library reads it
-            raise InputError(f"Hub dataset {self.identity}: cannot be read ({_reason(error)})") from None
+            raise InputError(
+                f"Hub dataset {self.identity}: cannot be read ({describe_error(error)})"
+            ) from None
 
     def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
         dataset = self.dataset.shard(num_shards=self.count, index=self.index)

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError
-from nalanda.data.token_set import SPLITS, Entry, _File, entries, load_tokenizer, open_set, read_index
+from nalanda.common.text import duration, size
+from nalanda.data.token_set import (
+    SPLITS,
+    Entry,
+    StatedFile,
+    load_tokenizer,
+    open_set,
+    read_index,
+    shard_entries,
+)
+from nalanda.data.tokenizer import tokenizer_fingerprint
 from nalanda.data.workers import processors
 
 # ------------------------------ what a person sees
 
 
-class Progress:
+class ByteProgress:
     """A bar over the bytes of input on a terminal; a line now and then elsewhere."""
 
     EVERY = 30.0  # seconds between lines
@@ -41,7 +51,7 @@ class Progress:
             )
             self.task = self.bar.add_task("", total=self.total or 1, completed=self.before, text="")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ByteProgress:
         if self.bar:
             self.bar.start()
         return self
@@ -63,8 +73,6 @@ class Progress:
         if self.bar:
             self.bar.update(self.task, completed=self.before + done, text=line)
             return
-        from nalanda.common.text import duration
-
         self.said = time.monotonic()
         left = (self.total - self.before - done) / done * seconds if done else 0
         self.say(
@@ -83,14 +91,12 @@ class Progress:
             print(line, flush=True)
 
 
-def show(index: dict, directory: str | os.PathLike) -> None:
+def print_token_set(index: dict, directory: str | os.PathLike) -> None:
     """The totals of a set, and its sources with their shares."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
-
-    from nalanda.common.text import size
 
     def table(first: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
         made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -155,14 +161,12 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     Raises:
         InputError: names what is damaged.
     """
-    from nalanda.data.tokenizer import fingerprint
-
     directory = Path(directory)
     index = read_index(directory)
-    owners = [(e, f) for split in SPLITS for e in entries(directory, index, split) for f in e.files()]
+    owners = [(e, f) for split in SPLITS for e in shard_entries(directory, index, split) for f in e.files()]
     files = [file for _, file in owners]
 
-    def damage(entry: Entry, file: _File) -> str | None:
+    def damage(entry: Entry, file: StatedFile) -> str | None:
         if (problem := file.damage(sums=sums)) is None and sums:
             try:
                 entry.check(file.path.suffix[1:])
@@ -172,7 +176,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
     with (
         ThreadPoolExecutor(processors()) as pool,
-        Progress([f.size for f in files], [*range(len(files))]) as p,
+        ByteProgress([f.size for f in files], [*range(len(files))]) as p,
     ):
         found = []
         for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):
@@ -180,7 +184,10 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
             found += [problem] if problem else []
     if sums:
         try:
-            same = fingerprint(load_tokenizer(directory / "tokenizer")) == index["tokenizer"]["fingerprint"]
+            same = (
+                tokenizer_fingerprint(load_tokenizer(directory / "tokenizer"))
+                == index["tokenizer"]["fingerprint"]
+            )
         except (OSError, ValueError):
             same = False
         if not same:
@@ -194,7 +201,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
     """Prints what a set holds and `samples` of its documents, and checks it (`check_set`)."""
     index = read_index(directory)
-    show(index, directory)
+    print_token_set(index, directory)
     check_set(directory, sums=verify)
     files = sum(len(shard["files"]) for split in SPLITS for shard in index[split]["shards"])
     print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} that the index states")

@@ -16,11 +16,20 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, is_local, is_prepared, open_corpus
-from nalanda.data.packing import STREAM_GROUP, Mixture, PreparedRows, Rows, _StreamRows, _take, batched, cut
-from nalanda.data.token_set import TokenSet
-from nalanda.data.tokenizer import fast_backend, fingerprint, vocabulary_of
-from nalanda.data.workers import Encoder, ReadAhead, Tokenisers
+from nalanda.data.corpus import DocumentStream, is_local, open_corpus
+from nalanda.data.packing import (
+    STREAM_GROUP,
+    Mixture,
+    Rows,
+    StreamRows,
+    TokenSetRows,
+    batched,
+    cut_row,
+    take_documents,
+)
+from nalanda.data.token_set import TokenSet, is_token_set, open_set
+from nalanda.data.tokenizer import encoder, tokenizer_fingerprint, vocabulary_of
+from nalanda.data.workers import ReadAhead, Tokenisers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,7 +109,7 @@ class PackedBatches:
         carry = data.long_documents == "carry" and self.training
         if carry and (not lanes or lanes % (batch_size * world_size)):
             raise ValueError(f"lanes is {lanes}: not a multiple of {batch_size} rows on {world_size} ranks")
-        self.tokenizer, self.vocabulary = fingerprint(tokenizer), vocabulary_of(tokenizer)
+        self.tokenizer, self.vocabulary = tokenizer_fingerprint(tokenizer), vocabulary_of(tokenizer)
         parts = {
             name: self._open(name, part, lanes if carry else None) for name, part in data.parts().items()
         }
@@ -202,14 +211,14 @@ class PackedBatches:
         """`Corpus.contents` of each component whose files are read as text; part of the state, which is
         refused where one differs. Whoever has many processes computes it in one, and sets it in all."""
         parts = self.source.parts if isinstance(self.source, Mixture) else {"": self.source}
-        streams = {name: part for name, part in parts.items() if isinstance(part, _StreamRows)}
+        streams = {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
         return {name: found for name, part in streams.items() if (found := part.corpus.contents())}
 
-    def _open(self, name: str, data: DataConfig, lanes: int | None) -> PreparedRows | _StreamRows:
+    def _open(self, name: str, data: DataConfig, lanes: int | None) -> TokenSetRows | StreamRows:
         seed = f"{self.seed}/{name}" if name else self.seed
         split = "train" if self.training else "validation"
         if tokens := _open_prepared(data, self.tokenizer, self.vocabulary, split):
-            return PreparedRows(
+            return TokenSetRows(
                 tokens,
                 str(data.source),
                 seed=seed if self.training else None,
@@ -223,7 +232,7 @@ class PackedBatches:
                 f"data.long_documents: carry reads a prepared set; make one of {data.source} with "
                 "nalanda data prepare"
             )
-        return _StreamRows(
+        return StreamRows(
             open_corpus(data, split),
             data,
             seed=seed,
@@ -282,7 +291,7 @@ def validation_batches(
         tokens = np.concatenate(groups[source])
         starts = np.cumsum([0, *map(len, groups[source])])[:-1]
         rows: Rows = (
-            (partial(cut, tokens, starts, begin, data.seq_len), {})
+            (partial(cut_row, tokens, starts, begin, data.seq_len), {})
             for begin in range(0, len(tokens), data.seq_len)
         )
         batches = batched(
@@ -335,7 +344,9 @@ def _validation_documents(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Source and tokens of every validation document, in order."""
     encode = encoder(tokenizer, data)
-    if tokens := _open_prepared(data, fingerprint(tokenizer), vocabulary_of(tokenizer), "validation"):
+    if tokens := _open_prepared(
+        data, tokenizer_fingerprint(tokenizer), vocabulary_of(tokenizer), "validation"
+    ):
         for number in range(tokens.documents):
             document, source = tokens.document(number)
             yield source, document
@@ -343,7 +354,7 @@ def _validation_documents(
     stream = DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1)
     documents = iter(stream)
     try:
-        while group := _take(documents, STREAM_GROUP):
+        while group := take_documents(documents, STREAM_GROUP):
             encoded = encode([document.text for document in group])
             pairs = zip(group, encoded, strict=True)
             yield from ((document.source, ids) for document, ids in pairs if len(ids))
@@ -354,10 +365,8 @@ def _validation_documents(
 def _set(data: DataConfig, split: str) -> TokenSet | None:
     """The source of `split`, where that is a prepared set."""
     source = _source(data, split)
-    if not isinstance(source, str) or not is_prepared(source):
+    if not isinstance(source, str) or not is_token_set(source):
         return None
-    from nalanda.data.token_set import open_set
-
     return open_set(source, split)
 
 
@@ -389,13 +398,3 @@ def _open_prepared(data: DataConfig, tokenizer: str, vocabulary: int, split: str
     if data.documents == "joined":
         raise InputError(f"{source} is a prepared set; data.documents: joined reads files")
     return tokens
-
-
-def encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
-    """Texts → tokens, `[bos] tokens [eos]`. What looks like a special token in a text is read as text."""
-    ends = {"bos": (data.bos, tokenizer.bos_token_id), "eos": (data.eos, tokenizer.eos_token_id)}
-    for name, (wanted, token) in ends.items():
-        if wanted and token is None:
-            raise InputError(f"the tokenizer has no {name} token; set data.{name}: false")
-    first, last = ([token] if wanted else [] for wanted, token in ends.values())
-    return Encoder(fast_backend(tokenizer), first, last)

@@ -32,6 +32,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line, out
 from nalanda.common.files import sha256_of, write_atomically
 from nalanda.common.retry import persist
 from nalanda.common.text import is_url, redact
+from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
@@ -116,8 +117,6 @@ def _dataset(source: str, data: DataConfig) -> str:
 
 def _is_model(config: RunConfig) -> bool:
     """Whether `model.auto` is a Hub id, not the name of an architecture."""
-    from nalanda.config.model import config_source
-
     return isinstance(config_source(config.model), str)
 
 
@@ -140,8 +139,8 @@ def _slug(source: str | list[str]) -> str:
 # ------------------------------ without a network
 
 
-def offline(config: RunConfig) -> RunConfig:
-    """`config` with paths below `config.offline` in place of Hub ids and URLs; without `offline`, itself.
+def use_mirror(config: RunConfig) -> RunConfig:
+    """`config` with paths below `config.offline` in place of Hub ids and URLs; without `use_mirror`, itself.
 
     The Hub's libraries are told to open no connection, for the rest of the process and of those it starts.
     The result is for building things: what a run is, is what `config` says.
@@ -197,12 +196,12 @@ def _close_the_hub() -> None:
 # ------------------------------ with one
 
 
-def fetch(config: RunConfig, to: str | os.PathLike, *, max_shards: int | None = None) -> Path:
+def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | None = None) -> Path:
     """Fills `to` with what `config` needs; what is there already is kept. Returns it.
 
     Args:
-        config: a run; its own `offline` is not looked at.
-        to: the directory that `offline` then names.
+        config: a run; its own `use_mirror` is not looked at.
+        to: the directory that `use_mirror` then names.
         max_shards: of each split of each source, at most so many files: for a part of a large dataset.
     Raises:
         InputError: something cannot be had.

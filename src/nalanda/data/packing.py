@@ -21,7 +21,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import Corpus, DocumentStream
 from nalanda.data.documents import Document
-from nalanda.data.shuffle import Permutation, turn, whole_weights
+from nalanda.data.shuffle import Permutation, next_source, whole_weights
 from nalanda.data.token_set import TokenSet
 from nalanda.data.workers import Tokenisers
 
@@ -46,7 +46,7 @@ PADDING = Row(np.zeros(0, np.int32), np.zeros(0, np.int64))
 Rows = Iterator[tuple[Callable[[], Row], dict]]
 
 
-def cut(tokens: np.ndarray, starts: np.ndarray, begin: int, length: int) -> Row:
+def cut_row(tokens: np.ndarray, starts: np.ndarray, begin: int, length: int) -> Row:
     """A row out of many documents, of which `starts` says where they begin."""
     first, last = np.searchsorted(starts, (begin, begin + length))
     return Row(tokens[begin : begin + length], from_zero(starts[first:last] - begin))
@@ -57,7 +57,7 @@ def from_zero(starts: np.ndarray) -> np.ndarray:
     return starts if len(starts) and starts[0] == 0 else np.concatenate([[0], starts])
 
 
-class PreparedRows:
+class TokenSetRows:
     """Rows of a prepared set: windows of `seq_len` tokens, read when they are needed. The state is a number.
 
     The set is a list of blocks of `block` rows that follow one another, permuted anew each epoch; what is
@@ -166,7 +166,7 @@ class Mixture:
         number, states = state["rows"], list(state["parts"])
         rows = [part.rows(its, tokenisers) for part, its in zip(self.parts.values(), states, strict=True)]
         while True:
-            chosen = turn(self.weights, [its["rows"] for its in states])
+            chosen = next_source(self.weights, [its["rows"] for its in states])
             if (item := next(rows[chosen], None)) is None:
                 return
             load, states[chosen] = item
@@ -229,7 +229,7 @@ STREAM_GROUP = 1 << 19  # ready in a second
 PERMUTED_GROUP = 1 << 24  # of corpora whose documents need no buffer: a small one as a whole
 
 
-class _StreamRows:
+class StreamRows:
     """Rows of a corpus that is read and tokenised while it trains, as `order` describes a source of rows."""
 
     def __init__(
@@ -308,7 +308,7 @@ def _pack(
             order[1:] = sorted(order[1:], key=lambda index: documents.draw("row", first + index, epoch))
         for place, index in enumerate(order[done:], done + 1):
             rows += 1
-            load = partial(cut, tokens, starts, index * stride, seq_len)
+            load = partial(cut_row, tokens, starts, index * stride, seq_len)
             yield load, {**begun, "done": place, "rows": rows}
         tokens, done = tokens[count * stride :], 0
         starts = starts[np.searchsorted(starts, count * stride) :] - count * stride
@@ -316,7 +316,7 @@ def _pack(
     if len(tokens) > joined and not whole and not done:
         begun = {"documents": documents.state_dict(), "carried": len(tokens)}
         begun |= {"skipped": documents.skipped} if documents.skipped else {}
-        yield partial(cut, tokens, starts, 0, seq_len), {**begun, "done": 1, "rows": rows + 1}
+        yield partial(cut_row, tokens, starts, 0, seq_len), {**begun, "done": 1, "rows": rows + 1}
 
 
 def _check_heard(heard: bool) -> None:
@@ -335,12 +335,12 @@ def _groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], 
         left = documents.rest_of_epoch()
         while True:
             before = documents.state_dict()
-            if not (group := _take(left, characters)):
+            if not (group := take_documents(left, characters)):
                 break
             yield (before, documents.epoch, documents.skipped), [document.text for document in group]
 
 
-def _take(documents: Iterator[Document], characters: int) -> list[Document]:
+def take_documents(documents: Iterator[Document], characters: int) -> list[Document]:
     group = []
     while characters > 0 and (document := next(documents, None)) is not None:
         group.append(document)

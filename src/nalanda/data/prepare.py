@@ -26,22 +26,24 @@ import numpy as np
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import sync
+from nalanda.common.text import duration
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, open_corpus
 from nalanda.data.documents import BLOCK, Document, FileShard, Shard, TextShard, document_in, split_lines
-from nalanda.data.inspect import Progress, check_set
+from nalanda.data.inspect import ByteProgress, check_set
 from nalanda.data.token_set import (
     FORMAT,
     SPLITS,
     VERSION,
     Entry,
-    is_prepared,
+    is_token_set,
     load_tokenizer,
     read_index,
     totals,
 )
+from nalanda.data.tokenizer import build_tokenizer, encoder, tokenizer_fingerprint
 
-PRELOAD = ["nalanda.data.loader", "transformers.models.auto.tokenization_auto"]  # what every worker imports
+PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]  # what every worker imports
 
 
 GROUP = 1 << 20  # characters that are tokenised at a time
@@ -203,7 +205,7 @@ class _Writer:
             raise InputError(f"data.source_field names {len(self.counts):,} sources; 65,536 is the most")
         _sync(self.file)
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
-        write(self.path.with_suffix(".docs"), docs)
+        write_whole(self.path.with_suffix(".docs"), docs)
         self.partial.replace(self.path.with_suffix(".tokens"))
         sync(self.path.parent)
         return {
@@ -223,7 +225,7 @@ class _Writer:
         self.partial.unlink(missing_ok=True)
 
 
-def write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """A file is there as a whole or not at all, whenever the machine stops."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("wb") as file:
@@ -243,8 +245,6 @@ class Preparation:
     """The work that `begin` laid out in a directory. Any process may open it and make any of the shards."""
 
     def __init__(self, directory: str | os.PathLike):
-        from nalanda.config.schema import DataConfig
-
         self.directory = Path(directory)
         path = self.directory / "preparing" / "plan.json"
         try:
@@ -260,8 +260,6 @@ class Preparation:
 
     @functools.cached_property
     def encode(self) -> Callable[[list[str]], list[np.ndarray]]:
-        from nalanda.data.loader import encoder
-
         return encoder(load_tokenizer(self.directory / "tokenizer"), self.data)
 
     @functools.cached_property
@@ -281,7 +279,7 @@ class Preparation:
         """What a shard's record says, if it is there and so are its files, in their sizes."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(self._record(number).read_bytes())
-            for split, entry in entries(found).items():
+            for split, entry in record_entries(found).items():
                 for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
                     file.check_size()
             return found
@@ -302,7 +300,9 @@ class Preparation:
             OSError: the directory cannot be written.
         """
         if (record := self.record(number)) is not None:
-            report(self.weights[number], sum(entry["text_bytes"] for entry in entries(record).values()))
+            report(
+                self.weights[number], sum(entry["text_bytes"] for entry in record_entries(record).values())
+            )
             return record
         units = self.jobs[number]
         skipped = 0
@@ -339,7 +339,7 @@ class Preparation:
                 report(weight, read)
             record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
         record |= {"skipped": skipped} if skipped else {}
-        write(self._record(number), json.dumps(record).encode())
+        write_whole(self._record(number), json.dumps(record).encode())
         return record
 
     def seal(self) -> dict:
@@ -375,12 +375,12 @@ class Preparation:
         places = [self.directory / split / ".*" for split in SPLITS] + [self.directory / ".index.json.*"]
         for leftover in [p for place in places for p in place.parent.glob(place.name)]:
             leftover.unlink(missing_ok=True)  # of processes that were killed
-        write(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
+        write_whole(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
         shutil.rmtree(self.directory / "preparing", ignore_errors=True)
         return index
 
 
-def entries(record: dict) -> dict[str, dict]:
+def record_entries(record: dict) -> dict[str, dict]:
     """What a shard's record says of each split."""
     return {split: record[split] for split in SPLITS if split in record}
 
@@ -423,14 +423,12 @@ def begin(
         InputError: the source or the tokenizer cannot be had; the directory holds something else, or was
             begun with other settings.
     """
-    from nalanda.data.tokenizer import build_tokenizer, fingerprint
-
     directory = Path(directory).expanduser()
     if getattr(data, "mixture", None):
         raise InputError("data.mixture: prepare each source of a mixture by itself, with one tokenizer")
     data.check()
     tokenizer.check()
-    if isinstance(data.source, str) and is_prepared(data.source):
+    if isinstance(data.source, str) and is_token_set(data.source):
         raise InputError(f"{data.source} is a prepared set already")
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"a shard of {shard_bytes} bytes holds nothing; take 1 MB or more")
@@ -447,7 +445,7 @@ def begin(
     settings = _settings(data, tokenizer, prints, shard_bytes)
 
     work = directory / "preparing"
-    finished = is_prepared(directory)
+    finished = is_token_set(directory)
     begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
     if begun is None:
         if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
@@ -463,7 +461,7 @@ def begin(
         return None
 
     work.mkdir(parents=True, exist_ok=True)
-    write(work / "settings.json", json.dumps(settings).encode())  # before anything that they decide
+    write_whole(work / "settings.json", json.dumps(settings).encode())  # before anything that they decide
     for split in SPLITS:
         (directory / split).mkdir(exist_ok=True)
     saved = directory / "tokenizer"
@@ -475,7 +473,7 @@ def begin(
         built.save_pretrained(partial)
         partial.replace(saved)
     found = load_tokenizer(saved)
-    if fingerprint(built) != fingerprint(found):
+    if tokenizer_fingerprint(built) != tokenizer_fingerprint(found):
         raise InputError(f"the tokenizer is not the one in {saved}; restore it, or name another directory")
     vocab_size = max(found.get_vocab().values()) + 1
     jobs = [
@@ -492,12 +490,12 @@ def begin(
             )
     plan = {
         "settings": settings,
-        "tokenizer": {"fingerprint": fingerprint(found), "vocab_size": vocab_size},
+        "tokenizer": {"fingerprint": tokenizer_fingerprint(found), "vocab_size": vocab_size},
         "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
         "data": asdict(data),
         "jobs": jobs,
     }
-    write(work / "plan.json", json.dumps(plan).encode())
+    write_whole(work / "plan.json", json.dumps(plan).encode())
     return Preparation(directory)
 
 
@@ -541,8 +539,6 @@ def prepare(
     Raises:
         InputError: as `begin`; or files of the source are damaged: all others are prepared, and stay.
     """
-    from nalanda.common.text import duration
-
     preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
     if preparation is None:
         check_set(directory)
@@ -556,7 +552,7 @@ def prepare(
     run = _in_processes if workers > 1 and len(todo) > 1 else _in_this_process
     errors: list[InputError] = []
     try:
-        with Progress(preparation.weights, todo) as progress:
+        with ByteProgress(preparation.weights, todo) as progress:
             for number, error in run(preparation, todo, workers, progress):
                 if error:
                     errors.append(error)
@@ -583,7 +579,9 @@ def prepare(
 Outcomes = Iterator[tuple[int, InputError | None]]
 
 
-def _in_this_process(preparation: Preparation, todo: list[int], workers: int, progress: Progress) -> Outcomes:
+def _in_this_process(
+    preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
+) -> Outcomes:
     for number in todo:
 
         def report(weight: int, text: int, number: int = number) -> None:
@@ -596,7 +594,9 @@ def _in_this_process(preparation: Preparation, todo: list[int], workers: int, pr
             yield number, error
 
 
-def _in_processes(preparation: Preparation, todo: list[int], workers: int, progress: Progress) -> Outcomes:
+def _in_processes(
+    preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
+) -> Outcomes:
     # Forked from a server that has imported everything once, and that no thread of this process troubles.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if server else "spawn")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nalanda.common.errors import InputError
-from nalanda.data.documents import _hash
+from nalanda.data.documents import hash_text
 
 # Tests, tables, what is generated at build time, and the topics, which are read as text.
 NOT_PROSE = {
@@ -156,7 +156,7 @@ def split_families(documents: dict[str, str], share: float) -> tuple[dict[str, s
 
     room = share * sum(map(len, documents.values()))
     validation = set()
-    for members in sorted(families.values(), key=lambda members: _hash(members[0])):
+    for members in sorted(families.values(), key=lambda members: hash_text(members[0])):
         size = sum(len(documents[name]) for name in members)
         if size <= room:
             room -= size

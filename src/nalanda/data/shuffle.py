@@ -55,7 +55,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return [number // math.gcd(*numbers) for number in numbers]
 
 
-def turn(weights: Sequence[int], counts: Sequence[int]) -> int:
+def next_source(weights: Sequence[int], counts: Sequence[int]) -> int:
     """Whose turn it is after `counts`: every count stays within 1 of its weight's share of them all.
 
     Of those that are not ahead of their share, the one whose next item is due first (the quota method of

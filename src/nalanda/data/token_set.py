@@ -47,7 +47,7 @@ DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])  # columns of a .docs file,
 # ------------------------------ reading a set
 
 
-def is_prepared(path: str | os.PathLike) -> bool:
+def is_token_set(path: str | os.PathLike) -> bool:
     """Whether a directory is a prepared set: a finished one, of whatever version."""
     try:
         with (Path(path) / "index.json").open("rb") as file:
@@ -82,7 +82,7 @@ class TokenSet:
     def __init__(self, path: str | os.PathLike, split: str):
         index = read_index(path)
         self.directory = Path(path) / split
-        self._shards = entries(path, index, split)
+        self._shards = shard_entries(path, index, split)
         if not self._shards:
             raise InputError(
                 f"{path} has no documents for {split}; prepare it with another validation share or source"
@@ -155,7 +155,7 @@ class SumCheck:
 
     settled = False
 
-    def __init__(self, files: list[_File]):
+    def __init__(self, files: list[StatedFile]):
         self.problem: str | None = None
         self._files, self._closed = files, threading.Event()
         self._thread = threading.Thread(target=self._run, name="nalanda-sums", daemon=True)
@@ -178,7 +178,7 @@ class SumCheck:
         self._closed.set()
 
 
-class _File(NamedTuple):
+class StatedFile(NamedTuple):
     path: Path
     size: int
     sha256: str
@@ -232,8 +232,10 @@ class Entry:
         ]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
-    def files(self) -> list[_File]:
-        return [_File(self.path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in ("tokens", "docs")]
+    def files(self) -> list[StatedFile]:
+        return [
+            StatedFile(self.path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in ("tokens", "docs")
+        ]
 
     def tokens_between(self, low: int, high: int) -> np.ndarray:
         """Raises `InputError` for an id that the vocabulary does not have."""
@@ -276,7 +278,7 @@ class Entry:
         return InputError(f"{self.path.with_suffix(f'.{kind}')} is damaged: {how}; copy or prepare it again")
 
 
-def _read_map(file: _File, dtype: np.dtype, count: int) -> list[np.ndarray]:
+def _read_map(file: StatedFile, dtype: np.dtype, count: int) -> list[np.ndarray]:
     """A file's columns, each of `count` items, one behind the other."""
     file.check_size()
     whole = np.memmap(file.path, np.uint8, mode="r")
@@ -310,7 +312,7 @@ def read_index(path: str | os.PathLike) -> dict:
         raise InputError(f"{path} has version {index.get('version')}; this Nalanda reads {VERSION}")
     try:
         for split in SPLITS:
-            if index[split] != totals([entry.stated for entry in entries(path.parent, index, split)]):
+            if index[split] != totals([entry.stated for entry in shard_entries(path.parent, index, split)]):
                 raise ValueError(f"{split} is not the sum of its shards")
         if index["sources"] != sorted({name for split in SPLITS for name in index[split]["sources"]}):
             raise ValueError("its sources are not those of its shards")
@@ -321,7 +323,7 @@ def read_index(path: str | os.PathLike) -> dict:
     return index
 
 
-def entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
+def shard_entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
     """The shards of a split."""
     known = index["dtype"], index["tokenizer"]["vocab_size"]
     return [Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]]

@@ -15,6 +15,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.workers import Encoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -280,7 +281,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text has: vocabulary, merges, normaliser, special tokens.
 
     Truncation and padding are left out: they are settings of a call. It is the same in every process, and for
@@ -307,3 +308,13 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
+    """Texts → tokens, `[bos] tokens [eos]`. What looks like a special token in a text is read as text."""
+    ends = {"bos": (data.bos, tokenizer.bos_token_id), "eos": (data.eos, tokenizer.eos_token_id)}
+    for name, (wanted, token) in ends.items():
+        if wanted and token is None:
+            raise InputError(f"the tokenizer has no {name} token; set data.{name}: false")
+    first, last = ([token] if wanted else [] for wanted, token in ends.values())
+    return Encoder(fast_backend(tokenizer), first, last)

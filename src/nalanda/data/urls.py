@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
 from nalanda.common.errors import DiskFull, InputError, no_room
-from nalanda.common.retry import Incomplete, Patience, T, _reason, persist
+from nalanda.common.retry import Incomplete, Patience, T, describe_error, persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard
@@ -123,7 +123,7 @@ def reachable(do: Callable[[], T], url: str) -> T:
         if no_room(error):
             place = getattr(error, "filename", None) or cache()
             raise DiskFull(f"{redact(url)}: no space is left in {place}") from None
-        raise InputError(f"{redact(url)}: cannot be had ({_reason(error)})") from None
+        raise InputError(f"{redact(url)}: cannot be had ({describe_error(error)})") from None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import check_seed
-from nalanda.inference.generate import Printer, load_state, read, sampling, speed
-from nalanda.inference.load import bos_token, ends, is_ours, load
+from nalanda.inference.generate import Printer, describe_speed, load_state, read_with_progress
+from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
+from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
 
 HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
@@ -116,7 +117,7 @@ class Conversation:
         answer = spoken.split(self.stop)[0] if self.stop else spoken
         self.messages.append({"role": "assistant", "content": answer})
         cache = self.cache if self.state is None else self.state.cache
-        print(speed(len(printer.tokens), seconds, cache, self.model.device), file=sys.stderr)
+        print(describe_speed(len(printer.tokens), seconds, cache, self.model.device), file=sys.stderr)
         return answer
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
@@ -125,7 +126,7 @@ class Conversation:
     def _go_on(self, tokens: list[int], printer: Printer) -> None:
         options = self.options | {"streamer": printer, "return_dict_in_generate": True}
         if is_ours(self.model):
-            out = self.model.generate(state=read(self.model, tokens, self.state), **options)
+            out = self.model.generate(state=read_with_progress(self.model, tokens, self.state), **options)
             self.state = State(self.model, out.past_key_values, out.sequences[:, -1:])
         else:
             ids = self._ids(self.tokens + tokens)
@@ -151,9 +152,11 @@ def chat(
 ) -> None:
     """Talks with a model until /quit or the end of the input; options as of `generate`."""
     check_seed(seed, "--seed")
-    options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    conversation = Conversation(network, tokenizer, options | ends(tokenizer), system)
+    options = sampling_options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    conversation = Conversation(network, tokenizer, options | end_tokens(tokenizer), system)
     if state is not None:
         conversation.load(state)
     if seed is not None:

@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from nalanda.common.errors import InputError, output_file
 from nalanda.config.schema import check_seed
-from nalanda.inference.load import bos_token, ends, is_ours, load
+from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
+from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
 
 PIECE = 4096  # tokens of a prompt that are read between two looks at the progress bar
@@ -70,25 +71,7 @@ class Printer(BaseStreamer):
         self.held = ""
 
 
-def sampling(
-    *, max_new_tokens: int = 128, temperature: float = 0.8, top_p: float = 1.0, top_k: int = 0
-) -> dict[str, Any]:
-    """`generate`'s own options for these; InputError for values that cannot be meant."""
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    if temperature < 0:
-        raise InputError(f"temperature is {temperature}: it must be 0 (greedy) or above")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p is {top_p}: it must be above 0 and at most 1")
-    if top_k < 0:
-        raise InputError(f"top_k is {top_k}: it must be 0 (all tokens) or above")
-    if temperature == 0:
-        return {"max_new_tokens": max_new_tokens, "do_sample": False}
-    chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    return {"max_new_tokens": max_new_tokens, "do_sample": True, **chosen}
-
-
-def read(model: Any, tokens: list[int], state: State | None = None) -> State:
+def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
     """`model.read` with a progress bar, on stderr, where it takes a while."""
     ids = torch.tensor([tokens], device=model.device)
     bar = Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE)
@@ -112,7 +95,7 @@ def load_state(path: str | Path, model: Any) -> State:
         raise InputError(str(error).splitlines()[0]) from error
 
 
-def carried(cache: Any) -> int:
+def cache_bytes(cache: Any) -> int:
     """Bytes of what generation carried from token to token, in any cache of transformers."""
     if isinstance(cache, NalandaCache):
         return cache.nbytes
@@ -138,9 +121,9 @@ def peak_memory(device: torch.device) -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB resident at most"
 
 
-def speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
+def describe_speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
     """What is said at the end of an answer."""
-    state = f"{carried(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
+    state = f"{cache_bytes(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
     return f"{new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens/s; {state}{peak_memory(device)}"
 
 
@@ -189,9 +172,11 @@ def generate(
     check_seed(seed, "--seed")
     if save_state is not None:
         save_state = output_file(save_state, "--save-state")
-    options = sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    network, tokenizer = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    options |= ends(tokenizer)
+    options = sampling_options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    options |= end_tokens(tokenizer)
     if save_state is not None and not is_ours(network):
         raise InputError(f"{network.config.model_type} models keep no state that could be saved")
     held = None if state is None else load_state(state, network)
@@ -208,7 +193,7 @@ def generate(
     start = time.perf_counter()
     if is_ours(network):
         if tokens:
-            held = read(network, tokens, held)
+            held = read_with_progress(network, tokens, held)
         assert held is not None
         if stream and len(tokens) > PIECE:
             seconds = time.perf_counter() - start
@@ -226,5 +211,5 @@ def generate(
     new = out.sequences[0, skip:]
     if stream:
         seconds = time.perf_counter() - start
-        print(speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
+        print(describe_speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
     return str(tokenizer.decode(new, skip_special_tokens=True))

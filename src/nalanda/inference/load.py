@@ -6,13 +6,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from nalanda.common.errors import InputError, explained, out_of_memory
-from nalanda.config.model import not_here, weight_files
+from nalanda.config.model_folder import check_name
 
 
-def load(
+def load_model(
     name: str, *, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, ready for inference.
@@ -57,27 +56,6 @@ def load(
     return model.eval(), tokenizer  # type: ignore[bad-return]
 
 
-def check_name(name: str) -> None:
-    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
-    path = Path(name).expanduser()
-    if (path / "config.json").is_file():
-        try:
-            weight_files(path)
-        except InputError as error:
-            raise InputError(f"cannot load {name}: {error}") from None
-        return
-    if (path / "final" / "config.json").is_file():
-        raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
-    if path.exists():
-        raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
-    try:
-        cached_file(name, "config.json")
-    except Exception as error:  # huggingface_hub's and its transports' have no common one
-        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
-
-
 def choose_device(name: str | None) -> str:
     """`name`, or the GPU where there is one, else the CPU. Raises `InputError` for what is not there."""
     if name is None:
@@ -103,7 +81,7 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     return [bos] if bos is not None and written else []
 
 
-def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """`generate`'s own options for the token that ends a text."""
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}

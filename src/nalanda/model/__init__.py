@@ -1,12 +1,18 @@
 """The model: flat files, sibling-relative imports only: `save_pretrained` copies them with the weights."""
 
-from nalanda.model.modeling import Decoder, NalandaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from . import ops
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .feature_maps import FEATURE_MAPS, build_feature_map
 from .mixers import MIXERS
+from .modeling import Decoder, NalandaForCausalLM
 from .state import State
+
+AutoConfig.register("nalanda", NalandaConfig)
+AutoModel.register(NalandaConfig, Decoder)
+AutoModelForCausalLM.register(NalandaConfig, NalandaForCausalLM)
 
 # For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.
 NalandaConfig.register_for_auto_class()
@@ -22,4 +28,5 @@ __all__ = [
     "NalandaForCausalLM",
     "State",
     "build_feature_map",
+    "ops",
 ]

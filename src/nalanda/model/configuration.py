@@ -1,7 +1,7 @@
 """NalandaConfig: every architecture of the house, in the names that transformers' users know."""
 
-import contextlib
 import dataclasses
+import sys
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +13,11 @@ from .base import Mixer
 from .mixers import MIXERS, build_mixer
 from .options import check_types, did_you_mean
 
-# `transformers serve` takes the class that a config.json names from transformers itself: let it find there
-# the Auto class, which goes on to the code beside the checkpoint. On the modules' type, because transformers
-# imports itself anew and leaves some parts of it with the module of before.
-with contextlib.suppress(TypeError):  # of a release whose modules are plain ones
-    setattr(type(transformers), "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
+# `transformers serve` looks up the class that config.json names in its module `transformers`, an earlier
+# copy of the one here. The Auto class there loads the code beside the checkpoint.
+_serving = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in (transformers, getattr(_serving, "transformers", transformers)):
+    setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
 # What transformers itself hands to a config beside its fields.
 _FOREIGN_KEYS = frozenset(

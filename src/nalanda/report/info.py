@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
-from nalanda.common.text import nearest, size
+from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config, config_source
-from nalanda.data.offline import offline
+from nalanda.data.offline import use_mirror
+from nalanda.model import NalandaConfig
 from nalanda.train.estimate import activation_bytes, held_bytes, run_time, shards, time_range, vocabulary
 from nalanda.train.estimate import parameters as count_parameters
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
@@ -35,7 +35,7 @@ def info(
         an estimate of the time.
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
-    config = offline(load_config(recipe, overrides))
+    config = use_mirror(load_config(recipe, overrides))
     accumulation = config.accumulation(processes)
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
@@ -96,10 +96,10 @@ def peak_of(device: str, precision: str) -> tuple[float, str]:
         return peak_flops(torch.device("cuda" if gpu else "cpu"), precision)
     if known := known_peak(device, precision):
         return known
-    raise InputError(f"--device: no data sheet of {device}{nearest(device, [*PEAK_FLOPS, 'cpu'])}")
+    raise InputError(f"--device: no data sheet of {device}{suggest(device, [*PEAK_FLOPS, 'cpu'])}")
 
 
-def show(figures: dict[str, Any], console: Console | None = None) -> None:
+def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nalanda.common.errors import InputError, output_file
 from nalanda.config.load import differences
-from nalanda.report.runs import _config, _lines
+from nalanda.report.runs import read_lines, read_recipe
 
 
 @dataclass
@@ -43,7 +43,10 @@ def curve(folder: str | Path) -> Curve:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; name the folder of a run")
     try:
-        lines, config = list(_lines(folder)), _config(folder) if (folder / "config.yaml").is_file() else {}
+        lines, config = (
+            list(read_lines(folder)),
+            read_recipe(folder) if (folder / "config.yaml").is_file() else {},
+        )
         train, validation, events = [], [], []
         hours, before = 0.0, 0
         for line in lines:

@@ -13,11 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
-from nalanda.common.text import _si
+from nalanda.common.text import si
 from nalanda.config.load import read_yaml
-from nalanda.train import log as metrics
+from nalanda.train.log import read_facts, read_metrics
 
 SILENT = 3600.0
 """Seconds without a line of metrics after which a run on another machine is taken for dead."""
@@ -43,7 +42,7 @@ class Run:
     mfu: float | None = None
 
 
-def find(directory: str | Path) -> list[Path]:
+def find_runs(directory: str | Path) -> list[Path]:
     """The folders of runs at or below `directory`, those within a run left out. Raises `InputError`."""
     directory = Path(directory)
     if not directory.is_dir():
@@ -58,15 +57,15 @@ def find(directory: str | Path) -> list[Path]:
     return found
 
 
-def read(folder: Path, name: str | None = None) -> Run:
+def read_run(folder: Path, name: str | None = None) -> Run:
     """What `folder` tells of its run; one that cannot be read says so in `state` and `problem`."""
     files = [f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()]
     run = Run(name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0))
     try:
-        config, facts = _config(folder), metrics.read_facts(folder)
+        config, facts = read_recipe(folder), read_facts(folder)
         if not isinstance(facts, dict):
             raise ValueError("run.json holds no facts")
-        lines = list(_lines(folder))
+        lines = list(read_lines(folder))
         losses = [line for line in lines if "loss" in line and "event" not in line]
         last = losses[-1] if losses else {}
         run.model = _model(config["model"])
@@ -89,12 +88,12 @@ def read(folder: Path, name: str | None = None) -> Run:
 def overview(directory: str | Path) -> list[Run]:
     """Every run below `directory`, what changed last first. Raises `InputError`."""
     directory = Path(directory)
-    named = [(folder, folder.relative_to(directory)) for folder in find(directory)]
-    runs = [read(f, str(n) if n.name else directory.resolve().name) for f, n in named]
+    named = [(folder, folder.relative_to(directory)) for folder in find_runs(directory)]
+    runs = [read_run(f, str(n) if n.name else directory.resolve().name) for f, n in named]
     return sorted(runs, key=lambda run: (-run.changed, run.name))
 
 
-def show(runs: Sequence[Run], console: Console | None = None) -> None:
+def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
     """The runs as a table, and what is wrong with those where something is."""
     console = console or Console()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
@@ -106,11 +105,11 @@ def show(runs: Sequence[Run], console: Console | None = None) -> None:
     for run in runs:
         step = None if run.step is None else f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
         cells = (
-            _text(run.parameters, _si),
+            _text(run.parameters, si),
             step,
             _text(run.loss, "{:.3f}".format),
             _text(run.val_ppl, "{:,.2f}".format),
-            _text(run.tokens_per_second, _si),
+            _text(run.tokens_per_second, si),
             _text(run.mfu, "{:.0%}".format),
             _when(run.changed),
         )
@@ -127,11 +126,11 @@ def show(runs: Sequence[Run], console: Console | None = None) -> None:
             console.print(f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True)
 
 
-def to_json(runs: Sequence[Run]) -> str:
+def runs_to_json(runs: Sequence[Run]) -> str:
     return json.dumps([asdict(run) for run in runs], indent=1, ensure_ascii=False)
 
 
-def _config(folder: Path) -> dict:
+def read_recipe(folder: Path) -> dict:
     try:
         config = read_yaml(folder / "config.yaml")
     except FileNotFoundError:
@@ -143,16 +142,20 @@ def _config(folder: Path) -> dict:
     return config
 
 
-def _lines(folder: Path) -> Iterator[dict]:
+def read_lines(folder: Path) -> Iterator[dict]:
     file = folder / "metrics.jsonl"
-    return metrics.read(file) if file.is_file() else iter(())
+    return read_metrics(file) if file.is_file() else iter(())
 
 
 def _model(model: dict) -> str:
     """`gated_deltanet + nala`, `3 × gla, 1 × softmax`, or what `auto` and `init_from` name."""
     if foreign := model.get("auto") or ("mixer" not in model and model.get("init_from")):
         return Path(str(foreign)).name
-    mixer = model.get("mixer", NalandaConfig().mixer)
+    mixer = model.get("mixer")
+    if mixer is None:
+        from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
+
+        mixer = NalandaConfig().mixer
     names = [mixer] if isinstance(mixer, str) else list(mixer)
     counted = [f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names)]
     return " + ".join(filter(None, [", ".join(counted), model.get("feature_map")]))

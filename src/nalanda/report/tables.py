@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nalanda import NalandaConfig
 from nalanda.common.text import size
-from nalanda.config.load import recipes as recipe_files
-from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
+from nalanda.config.load import shipped_recipes as recipe_files
+from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.report.info import info, layers
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
@@ -24,7 +23,7 @@ LENGTH = 2048
 SIGNATURE = ("self", "config", "layer_idx", "num_heads", "head_dim")
 
 
-def recipes() -> list[dict[str, Any]]:
+def recipe_rows() -> list[dict[str, Any]]:
     """A row for each recipe that ships: what it comes to."""
     rows = []
     for name, file in recipe_files().items():
@@ -45,7 +44,7 @@ def recipes() -> list[dict[str, Any]]:
     return rows
 
 
-def mixers() -> list[dict[str, Any]]:
+def mixer_rows() -> list[dict[str, Any]]:
     """A row for each mixer: what it computes and what one layer of it costs at 8 heads of 128."""
     rows = []
     for name, kind in MIXERS.items():
@@ -68,7 +67,7 @@ def mixers() -> list[dict[str, Any]]:
     return rows
 
 
-def maps() -> list[dict[str, Any]]:
+def map_rows() -> list[dict[str, Any]]:
     """A row for each feature map."""
     rows = []
     for name, kind in FEATURE_MAPS.items():
@@ -105,10 +104,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([line(rows[0]), line("---" for _ in rows[0]), *body])
 
 
-def show(console: Console | None = None) -> None:
+def print_tables(console: Console | None = None) -> None:
     """All three for a terminal: the figures, then the formulas."""
     console = console or Console()
-    made, mixed, mapped = recipes(), mixers(), maps()
+    made, mixed, mapped = recipe_rows(), mixer_rows(), map_rows()
     _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
     figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB"]
     _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
@@ -126,5 +125,5 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
 
 
 if __name__ == "__main__":  # what the README holds
-    for _rows in (recipes(), mixers(), maps()):
+    for _rows in (recipe_rows(), mixer_rows(), map_rows()):
         print(markdown(_rows), end="\n\n")

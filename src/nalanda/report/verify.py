@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from nalanda.common.errors import InputError, first_line
+from nalanda.common.errors import first_line
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.schema import OptimConfig
 from nalanda.train import checkpoint
-from nalanda.train.export import load_config as model_config
+from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
+from nalanda.train.export import load_model_config as model_config
 from nalanda.train.optim import build_optimizer
 
 
@@ -29,7 +30,7 @@ class Verdict:
     loadable: str
     """Weights and moments fit the model and the optimizer of the run, and nothing else is in the files."""
     marked: str | None
-    """Why the run itself left it behind (`checkpoint.mark`)."""
+    """Why the run itself left it behind (`checkpoint.mark_unsound`)."""
 
     @property
     def good(self) -> bool:
@@ -42,18 +43,16 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
     Raises:
         InputError: the folder is no run, or has no checkpoints.
     """
-    found = checkpoint.steps(run_dir / "checkpoints")
-    if not found:
-        raise InputError(f"{run_dir}: no checkpoints here; name the folder of a run")
+    found = checkpoints_of(run_dir)
     recipe = run_dir / "config.yaml"
     optim = load_config(recipe).optim if recipe.is_file() else OptimConfig()
     for path in found:
         yield Verdict(
-            step=checkpoint.step_of(path),
+            step=step_of(path),
             whole=verify_manifest(path) or "yes",
             finite=_answer(_spoilt, path),
             loadable=_answer(_misfit, path, optim),
-            marked=checkpoint.marked(path),
+            marked=unsound_reason(path),
         )
 
 
@@ -67,7 +66,7 @@ def _answer(question, *arguments) -> str:
 def _spoilt(path: Path) -> str | None:
     for name in ("model", "optimizer"):
         for key, tensor in checkpoint.tensors(checkpoint.source_of(path, name)):
-            if problem := checkpoint.spoilt({key: tensor}):
+            if problem := checkpoint.find_unsound({key: tensor}):
                 return problem
     return None
 
@@ -90,7 +89,7 @@ def _misfit(path: Path, optim: OptimConfig) -> str | None:
     return None
 
 
-def show(verdict: Verdict) -> None:
+def print_verdict(verdict: Verdict) -> None:
     """A line for each checkpoint, and one for each thing that is wrong with it."""
     parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
     said = ", ".join(name if answer == "yes" else f"not {name}" for name, answer in parts.items())
@@ -100,5 +99,5 @@ def show(verdict: Verdict) -> None:
             print(f"    {name}: {answer}", flush=True)
 
 
-def to_json(verdicts: list[Verdict]) -> str:
+def verdicts_to_json(verdicts: list[Verdict]) -> str:
     return json.dumps([{**asdict(v), "good": v.good} for v in verdicts], indent=1)

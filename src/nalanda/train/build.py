@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nalanda.common.errors import InputError
-from nalanda.config.model import _in_one_line, build_model_config, weight_files
+from nalanda.config.model import build_model_config, in_one_line
+from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
 from nalanda.data.token_set import SumCheck
@@ -20,20 +21,20 @@ from nalanda.data.tokenizer import check_vocabulary
 from nalanda.train import memory
 
 
-def identify(config: RunConfig, batches: PackedBatches, validation: bool) -> dict[str, dict[str, str]]:
+def content_hashes(config: RunConfig, batches: PackedBatches, validation: bool) -> dict[str, dict[str, str]]:
     """The contents of the files that are read as text, those of `validation` among them."""
     contents = batches.contents
     return {**contents, **(validation_contents(config.data, contents) if validation else {})}
 
 
-def sums_of(config: RunConfig, rank: int, processes: int) -> SumCheck:
+def start_sums(config: RunConfig, rank: int, processes: int) -> SumCheck:
     """This process's share of the prepared sets' files, being compared with their sums."""
     sets = token_sets(config.data, validation=config.validation.every != 0)
     files = [file for tokens in sets for file in tokens.files]
     return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [])
 
 
-def settle(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
+def finish_sums(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
     """Waits until every process has compared its share. Raises `InputError` on all if a file is damaged."""
     if sums.settled:
         return
@@ -73,7 +74,7 @@ def launch(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def agree(value: Any) -> Any:
+def from_main_process(value: Any) -> Any:
     """The main process's value, on every process."""
     return broadcast_object_list([value])[0]
 
@@ -103,9 +104,9 @@ def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True, each
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     if path is None or not weights:
-        with _in_one_line("model"):
+        with in_one_line("model"):
             return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    with _in_one_line(f"model.init_from: {path}"):
+    with in_one_line(f"model.init_from: {path}"):
         if Path(path).is_dir():
             weight_files(Path(path))
         model, loaded = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,7 @@
         rank-R.pt                           one a process: random states and position in the data
         lanes-R.safetensors                 with `data.long_documents: carry`, the states of its rows
         manifest.json                       size and SHA-256 of every file; written last
-        unsound.txt                         only in one that must not be resumed from: why (`mark`)
+        unsound.txt                         only in one that must not be resumed from: why (`mark_unsound`)
 
 All of it is written into `.tmp-step-N`, synced to the disk, and renamed: a name `step-N` means that every
 byte was there. `latest` believes a checkpoint only if the manifest's sums hold. Nothing is pickled:
@@ -45,8 +45,9 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
-from nalanda.common.files import manifest_text, sync, verify_manifest, write_atomically
+from nalanda.common.files import manifest_text, sync
 from nalanda.config.schema import CheckpointConfig
+from nalanda.train.checkpoint_dir import checkpoint_folders, prune
 
 DTYPES = {
     "F64": torch.float64,
@@ -64,8 +65,6 @@ DTYPES = {
 
 LARGEST = 1e15
 """Weights and moments beyond this are spoilt: the sum of their squares, in a norm, overflows fp32."""
-
-MARK = "unsound.txt"
 
 Content = list[bytes | torch.Tensor]
 """What a file will hold, piece after piece."""
@@ -132,8 +131,8 @@ class Saver:
             raise error
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why these weights and moments are worth nothing (`spoilt`), or None; alike on all processes."""
-        mine = spoilt({**_unique(model), **_optimizer_tensors(model, optimizer)})
+        """Why these weights and moments are unsound (`find_unsound`), or None; alike on all processes."""
+        mine = find_unsound({**_unique(model), **_optimizer_tensors(model, optimizer)})
         return next(filter(None, self._exchange(mine)), None)
 
     @property
@@ -199,7 +198,7 @@ def load(
             on_host = not shape and not _fused(optimizer)
             targets[key] = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
         optimizer.state[parameter][state] = targets[key]
-    read(source, targets)
+    read_tensors(source, targets)
     own = path / f"rank-{rank}.pt"
     state = load_rank(own if own.exists() else path / "rank-0.pt")
     if own.exists():
@@ -279,7 +278,7 @@ def load_weights(source: Path, model: torch.nn.Module) -> None:
     """
     own, saved = model.state_dict(), shapes(source)
     check_weights(source, saved, model)
-    read(source, {name: own[name] for name in saved})
+    read_tensors(source, {name: own[name] for name in saved})
 
 
 def check_weights(
@@ -304,7 +303,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's weights, whole, in host memory."""
     source = source_of(path, "model")
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()}
-    read(source, found)
+    read_tensors(source, found)
     return found
 
 
@@ -320,7 +319,7 @@ def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 @torch.no_grad()
-def read(source: Path, targets: dict[str, torch.Tensor]) -> None:
+def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
     """Fills `targets` in place from a safetensors file or a folder of parts; a DTensor takes what is its own.
 
     Raises `InputError` if they are not all there.
@@ -354,35 +353,7 @@ def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
             yield name, part[...]
 
 
-def latest(directory: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint that can be resumed from; each newer one, being `unusable`, is named."""
-    for path in reversed(steps(directory)):
-        problem = unusable(path)
-        if problem is None:
-            return path
-        say(f"{path}: {problem.replace(':', ', passed over:', 1)}")
-    return None
-
-
-def unusable(path: Path) -> str | None:
-    """`damaged: …` where a byte is not as it was written, `unsound: …` where `mark` says so, or None."""
-    if (problem := verify_manifest(path)) is not None:
-        return f"damaged: {problem}"
-    return None if (reason := marked(path)) is None else f"unsound: {reason}"
-
-
-def marked(path: Path) -> str | None:
-    """The reason that `mark` wrote, None without one."""
-    file = path / MARK
-    return (file.read_text(errors="replace").strip().splitlines() or ["?"])[0] if file.is_file() else None
-
-
-def mark(path: Path, reason: str) -> None:
-    """Lets nobody resume from a checkpoint. It stays, and counts again once the file is removed."""
-    write_atomically(path / MARK, f"{reason}\n")
-
-
-def spoilt(tensors: dict[str, torch.Tensor]) -> str | None:
+def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
     """Names a tensor, of those that this process has, whose values are not finite or beyond `LARGEST`."""
     values = {name: _local(tensor)[0].detach() for name, tensor in tensors.items()}
     values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
@@ -397,27 +368,6 @@ def spoilt(tensors: dict[str, torch.Tensor]) -> str | None:
         if not worst <= LARGEST:
             return f"{name} has values of {worst:g}"
     return None
-
-
-def steps(directory: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, damaged ones included."""
-    found = [p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
-    """Removes all but the last `keep_last` up to `step`, every `keep_every`-th, and what interrupted saves
-    left. Later ones, which the run went back over, count for nothing: they may be damaged."""
-    for path in [p for p in steps(directory) if step_of(p) <= step][: -config.keep_last]:
-        if not (config.keep_every and step_of(path) % config.keep_every == 0):
-            # Renamed first: killed half-way, the rest is not taken for a checkpoint.
-            path.rename(directory / f".tmp-{path.name}-old")
-    for part in directory.glob(".tmp-step-*"):
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def random_state() -> dict:
@@ -628,7 +578,7 @@ def _commit(
                 shutil.rmtree(part, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise error
-            kept = [p for p in steps(directory) if p != final]
+            kept = [p for p in checkpoint_folders(directory) if p != final]
             stays = f"{kept[-1].name} stays" if kept else "there is no earlier one"
             if not no_room(error):
                 raise InputError(f"{final}: not saved, {stays}: {error}")

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer
+from nalanda.model import NalandaConfig
 from nalanda.model.modeling import Block
 from nalanda.model.sequences import Sequences
 from nalanda.train import parallel

@@ -17,42 +17,14 @@ from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
-from nalanda.common.files import sync, verify_manifest
+from nalanda.common.files import sync
 from nalanda.common.retry import transient
 from nalanda.common.text import redact
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
 from nalanda.train import log as metrics
-
-
-def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
-    """The checkpoint at `path`, or of the run there: of `step`, or the newest that is whole.
-
-    Raises:
-        InputError: there is none, or what there is is damaged.
-    """
-    path = Path(path)
-    folder = path / "checkpoints"
-    if not folder.is_dir():
-        if step is not None or not (path / "manifest.json").is_file():
-            raise InputError(
-                f"{path}: expected a run's folder, or one of its checkpoints/step-N without --step"
-            )
-        found = path
-    elif step is None:
-        found = checkpoint.latest(folder)
-        if found is None:
-            raise InputError(f"{folder}: there is no whole checkpoint")
-        return found
-    else:
-        found = folder / f"step-{step}"
-        if not found.is_dir():
-            there = ", ".join(str(checkpoint.step_of(p)) for p in checkpoint.steps(folder)) or "none"
-            raise InputError(f"{folder}: no step {step}; there are {there}")
-    if problem := verify_manifest(found):
-        raise InputError(f"{found}: damaged: {problem}")
-    return found
+from nalanda.train.checkpoint_dir import find_checkpoint, step_of
 
 
 def export(
@@ -76,10 +48,10 @@ def export(
     """
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
-    config = load_config(found)
+    config = load_model_config(found)
     with torch.device("meta"):  # what to write beside the weights, and which of them are tied
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with written(out, replace) as part:
+    with new_folder(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
         if (run_dir / "tokenizer").is_dir():
             sums = shutil.ignore_patterns("manifest.json")  # of the folder in the run
@@ -89,9 +61,9 @@ def export(
             shutil.copy(run_dir / "config.yaml", part)
         facts = facts if facts is not None else metrics.read_facts(run_dir)
         here = ("host", "pid")  # nobody's business where the model is copied to
-        facts = {k: v for k, v in facts.items() if k not in here} | {"step": checkpoint.step_of(found)}
+        facts = {k: v for k, v in facts.items() if k not in here} | {"step": step_of(found)}
         metrics.write_facts(part, facts)
-        text = card(run_dir, found, facts, name or out.name, evaluated(run_dir, part))
+        text = model_card(run_dir, found, facts, name or out.name, find_scores(run_dir, part))
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
 
@@ -110,7 +82,7 @@ def pad_batches(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def written(out: Path, replace: bool = False) -> Iterator[Path]:
+def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `out` when the block ends and is removed where that fails.
 
     Raises:
@@ -138,7 +110,7 @@ def written(out: Path, replace: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def on_hub(what: str) -> Iterator[None]:
+def hub_errors(what: str) -> Iterator[None]:
     """Around calls of the Hugging Face hub.
 
     Raises:
@@ -176,7 +148,7 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
     api = HfApi()
-    with on_hub(repo):  # before the work that it would be a pity to have done for nothing
+    with hub_errors(repo):  # before the work that it would be a pity to have done for nothing
         api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.model_info(repo).private:
             raise InputError(f"{repo} exists and is public; make it private first, or leave out --private")
@@ -185,13 +157,13 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
     for file, size in sizes.items():
         print(f"{size:>14,}  {file}", file=sys.stderr)
     print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …", file=sys.stderr, flush=True)
-    with on_hub(f"{repo}: {out} is whole, but not uploaded"):
+    with hub_errors(f"{repo}: {out} is whole, but not uploaded"):
         steps = json.loads((out / "run.json").read_text())["step"]
         commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=f"Step {steps}")
     return commit.commit_url
 
 
-def load_config(path: Path) -> Any:
+def load_model_config(path: Path) -> Any:
     """A checkpoint's config; those of flash-linear-attention are known once that is imported."""
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -205,7 +177,7 @@ def load_config(path: Path) -> Any:
         ) from None
 
 
-def evaluated(run_dir: Path, folder: Path) -> dict[str, Any]:
+def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     """What `nalanda eval` found for the model in `folder`, by task, from any results.json in the run or in a
     folder of it; {} for none. Whose results they are, the weights say and not a name."""
     found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
@@ -223,7 +195,7 @@ def evaluated(run_dir: Path, folder: Path) -> dict[str, Any]:
     return tasks
 
 
-def card(
+def model_card(
     run_dir: Path, path: Path, facts: dict[str, Any], name: str, tasks: dict[str, Any] | None = None
 ) -> str:
     """The model card: what it is, what it was trained on, how it did at which tasks, and how to load it."""
@@ -232,7 +204,9 @@ def card(
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     shape = json.loads((path / "config.json").read_text())
     state = json.loads((path / "trainer.json").read_text())
-    lines = list(metrics.read(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
+    lines = (
+        list(metrics.read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
+    )
     last = {
         key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
         for key in ("loss", "val_loss")

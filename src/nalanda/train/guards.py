@@ -22,7 +22,7 @@ HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
 SIGNALS = {name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
 
 
-class Spikes:
+class SpikeDetector:
     """Tells good steps from bad ones by the good ones before them.
 
     All that it knows is a window of numbers that every process has alike, so that all decide alike; it is
@@ -89,7 +89,7 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-class Watch:
+class Watchdog:
     """A thread that ends this process when nothing has moved for `timeout` seconds.
 
     A rank that hangs stops all others, which wait in a collective that never returns; a scheduler sees a job

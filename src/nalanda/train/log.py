@@ -8,18 +8,16 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import accelerate
-import torch
-import transformers
 import yaml
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import write_atomically
-from nalanda.common.text import _si, duration
+from nalanda.common.text import duration, si
 from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
@@ -58,7 +56,7 @@ class RunLog:
         self.file = run_dir / "metrics.jsonl"
         if config.tracker != "none":
             self.tracker = Tracker(config, run_dir, self.say)
-        if bad := cut(self.file, step, keep_events):
+        if bad := cut_metrics(self.file, step, keep_events):
             self.say(f"{self.file}: {bad} line(s) cannot be read; they stay there and are passed over")
         self.stream = self.file.open("a", encoding="utf-8")
         if config.tensorboard:
@@ -94,7 +92,7 @@ class RunLog:
     def step(self, step: int, loss: float, rate: float, seconds: float) -> None:
         """Moves the progress bar; seconds: the step's own."""
         if self.progress:
-            self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=_si(rate))
+            self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=si(rate))
         if self.expected:
             self.taken.append(seconds)
             if len(self.taken) > MEASURED:
@@ -108,7 +106,7 @@ class RunLog:
         left = (self.steps - step) * values["tokens"] / step / rate
         self.say(
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {values['loss']:.4f}"
-            f"  grad norm {values['grad_norm']:.2f}  lr {values['lr']:.2e}  {_si(rate)} tokens/s"
+            f"  grad norm {values['grad_norm']:.2f}  lr {values['lr']:.2e}  {si(rate)} tokens/s"
             f"  MFU {values['mfu']:.1%}  ETA {duration(left)}"
         )
 
@@ -158,7 +156,7 @@ class Tracker:
         known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         if known.get("tracker") == self.kind:
             # What metrics.jsonl has went out as well, and a resume is about to cut it.
-            steps = [line.get("step", 0) for line in (read(lines) if lines.is_file() else ())]
+            steps = [line.get("step", 0) for line in (read_metrics(lines) if lines.is_file() else ())]
             known["step"] = max([known["step"], *steps])
         else:
             known = {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
@@ -212,11 +210,11 @@ def write_facts(run_dir: Path, facts: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {m.__name__: m.__version__ for m in (torch, transformers, accelerate)}
-    return {"python": platform.python_version(), **found}
+    libraries = ("torch", "transformers", "accelerate")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in libraries}}
 
 
-def read(file: Path) -> Iterator[dict]:
+def read_metrics(file: Path) -> Iterator[dict]:
     """The lines of a metrics.jsonl; what is no line of ours, such as one that a kill tore, is passed over.
     Numbers that JSON has no form for are floats again: nan, inf, -inf."""
     for _, values in _lines(file):
@@ -224,7 +222,7 @@ def read(file: Path) -> Iterator[dict]:
             yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
-def cut(file: Path, step: int, keep_events: bool = False) -> int:
+def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     """Takes the lines beyond `step`, with `keep_events` all but events, and a torn last line out of a
     metrics.jsonl. Returns how many of the others cannot be read; they stay."""
     if not file.exists():

@@ -20,20 +20,44 @@ from torch import Tensor
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.config.schema import RunConfig
-from nalanda.data.offline import offline
+from nalanda.data.offline import use_mirror
 from nalanda.data.tokenizer import build_tokenizer, is_whole, save_tokenizer
 from nalanda.train import checkpoint, guards, memory, parallel
 from nalanda.train import log as metrics
 from nalanda.train import row_states as carry
-from nalanda.train.build import agree, build_model, identify, launch, open_batches, settle, sums_of
+from nalanda.train.build import (
+    build_model,
+    content_hashes,
+    finish_sums,
+    from_main_process,
+    launch,
+    open_batches,
+    start_sums,
+)
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
 from nalanda.train.checks import check_causal, keeps_documents_apart
-from nalanda.train.estimate import time_left
+from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.log import RunLog
-from nalanda.train.loss import count_labels, negative_share, perplexities, perplexity, summed_loss, validate
+from nalanda.train.loss import (
+    count_labels,
+    describe_perplexity,
+    negative_share,
+    perplexity_of,
+    summed_loss,
+    validate,
+)
 from nalanda.train.optim import build_optimizer, describe_groups, learning_rate
-from nalanda.train.run_dir import alone, claim, exported, gave_up, last_good, no_way_back, recorded
+from nalanda.train.run_dir import (
+    claim,
+    is_exported,
+    last_good,
+    lock_run_dir,
+    no_checkpoint_message,
+    record_state,
+    rollback_message,
+)
 
 
 def train(config: RunConfig) -> Path:
@@ -52,12 +76,12 @@ def train(config: RunConfig) -> Path:
     """
     config.check()
     transformers.logging.disable_progress_bar()  # of saving a few files; the run has its own
-    sharing = parallel.choose(config.train.parallel, os.environ)
-    with memory.named(config):
+    sharing = parallel.choose_parallel(config.train.parallel, os.environ)
+    with memory.explain_out_of_memory(config):
         accelerator = launch(config)
         if not accelerator.is_main_process:
             return _train(config, accelerator, sharing, None)
-        with alone(Path(config.output_dir)):
+        with lock_run_dir(Path(config.output_dir)):
             return _train(config, accelerator, sharing, claim(Path(config.output_dir), config))
 
 
@@ -66,9 +90,9 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    config, (changes, facts, resume) = offline(config), agree(claimed)
-    done = checkpoint.step_of(resume) if resume else 0
-    if facts.get("state") == "finished" and done >= config.train.steps and exported(run_dir / "final"):
+    config, (changes, facts, resume) = use_mirror(config), from_main_process(claimed)
+    done = step_of(resume) if resume else 0
+    if facts.get("state") == "finished" and done >= config.train.steps and is_exported(run_dir / "final"):
         if main:
             print(f"{run_dir} is finished, {done} steps: raise train.steps to go on", flush=True)
         return run_dir
@@ -78,11 +102,11 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
         if main and not is_whole(run_dir / "tokenizer"):
             save_tokenizer(tokenizer, run_dir / "tokenizer")
     batches, validation = open_batches(config, tokenizer, rank, processes)
-    contents = identify(config, batches, bool(validation)) if main else None
-    batches.contents = agree(contents)  # one process reads the files' contents
-    sums = sums_of(config, rank, processes)
+    contents = content_hashes(config, batches, bool(validation)) if main else None
+    batches.contents = from_main_process(contents)  # one process reads the files' contents
+    sums = start_sums(config, rank, processes)
     if config.data.verify == "sums":
-        settle(sums)
+        finish_sums(sums)
 
     set_seed(config.seed)
     # On a CPU weights, gradients and moments come to lie beside each other, one moment at the least.
@@ -90,14 +114,14 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     model = build_model(config, tokenizer, weights=resume is None, each=each)
     flops, flops_source = flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
-    wrapped, optimizer = parallel.prepare(accelerator, model, sharing, config.train, build)
+    wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     set_seed(config.seed, device_specific=True)
     check_causal(accelerator, model)
     kept_apart = keeps_documents_apart(accelerator, model)
     peak, peak_source = peak_flops(accelerator.device, config.train.precision)
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
 
-    at, spikes, states = Progress(), guards.Spikes(config.guard), None
+    at, spikes, states = TrainerState(), guards.SpikeDetector(config.guard), None
     if config.data.long_documents == "carry":
         carry.check(model)
         states = carry.RowStates()
@@ -106,31 +130,31 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     def load(path: Path | None, other: Callable[[], Path | None]) -> tuple[Path | None, dict, dict]:
         """Loads `path`, or if its weights or moments are spoilt marks it and loads what `other` then finds.
         Returns the path that was loaded, its trainer state and its data state; None where nothing is left."""
-        while path := agree(path):
+        while path := from_main_process(path):
             state, data_state = checkpoint.load(path, model=model, optimizer=optimizer, rank=rank)
             problem = saver.unsound(model, optimizer)
             if problem is None:
                 return path, state, data_state
             if main:
                 print(f"{path}: unsound, passed over: {problem}", flush=True)
-                checkpoint.mark(path, problem)
+                mark_unsound(path, problem)
                 path = other()
         return None, {}, {}
 
     if resume:
-        resume, state, data_state = load(resume, partial(checkpoint.latest, saver.directory))
+        resume, state, data_state = load(resume, partial(latest_checkpoint, saver.directory))
         if resume is None:
-            raise InputError(no_way_back(run_dir))
+            raise InputError(no_checkpoint_message(run_dir))
         batches.load_state_dict(data_state)
         at = restored(state, spikes)
         if states:
-            own = carry.lanes_of(rank, processes, accumulation, config.train.micro_batch_size)
-            states.load(carry.read_lanes(resume.glob("lanes-*"), own), own, accelerator.device)
+            own = carry.slots_of(rank, processes, accumulation, config.train.micro_batch_size)
+            states.load(carry.read_slots(resume.glob("lanes-*"), own), own, accelerator.device)
 
     random_state = checkpoint.random_state()  # the loop's; what lies between may draw, as importing rich does
 
     def save(data_state: dict) -> Path:
-        settle(sums, lambda: watch.beat("comparing the data with its sums"))
+        finish_sums(sums, lambda: watch.beat("comparing the data with its sums"))
         trainer_state = {**asdict(at), "spikes": spikes.state_dict(), "processes": processes}
         parts = {"model": model, "optimizer": optimizer, "data_state": data_state}
         carried = states.state_tensors() if states else None
@@ -163,12 +187,12 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
     seconds, since = 0.0, at.tokens  # of training since the last line: neither validation nor saving counts
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(guards.interruptible())
-        watch = stack.enter_context(contextlib.closing(guards.Watch(config.guard.hang_timeout, rank)))
+        watch = stack.enter_context(contextlib.closing(guards.Watchdog(config.guard.hang_timeout, rank)))
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(contextlib.closing(sums))
         stack.callback(lambda: log.close())
         if main:
-            stack.enter_context(recorded(run_dir, facts))
+            stack.enter_context(record_state(run_dir, facts))
         announce(log, config, facts, model, optimizer, accumulation, resume, changes)
         checkpoint.set_random_state(random_state)
 
@@ -176,7 +200,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             step, began = at.step + 1, time.perf_counter()
             watch.beat(f"step {step}, reading data")
             before = batches.state_dict()
-            micro_batches, failure = take(batches, accumulation)
+            micro_batches, failure = take_batches(batches, accumulation)
             # The loss is the mean over all label tokens of the step, wherever they lie: count them before the
             # first backward pass. A mean of means would weigh the tokens of short micro-batches more.
             labels = sum(count_labels(batch) for batch in micro_batches)
@@ -185,7 +209,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             counts = counts.to(accelerator.device) if processes > 1 else counts  # alone: no synchronisation
             labels, code, failed = accelerator.reduce(counts).tolist()
             if failed:  # on some process: no other may wait for its gradients
-                if at.step > (checkpoint.step_of(resume) if resume else 0):
+                if at.step > (step_of(resume) if resume else 0):
                     resume = save(before)
                     saver.wait()
                 if resume:
@@ -208,7 +232,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             totals = torch.stack([loss, *torch.tensor(asked, device=accelerator.device)])
             loss, *asked, damaged, unsaved = accelerator.reduce(totals).tolist()
             if damaged:
-                settle(sums)
+                finish_sums(sums)
             if unsaved:
                 saver.wait()  # raises, on all processes, what an asynchronous save failed of
             stop = next((n for n, count in zip(guards.SIGNALS.values(), asked, strict=True) if count), None)
@@ -244,7 +268,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 # Where no step was good behind the checkpoint that it went back to, one before that is taken.
                 resume, state, _ = load(good(suspect=back, reason=why) if main else None, good)
                 if resume is None or rollbacks[resume] == config.guard.max_rollbacks:
-                    raise InputError(gave_up(step, why, resume))
+                    raise InputError(rollback_message(step, why, resume))
                 rollbacks[resume] += 1
                 # The data stays where it is: the run resumes behind the rows that spoilt it.
                 reasons = at.bad or [why]
@@ -271,7 +295,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 at.val_loss = values["val_loss"]
                 values |= negative_share(model, next(iter(validation.values()))[0]["input_ids"])
                 log.write(step=step, tokens=at.tokens, **values)
-                log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {perplexities(values)}")
+                log.say(f"validation at step {step}: loss {at.val_loss:.4f}, {describe_perplexity(values)}")
                 if not math.isfinite(at.val_loss):
                     log.say("WARNING    the validation loss is not finite: this model is of no use")
             if saving and not spoilt:
@@ -280,7 +304,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 if stop or end:
                     saver.wait()
                 if main:  # an asynchronous save is not there yet, the one before it is
-                    facts["saved"] = max([0, *map(checkpoint.step_of, checkpoint.steps(saver.directory))])
+                    facts["saved"] = max([0, *map(step_of, checkpoint_folders(saver.directory))])
                     metrics.write_facts(run_dir, facts)
             if stop and (spoilt or not end):
                 saved = f"not saved, {spoilt}" if spoilt else "saved"
@@ -297,13 +321,13 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             export(saver.directory / f"step-{at.step}", run_dir / "final", facts, replace=True)
         log.say(f"model: {run_dir / 'final'}")
         if at.val_loss is not None:
-            log.say(f"validation: loss {at.val_loss:.4f}, perplexity {perplexity(at.val_loss):.2f}")
+            log.say(f"validation: loss {at.val_loss:.4f}, perplexity {perplexity_of(at.val_loss):.2f}")
     accelerator.wait_for_everyone()
     return run_dir
 
 
 @dataclass
-class Progress:
+class TrainerState:
     """Where a run is; every checkpoint has it."""
 
     step: int = 0
@@ -313,13 +337,13 @@ class Progress:
     bad: list[str] = field(default_factory=list)  # what was wrong with the last steps, one after another
 
 
-def restored(state: dict, spikes: guards.Spikes) -> Progress:
+def restored(state: dict, spikes: guards.SpikeDetector) -> TrainerState:
     """What a checkpoint's trainer state says, `spikes` set to it as well."""
     spikes.load_state_dict(state.get("spikes", {}))
-    return Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
+    return TrainerState(**{f.name: state[f.name] for f in fields(TrainerState) if f.name in state})
 
 
-def take(
+def take_batches(
     batches: Iterator[dict[str, Tensor]], count: int
 ) -> tuple[list[dict[str, Tensor]], InputError | None]:
     """The next `count` micro-batches; or those that came, and why no more did."""
@@ -367,8 +391,6 @@ def announce(
     )
     log.say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not log.quiet:
-        from nalanda.train.estimate import estimate  # it imports the trainer, which imports this module
-
         log.say(f"estimate   {estimate(config, facts, model)}")
         log.expect(c.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:

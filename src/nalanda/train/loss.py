@@ -63,16 +63,18 @@ def validate(
     table = accelerator.reduce(table).tolist()
     total, count = (math.fsum(column) for column in zip(*table, strict=True))
     loss = total / max(1, count)
-    values = {"val_loss": loss, "val_ppl": perplexity(loss), "val_tokens": int(count)}
+    values = {"val_loss": loss, "val_ppl": perplexity_of(loss), "val_tokens": int(count)}
     named = [(name, row) for name, row in zip(batches, table, strict=True) if name]
-    return values | {f"val_ppl/{name}": perplexity(total / max(1, count)) for name, (total, count) in named}
+    return values | {
+        f"val_ppl/{name}": perplexity_of(total / max(1, count)) for name, (total, count) in named
+    }
 
 
-def perplexity(loss: float) -> float:
+def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def perplexities(values: dict[str, float]) -> str:
+def describe_perplexity(values: dict[str, float]) -> str:
     """`perplexity 12.34 (web 11.20, code 5.31)`."""
     named = [f"{k.removeprefix('val_ppl/')} {v:.2f}" for k, v in values.items() if k.startswith("val_ppl/")]
     return f"perplexity {values['val_ppl']:.2f}" + (f" ({', '.join(named)})" if named else "")

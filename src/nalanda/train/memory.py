@@ -12,11 +12,13 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from nalanda import NalandaConfig
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
+from nalanda.common.text import size
+from nalanda.config.model import build_model_config, config_source
 from nalanda.config.schema import RunConfig
-from nalanda.train import checkpoint
-from nalanda.train.estimate import parameters
+from nalanda.model import NalandaConfig
+from nalanda.train.checkpoint_dir import checkpoint_folders
+from nalanda.train.estimate import activation_bytes, held_bytes, parameters, shards, vocabulary
 
 
 def host() -> int:
@@ -44,8 +46,6 @@ def _limits() -> Iterator[int]:
 def check_model(config: PreTrainedConfig, each: int) -> None:
     """Raises `InputError` where the host has not `each` bytes for every parameter. Without that, most systems
     give the memory all the same, and end the process as it is used."""
-    from nalanda.common.text import size
-
     count = parameters(config)
     if (needed := each * count) > (free := host()):
         raise InputError(
@@ -55,7 +55,7 @@ def check_model(config: PreTrainedConfig, each: int) -> None:
 
 
 @contextlib.contextmanager
-def named(config: RunConfig) -> Iterator[None]:
+def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
     """Around a run: too little memory is one line that says what would fit.
 
     Raises:
@@ -73,17 +73,13 @@ def named(config: RunConfig) -> Iterator[None]:
         advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
         with contextlib.suppress(Exception):  # the estimate takes memory too
             advice = would_fit(config)
-        saved = checkpoint.steps(Path(config.output_dir) / "checkpoints")
+        saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
         rest = f"the same command resumes from {saved[-1].name}" if saved else "no checkpoint was saved yet"
         raise OutOfMemory(f"{asked_for(error)}; {advice}; {rest}") from None
 
 
 def would_fit(config: RunConfig) -> str:
     """The largest `train.micro_batch_size` that the free memory has room for, as `nalanda info` counts."""
-    from nalanda.common.text import size
-    from nalanda.config.model import build_model_config, config_source
-    from nalanda.train.estimate import activation_bytes, held_bytes, shards, vocabulary
-
     keys, train = config.model, config.train
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys = {**keys, "vocab_size": vocabulary(config)}

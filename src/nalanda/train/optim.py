@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import suggest
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.model.layers import Fp32Module
 
@@ -77,13 +78,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
         groups.setdefault((own and own.match, kind), settings)["params"].append(p)
     for group in config.groups:
         if not any(match == group.match for match, _ in groups):
-            from nalanda.common.text import nearest  # it imports this module
-
             if any(re.search(group.match, name) for name, _ in trained):
                 problem = "; patterns before it take all that it matches"
             else:
                 parts = {part for name, _ in trained for part in name.split(".") if not part.isdecimal()}
-                problem = nearest(group.match, parts)
+                problem = suggest(group.match, parts)
             raise InputError(f"optim.groups: {group.match!r} matches no parameter{problem}")
     order = ["muon", "matrices", "vectors"]
     return sorted(groups.values(), key=lambda group: order.index(group["kind"]))

@@ -22,7 +22,7 @@ from nalanda.model.layers import Fp32Module
 Kind = Literal["ddp", "fsdp", "hybrid"]
 
 
-def choose(asked: str, environ: MutableMapping[str, str]) -> Kind:
+def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     """What `train.parallel` comes to under the launcher's environment; auto is what accelerate's config says.
 
     That setting is taken out of `environ`: accelerate would wrap the model once more, and transformers load
@@ -49,7 +49,7 @@ def choose(asked: str, environ: MutableMapping[str, str]) -> Kind:
     return "fsdp" if fsdp else "ddp"
 
 
-def prepare(
+def parallelize(
     accelerator: Accelerator,
     model: nn.Module,
     kind: Kind,

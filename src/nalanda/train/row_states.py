@@ -23,7 +23,7 @@ def check(model: Any) -> None:
         raise InputError(f"data.long_documents: carry: {error}") from None
 
 
-def lanes_of(rank: int, world_size: int, micro_batches: int, rows: int) -> list[list[int]]:
+def slots_of(rank: int, world_size: int, micro_batches: int, rows: int) -> list[list[int]]:
     """The global lanes of a rank's rows, `rows` in each micro-batch of a step, as its batches state them."""
     return [[(i * rows + row) * world_size + rank for row in range(rows)] for i in range(micro_batches)]
 
@@ -116,7 +116,7 @@ class RowStates:
             self._kept[i] = (some, states)
 
 
-def read_lanes(files: Iterable[str | PathLike], lanes: list[list[int]]) -> dict[str, Tensor]:
+def read_slots(files: Iterable[str | PathLike], lanes: list[list[int]]) -> dict[str, Tensor]:
     """Of the safetensors files in which ranks have stored their `state_tensors`, those of `lanes` alone."""
     wanted, tensors = {lane for some in lanes for lane in some}, {}
     for file in files:

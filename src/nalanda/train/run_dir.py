@@ -15,6 +15,14 @@ from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.train import checkpoint
 from nalanda.train import log as metrics
+from nalanda.train.checkpoint_dir import (
+    MARK,
+    checkpoint_folders,
+    latest_checkpoint,
+    mark_unsound,
+    step_of,
+    why_unusable,
+)
 
 IDENTITY = ("model", "tokenizer", "data", "seed")
 """What makes a run this run: with another value of these, its checkpoints mean something else."""
@@ -31,13 +39,13 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
     suspect: one that the run went back to in vain. One before it is preferred; if there is one, the suspect
     is marked with `reason`.
     """
-    for path in reversed(checkpoint.steps(directory)):
-        if suspect is not None and checkpoint.step_of(path) >= checkpoint.step_of(suspect):
+    for path in reversed(checkpoint_folders(directory)):
+        if suspect is not None and step_of(path) >= step_of(suspect):
             continue
-        if checkpoint.unusable(path) is not None or _between_bad_steps(path):
+        if why_unusable(path) is not None or _between_bad_steps(path):
             continue
         if suspect is not None:
-            checkpoint.mark(suspect, f"no step behind it was good: {reason}")
+            mark_unsound(suspect, f"no step behind it was good: {reason}")
         return path
     return suspect
 
@@ -46,7 +54,7 @@ def _between_bad_steps(path: Path) -> bool:
     return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
 
 
-def gave_up(step: int, why: str, back: Path | None) -> str:
+def rollback_message(step: int, why: str, back: Path | None) -> str:
     last = "no checkpoint was saved yet"
     if back:
         last = f"going back to {back}, whose weights and moments are finite, did not help"
@@ -56,16 +64,16 @@ def gave_up(step: int, why: str, back: Path | None) -> str:
     )
 
 
-def no_way_back(run_dir: Path) -> str:
+def no_checkpoint_message(run_dir: Path) -> str:
     """Why a run that has saved something cannot be resumed, and what to do."""
-    found = [f"{p.name} is {checkpoint.unusable(p)}" for p in checkpoint.steps(run_dir / "checkpoints")]
+    found = [f"{p.name} is {why_unusable(p)}" for p in checkpoint_folders(run_dir / "checkpoints")]
     return (
         f"{run_dir}: no checkpoint can be resumed from ({'; '.join(found) or 'none is left'}). Put one back "
         f"from a copy, or move {run_dir} away to start over; nothing was changed"
     )
 
 
-def exported(final: Path) -> bool:
+def is_exported(final: Path) -> bool:
     """Whether the model folder has weights that can be read, and a config."""
     try:
         files = list(final.glob("*.safetensors"))
@@ -75,7 +83,7 @@ def exported(final: Path) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(run_dir: Path, facts: dict) -> Iterator[None]:
+def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
     """run.json says "running" while the run does, and afterwards how it ended."""
     metrics.write_facts(run_dir, facts)
     try:
@@ -102,9 +110,9 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
     changes: dict[str, tuple] = {}
     others: list[str] = []
-    saved, begun = checkpoint.steps(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
+    saved, begun = checkpoint_folders(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
     if file.is_file():
-        changes = differences(recorded_recipe(file).to_dict(), config.to_dict())
+        changes = differences(read_recorded_recipe(file).to_dict(), config.to_dict())
         changes.pop("output_dir", None)  # the folder was moved
         others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
         if others and begun:
@@ -123,10 +131,10 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         print(f"{error}; it is written anew", flush=True)
         facts = {}
     if config.train.resume is not None and ("train.resume" in changes or not saved):
-        go_back_to(folder, config.train.resume)
-    resume = checkpoint.latest(folder)
+        choose_checkpoint(folder, config.train.resume)
+    resume = latest_checkpoint(folder)
     if resume is None and (saved or ever_saved(run_dir, facts)):
-        raise InputError(no_way_back(run_dir))
+        raise InputError(no_checkpoint_message(run_dir))
     if not saved and changes.keys() & {*others, *MOVABLE}:
         # Stopped before anything was kept, by bad data for one: there is nothing to lose.
         shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
@@ -138,7 +146,7 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     return {key: list(values) for key, values in changes.items()}, facts, resume
 
 
-def recorded_recipe(file: Path) -> RunConfig:
+def read_recorded_recipe(file: Path) -> RunConfig:
     """The recipe that a run recorded. Raises `InputError`, which names the file as damaged."""
     try:
         return load_config(file)
@@ -154,28 +162,28 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
     if "saved" in facts:
         return facts["saved"] > 0
     file = run_dir / "metrics.jsonl"
-    every = recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
+    every = read_recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
     if every is None or not every.every:
         return False
     # A line behind a step means that its save has returned; an asynchronous one ends before the next begins.
-    last = max((line["step"] for line in metrics.read(file)), default=0)
+    last = max((line["step"] for line in metrics.read_metrics(file)), default=0)
     return last > every.every * (2 if every.asynchronous else 1)
 
 
-def go_back_to(directory: Path, name: str | int) -> None:
+def choose_checkpoint(directory: Path, name: str | int) -> None:
     """Makes checkpoint `name`, `step-N` or N, the newest one; later ones stay there as `later-step-M`.
 
     Raises:
         InputError: there is no such checkpoint, or it is damaged. Nothing was changed.
     """
-    there = checkpoint.steps(directory)
+    there = checkpoint_folders(directory)
     chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
     if chosen is None:
         names = ", ".join(p.name for p in there) or "none"
         raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
     if (problem := verify_manifest(chosen)) is not None:
         raise InputError(f"train.resume: {chosen} is damaged: {problem}")
-    (chosen / checkpoint.MARK).unlink(missing_ok=True)
+    (chosen / MARK).unlink(missing_ok=True)
     for path in there[there.index(chosen) + 1 :]:
         names = (f"later-{path.name}{f'.{n}' * (n > 1)}" for n in itertools.count(1))
         aside = next(a for a in map(path.with_name, names) if not a.exists())
@@ -184,7 +192,7 @@ def go_back_to(directory: Path, name: str | int) -> None:
 
 
 @contextlib.contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Holds the run's folder, which is made where there is none. One who does not hold it changes nothing
     there: a process that a launcher left behind would go on writing beside this one.
 

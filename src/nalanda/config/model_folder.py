@@ -1,0 +1,80 @@
+"""Model folders and hub ids: whether a model can be there. Imports neither torch nor transformers."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from nalanda.common.errors import InputError
+
+
+def not_here(name: str) -> str:
+    """What to put before the hub's complaint about `name`, which may well be a misspelt folder."""
+    return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, all of them whole; [] where its weights are of another kind.
+
+    Raises:
+        InputError: a file is missing or damaged, or the index names one that is outside of the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            inside = all(Path(name).name == name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{index.name}: damaged, or no index of weights") from None
+        # The hub's cache has links from snapshots/REVISION to its blobs.
+        root = (
+            folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
+        )
+        for name in names:
+            if not inside or not (folder / name).resolve().is_relative_to(root):
+                raise InputError(f"{index.name}: {name} is outside of the folder, and was not read")
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise InputError(f"no {file.name} there, which {index.name} names")
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"{file.name}: damaged or cut short ({error}); copy or download it again"
+            ) from None
+    return [folder / name for name in names]
+
+
+def check_name(name: str) -> None:
+    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        try:
+            weight_files(path)
+        except InputError as error:
+            raise InputError(f"cannot load {name}: {error}") from None
+        return
+    if (path / "final" / "config.json").is_file():
+        raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
+    if path.exists():
+        raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+    from transformers.utils import cached_file  # takes seconds
+
+    try:
+        cached_file(name, "config.json")
+    except Exception as error:  # huggingface_hub's and its transports' have no common one
+        raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
+
+
+def check_names(names: Iterable[str]) -> None:
+    """`check_name` of each; one at least. Raises `InputError`."""
+    names = list(names)
+    if not names:
+        raise InputError("no model is named: give a checkpoint directory or a hub id")
+    for name in names:
+        check_name(name)

@@ -1,0 +1,98 @@
+"""The checkpoints of a run by their names: which there are, which can be resumed from, which are removed."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from nalanda.common.errors import InputError
+from nalanda.common.files import verify_manifest, write_atomically
+from nalanda.config.schema import CheckpointConfig
+
+MARK = "unsound.txt"
+
+
+def latest_checkpoint(directory: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest checkpoint that can be resumed from; each newer one, being `why_unusable`, is named."""
+    for path in reversed(checkpoint_folders(directory)):
+        problem = why_unusable(path)
+        if problem is None:
+            return path
+        say(f"{path}: {problem.replace(':', ', passed over:', 1)}")
+    return None
+
+
+def why_unusable(path: Path) -> str | None:
+    """`damaged: …` where a byte differs, `unsound: …` where `mark_unsound` wrote so, or None."""
+    if (problem := verify_manifest(path)) is not None:
+        return f"damaged: {problem}"
+    return None if (reason := unsound_reason(path)) is None else f"unsound: {reason}"
+
+
+def unsound_reason(path: Path) -> str | None:
+    """The reason that `mark_unsound` wrote, None without one."""
+    file = path / MARK
+    return (file.read_text(errors="replace").strip().splitlines() or ["?"])[0] if file.is_file() else None
+
+
+def mark_unsound(path: Path, reason: str) -> None:
+    """Lets nobody resume from a checkpoint. It stays, and counts again once the file is removed."""
+    write_atomically(path / MARK, f"{reason}\n")
+
+
+def checkpoint_folders(directory: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, damaged ones included."""
+    found = [p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first. Raises `InputError` where there are none."""
+    if found := checkpoint_folders(run_dir / "checkpoints"):
+        return found
+    raise InputError(f"{run_dir}: no checkpoints here; name the folder of a run")
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
+    """Removes all but the last `keep_last` up to `step`, every `keep_every`-th, and what interrupted saves
+    left. Later ones, which the run went back over, count for nothing: they may be damaged."""
+    for path in [p for p in checkpoint_folders(directory) if step_of(p) <= step][: -config.keep_last]:
+        if not (config.keep_every and step_of(path) % config.keep_every == 0):
+            # Renamed first: killed half-way, the rest is not taken for a checkpoint.
+            path.rename(directory / f".tmp-{path.name}-old")
+    for part in directory.glob(".tmp-step-*"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = True) -> Path:
+    """The checkpoint at `path`, or of the run there: of `step`, or the newest that is whole.
+
+    check: whether its bytes are compared with their sums.
+
+    Raises:
+        InputError: there is none, or what there is is damaged.
+    """
+    path = Path(path)
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        if step is not None or not (path / "manifest.json").is_file():
+            raise InputError(
+                f"{path}: expected a run's folder, or one of its checkpoints/step-N without --step"
+            )
+        found = path
+    elif step is None:
+        found = latest_checkpoint(folder) if check else next(reversed(checkpoint_folders(folder)), None)
+        if found is None:
+            raise InputError(f"{folder}: there is no whole checkpoint")
+        return found
+    else:
+        found = folder / f"step-{step}"
+        if not found.is_dir():
+            there = ", ".join(str(step_of(p)) for p in checkpoint_folders(folder)) or "none"
+            raise InputError(f"{folder}: no step {step}; there are {there}")
+    if check and (problem := verify_manifest(found)):
+        raise InputError(f"{found}: damaged: {problem}")
+    return found
