@@ -1,6 +1,9 @@
-"""Whole models on the kernels: every mixer as the torch path has it, logits, state and gradients."""
+"""Whole models on the kernels: every mixer gives the torch path's logits, state and gradients."""
 
 from kernel_device import interpreted_only  # isort: skip  (before any kernel)
+import importlib.util
+from pathlib import Path
+
 import nalanda_kernels
 import pytest
 import torch
@@ -10,12 +13,12 @@ from nalanda import NalandaCache
 from nalanda.model import MIXERS
 
 pytestmark = interpreted_only
-KERNELS = {  # what serves a mixer's tokens; others than these must not be asked for in vain
+KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serve them
     "deltanet": {"delta_rule", "short_conv"},
     "gated_deltanet": {"delta_rule", "short_conv"},
     "linear_attention": {"normalized_attention", "short_conv"},
     "nala": {"normalized_attention", "short_conv"},
-    "mala": {"normalized_attention", "short_conv", "map_features"},  # the last in their steps
+    "mala": {"normalized_attention", "short_conv", "map_features"},  # map_features: in steps
     "pola": {"normalized_attention", "short_conv", "map_features"},
     "soft": {"linear_attention", "short_conv"},
     "retention": {"linear_attention"},
@@ -59,3 +62,17 @@ def test_every_mixer(mixer, monkeypatch):
     assert served - {"step"} == KERNELS[mixer]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5 * max(1.0, float(b.abs().max())))
+
+
+def test_few_frames_lie_between_an_op_and_its_launch():
+    path = Path(__file__).parents[1] / "kernels" / "frames.py"
+    spec = importlib.util.spec_from_file_location("frames", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, call in module.calls().items():
+        found = module.frames(call)
+        files = {frame.partition(":")[0] for frame in found}
+        assert 0 < len(found) <= 8, (name, found)
+        assert len(files) <= 4, (name, found)

@@ -12,6 +12,7 @@ a = −c d/(t w). From dO: dR = w dO, d_d = −(dO·R)/D² − (c/t) dO·u with 
 
 import ast
 import dataclasses
+import functools
 
 import triton
 import triton.language as tl
@@ -39,6 +40,7 @@ class Readout:
         return repr(dataclasses.astuple(self))
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> "Readout":
         return Readout(*ast.literal_eval(text))
 

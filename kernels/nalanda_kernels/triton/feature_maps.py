@@ -17,6 +17,7 @@ without the terms of r where neither b, p nor a has it. Every sum but Σx² is t
 """
 
 import ast
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,7 @@ class Map:
         return ",".join(repr(getattr(self, name)) for name in self.__dataclass_fields__)
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> "Map":
         return Map(*ast.literal_eval(f"({text})"))
 
