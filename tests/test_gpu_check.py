@@ -67,7 +67,7 @@ def test_a_dry_run_measures_every_kind_of_case_and_writes_no_table(tmp_path, cap
 def test_dry_figures_stay_out_of_the_repository(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run"])
-    assert "--output of its own" in capsys.readouterr().err
+    assert "another folder with --output" in capsys.readouterr().err
 
 
 def test_kernel_tests_run_in_a_process_of_their_own(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_part_ends_in_time_and_goes_on_where_it_stopped(tmp_path, monkeypatch,
     gpu_check.run_part("bench", card, results, minutes=0.2 / 60)
     assert time.monotonic() - start < 10
     assert done == ["a", "b"]
-    assert capsys.readouterr().out.endswith("not reached, run it again for them: b; c\n")
+    assert capsys.readouterr().out.endswith("not reached; run it again for b; c\n")
     gpu_check.run_part("bench", card, results, minutes=1)
     assert done == ["a", "b", "b", "c", "a"]  # what has no figure comes first
     assert results.figures[2]["values"] == {"errors": {"all": "RuntimeError: the reason"}}

@@ -219,7 +219,7 @@ def test_bad_calls():
     ):
         with pytest.raises(ValueError, match=why):
             block_attention(q, k, v, **{"block_size": 16, **options})
-    with pytest.raises(ValueError, match="B must be 1"):
+    with pytest.raises(ValueError, match="B = 2; flatten"):
         block_attention(*(x.view(2, 10, 1, -1) for x in (q, k, v)), block_size=4, cu_seqlens=packing(10))
     with pytest.raises(ValueError, match=r"\[1, 20, 1, 8\], \[1, 19, 1, 8\]"):
         block_attention(q, k[:, 1:], v, block_size=4)

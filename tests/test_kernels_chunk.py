@@ -187,7 +187,7 @@ def test_what_it_cannot_is_served_by_torch(change, reason):
 def test_a_state_of_the_wrong_width():
     inputs = {n: x.float() for n, x in one_head(20, "delta").items() if x is not None}
     feature_map = build_feature_map("nala", num_heads=1, head_dim=12)
-    with pytest.raises(ValueError, match="initial_state has K = 12, but q and k have 24 features"):
+    with pytest.raises(ValueError, match="initial_state: K = 12; q and k have 24 features"):
         ops.delta_rule(**inputs, feature_map=feature_map, backend="triton")
 
 
@@ -203,5 +203,5 @@ def test_chunks_of_packed_sequences():
     ]
     assert list(zip(found.start.tolist(), found.count.tolist(), strict=True)) == expected
     assert found.first.tolist() == [0, 0, 1, 2, 2, 7, 9, 9]
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 110 tokens"):
+    with pytest.raises(ValueError, match="cu_seqlens: does not rise from 0 to the 110 tokens"):
         chunks_of((1, 110), torch.tensor([0, 120]), 16, torch.device("cpu"))

@@ -551,23 +551,23 @@ def test_kernels_of_another_api_are_refused_once(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 20, 2, 7)}, "q and k must both be"),
-        ({"v": torch.zeros(2, 19, 2, 6)}, "v must be"),
-        ({"v": torch.zeros(2, 20, 3, 6)}, "not a multiple"),
-        ({"beta": torch.zeros(2, 20, 2, 1)}, "beta must be"),
-        ({"g": torch.zeros(2, 20, 1)}, "g must be"),
-        ({"initial_state": torch.zeros(1, 2, 8, 6)}, "initial_state must be"),
-        ({"initial_state": torch.zeros(2, 2, 9, 6)}, "K = 9, but q and k have 8"),
+        ({"k": torch.zeros(2, 20, 2, 7)}, "both must be"),
+        ({"v": torch.zeros(2, 19, 2, 6)}, "v: .* must be"),
+        ({"v": torch.zeros(2, 20, 3, 6)}, "must be a multiple"),
+        ({"beta": torch.zeros(2, 20, 2, 1)}, "beta: .* must be"),
+        ({"g": torch.zeros(2, 20, 1)}, "g: .* must be"),
+        ({"initial_state": torch.zeros(1, 2, 8, 6)}, "initial_state: .* must be"),
+        ({"initial_state": torch.zeros(2, 2, 9, 6)}, "K = 9; q and k have 8"),
         ({"cu_seqlens": torch.tensor([0, 20])}, "B = 1"),
         ({"cu_seqlens": torch.tensor([0.0, 20.0])}, "integers"),
         ({"chunk_size": 48}, "power of two"),
         ({"chunk_size": 0}, "power of two"),
-        ({"mode": "parallel"}, "mode must be"),
-        ({"qk_norm": "l1"}, "qk_norm must be"),
+        ({"mode": "parallel"}, "mode=.* must be"),
+        ({"qk_norm": "l1"}, "qk_norm=.* must be"),
         ({"backend": "cuda"}, "choose one of auto, torch"),
-        ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g decays 7 key channels"),
+        ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g: 7 key channels"),
         ({"beta": None, "g": torch.zeros(2, 20)}, r"\[B, T, HV\] or \[B, T, HV, K\]"),
-        ({"g": torch.zeros(2, 20, 2, 8)}, "g must be"),
+        ({"g": torch.zeros(2, 20, 2, 8)}, "g: .* must be"),
     ],
 )
 def test_bad_input_is_said_in_one_line(change, message):
@@ -581,7 +581,7 @@ def test_bad_input_is_said_in_one_line(change, message):
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
 def test_bad_bounds(bounds, mode):
     inputs = make(1, 20, initial=False)
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 20 tokens"):
+    with pytest.raises(ValueError, match="cu_seqlens: does not rise from 0 to the 20 tokens"):
         ops.delta_rule(**inputs, cu_seqlens=torch.tensor(bounds), mode=mode)
 
 

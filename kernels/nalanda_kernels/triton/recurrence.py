@@ -334,7 +334,7 @@ def _chunkwise(
     scale = features**-0.5 if scale is None else float(scale)
     if initial_state is not None and initial_state.shape[2] != features:
         has = initial_state.shape[2]
-        raise ValueError(f"initial_state has K = {has}, but q and k have {features} features after their map")
+        raise ValueError(f"initial_state: K = {has}; q and k have {features} features after their map")
     tensors = q, k, v.to(dtype), beta, g, initial_state, z_initial, u_initial, positions
     tensors = (x if x is None else x.contiguous() for x in tensors)
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
