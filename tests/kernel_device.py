@@ -1,7 +1,7 @@
-"""Where the tests of kernels run: import this before any module that defines kernels.
+"""The device of kernel tests. Import this before any module that defines kernels.
 
-In Triton's interpreter, on tensors of the CPU; compiled, where NALANDA_TEST_DEVICE names a device (`cuda`),
-as `make gpu-check PART=kernels` does.
+By default kernels run in Triton's interpreter, on CPU tensors. If NALANDA_TEST_DEVICE names a device (`cuda`,
+in `make gpu-check PART=kernels`), they are compiled for it.
 """
 
 import os
@@ -14,4 +14,4 @@ INTERPRETED = DEVICE == "cpu"
 if INTERPRETED:
     import nalanda_kernels.triton.interpreter  # noqa: F401
 
-interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="looks into the interpreter")
+interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")

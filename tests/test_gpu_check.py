@@ -1,4 +1,4 @@
-"""`make gpu-check` and `nalanda bench kernels --tune` where there is no GPU: all but the measuring itself."""
+"""`make gpu-check` and `nalanda bench kernels --tune` without a GPU: everything but measuring."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ def test_a_dry_run_measures_every_kind_of_case_and_writes_no_table(tmp_path, cap
             group, ()
         ):
             assert x[key] > 0, (name, key)
-        if group in ("Recurrences", "Other kernels"):  # two ways to the same numbers
+        if group in ("Recurrences", "Other kernels"):  # both sides compute the same
             assert x["difference"] < 1e-2, name
     trained = values["Training", "nala_gated_deltanet_340m, T = 32"]
     assert min(trained[key] for key in ("tokens_per_second", "mfu", "fed", "fed_ratio")) > 0
@@ -137,7 +137,7 @@ def test_the_table_of_nothing_says_so(tmp_path):
     assert {recipe.stem[:-5] for recipe in (ROOT / "recipes").glob("*_340m.yaml")} == set(gpu_check.RECIPES)
 
 
-def test_a_part_ends_in_time_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_a_part_ends_in_time_and_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
     done = []
 
     def run(name, card):
@@ -158,7 +158,7 @@ def test_a_part_ends_in_time_and_goes_on_where_it_stopped(tmp_path, monkeypatch,
     assert done == ["a", "b"]
     assert capsys.readouterr().out.endswith("not reached; run it again for b; c\n")
     gpu_check.run_part("bench", card, results, minutes=1)
-    assert done == ["a", "b", "b", "c", "a"]  # what has no figure comes first
+    assert done == ["a", "b", "b", "c", "a"]  # cases without a figure come first
     assert results.figures[2]["values"] == {"errors": {"all": "RuntimeError: the reason"}}
     cases[0].seconds = 0.1
     monkeypatch.setattr(cases[0], "run", lambda card: time.sleep(30))
@@ -188,7 +188,7 @@ def test_the_ratio_is_to_the_faster_peer_and_the_floor_to_the_bytes(monkeypatch)
     monkeypatch.setattr(Card, "rate", 1.0)
     x = torch.ones(
         5, requires_grad=True
-    )  # 20 bytes in, 20 out; again in and out behind them, and the gradient
+    )  # forward: 20 bytes in, 20 out; backward: both again, and the gradient
     values = gpu_check.compare(Card("cpu", dry=True), sides, [(x,)], flops=0.0)
     assert values["ratio"] == 1.5
     assert values["floor"] == pytest.approx(100.0)
@@ -210,7 +210,7 @@ def rows():
 
 
 def jobs_on(kernels, *, wrong=(), broken=()):
-    """A machine that is fastest at BT = 32, BV = 32 and 8 warps."""
+    """Times of a machine that is fastest at BT = 32, BV = 32 and 8 warps."""
 
     def job():
         row, BT = kernels["states"][0], kernels["chunk"][0]["BT"]

@@ -111,7 +111,7 @@ def test_precisions(scores, dtype):
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(1, 1), (16, 40), (256, 130), (100, 256)])
 @every_score
 def test_features(scores, k_dim, v_dim):
-    for block in (20, 100):  # what is wide is read in parts
+    for block in (20, 100):  # wide heads are read in several tiles
         assert_matches(draw(1, 50, 1, k_dim, v_dim), block_size=block, scores=scores)
 
 
@@ -143,12 +143,12 @@ def test_zero_rows(scores):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores(dtype):
-    """Without the row's maximum exp overflows in some rows, and all of it vanishes in others."""
+    """Without subtracting a row's maximum, exp overflows in some rows and underflows in others."""
     q, k, v, d_o = draw(1, 40, dtype=dtype)
     q[..., 0], k[..., 0] = 20, torch.linspace(-90, 90, 40)[:, None]
-    k[:, 20:23] = k[:, 20:21]  # several share the maximum
+    k[:, 20:23] = k[:, 20:21]  # ties for the maximum
     inputs, options = [q, k, v, d_o], {"block_size": 16, "scores": "softmax"}
-    if dtype == torch.float32:  # dS, rounded to half and times keys of 90, says nothing about a dQ near 0
+    if dtype == torch.float32:  # in half precision dS times keys of 90 has no digits for a dQ near 0
         assert_matches(inputs, **options, tolerance=1e-4)
     ours = run(block_attention, inputs, **options)
     assert all(x.isfinite().all() for x in ours.values())
@@ -180,7 +180,7 @@ def test_a_sequence_does_not_see_the_other(scores):
             x = x.view(2, 20, *x.shape[2:])
             assert x[1].isfinite().all()
         o = ours["o"].view(2, 20, *inputs[2].shape[2:])
-        assert o[0].isnan().all()  # and no NaN is hidden
+        assert o[0].isnan().all()  # NaN must not be hidden
 
 
 def test_views_and_expanded_gradients():
@@ -253,7 +253,7 @@ def test_the_operators_say_what_they_do():
     torch.library.opcheck(torch.ops.nalanda_kernels.block_attention.default, args, test_utils=tests)
 
 
-# The mixer, whose attention the kernel takes over
+# The mixer that uses the kernel
 
 
 @interpreted_only
@@ -285,7 +285,7 @@ def test_the_mixer_takes_the_kernel(scores, packed, monkeypatch):
         return y, *torch.autograd.grad(y, [leaf, *mixer.parameters()], d_y), *(carried or {}).values()
 
     expected = results(), results({})
-    assert not calls  # the interpreter serves those who ask for it
+    assert not calls  # the interpreter serves only calls that name it
     with nalanda_kernels.use_backend("triton"):
         ours = results(), results({})
         assert len(calls) == 2

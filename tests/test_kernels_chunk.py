@@ -1,4 +1,4 @@
-"""The chunkwise kernels, held to the float64 reference: outputs, states, all gradients."""
+"""The chunkwise kernels against the float64 reference: outputs, states, all gradients."""
 
 from kernel_device import DEVICE, interpreted_only  # isort: skip  (before any kernel)
 import itertools
@@ -23,7 +23,7 @@ def hold(inputs, dtype=torch.float32, tolerance=None, **options):
     expected = run(rounded, "reference", **options)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
-        with warnings.catch_warnings(action="error"):  # such as a word that another backend had to serve
+        with warnings.catch_warnings(action="error"):  # such as the warning that another backend serves
             results = run(inputs, "chunk", dtype, function=on_device, **options)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -34,7 +34,7 @@ def hold(inputs, dtype=torch.float32, tolerance=None, **options):
 
 
 def on_device(feature_map=None, **inputs):
-    """The kernels' result on the CPU, where the test makes and compares its tensors."""
+    """The kernels' result, moved to the CPU, where tests make and compare tensors."""
     there = {
         n: x.to(DEVICE) if isinstance(x, torch.Tensor) and n != "cu_seqlens" else x for n, x in inputs.items()
     }
@@ -51,7 +51,7 @@ def one_head(length, kind, **sizes):
 @pytest.mark.parametrize("length", LENGTHS)
 @every_kind
 def test_every_length(kind, length):
-    hold(one_head(length, kind, initial=length % 2 == 1))  # both kinds of start
+    hold(one_head(length, kind, initial=length % 2 == 1))  # with and without an initial state
 
 
 @every_kind
@@ -89,7 +89,7 @@ def test_identical_keys_with_beta_one(kind):
     if inputs["g"] is not None:
         inputs["g"] = inputs["g"] * 1e-3
     hold(inputs)
-    hold(inputs, torch.bfloat16, tolerance=0.06)  # bf16 between the products
+    hold(inputs, torch.bfloat16, tolerance=0.06)  # intermediates are bf16
 
 
 def test_beta_two_reflects():
@@ -148,7 +148,7 @@ def test_a_map_of_ones_own_is_called():
 
 
 def test_wide_heads():
-    """Features beyond 128 are two halves, K that is no power of two is masked, V has more than one block."""
+    """More than 128 features are two halves; K not a power of two is masked; V has several blocks."""
     hold(one_head(20, "gated_delta", k_dim=260, v_dim=72))
     hold(one_head(20, "linear", k_dim=131, v_dim=8))  # odd: one tile
     silu = build_feature_map("silu", num_heads=1, head_dim=130)

@@ -23,7 +23,7 @@ LENGTHS = [1, 15, 0, 63, 64, 65, 2, 127, 200, 0]
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """What torch.empty gives is NaN until it is written."""
+    """Fills torch.empty with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=not INTERPRETED)
     yield
     torch.use_deterministic_algorithms(False)
@@ -31,7 +31,7 @@ def _poison():
 
 @pytest.fixture
 def served(monkeypatch):
-    """Only this file's kernels are there; the list of the ops that they served."""
+    """Enables only this file's kernels; returns the list of ops that they served."""
     served = []
 
     class Recorded:
@@ -74,7 +74,7 @@ def near(a, b, tolerance):
 
 
 def check_convolution(shape, width, cu=None, silu=True, with_state=True, dtype=torch.float32, tolerance=3e-6):
-    """y, the new state and every gradient against `ShortConv` in float64, which is given the same numbers."""
+    """y, the new state and every gradient against `ShortConv` in float64 on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     N, D = shape[0] if cu is None else len(cu) - 1, shape[2]
 
@@ -131,7 +131,7 @@ def test_half_precision_convolution(dtype, tolerance):
 
 
 def test_the_tiles_of_a_card(monkeypatch):
-    """Few rows a step and two blocks of channels; the interpreter's own are a whole block of tokens."""
+    """Few rows per step and two blocks of channels; the interpreter's own tiles hold all of a block."""
     monkeypatch.setattr(conv_module, "interpreting", lambda: False)
     check_convolution((1, 6, 130), 3, offsets([5, 0, 1]))
 
@@ -168,7 +168,7 @@ def test_the_model_takes_the_convolution(served, copies):
         return y, final, *torch.autograd.grad(y.square().sum(), conv.weight)
 
     run()
-    assert served == ([] if INTERPRETED else ["short_conv"])  # nobody named the interpreter
+    assert served == ([] if INTERPRETED else ["short_conv"])  # no call names the interpreter
     served.clear()
     with nalanda_kernels.use_backend("torch"):
         expected = run()
@@ -180,7 +180,7 @@ def test_the_model_takes_the_convolution(served, copies):
 
 # ----------------------------------------------------------------------------------------------- the step
 
-WIDE = {"head_dim": 20, "expand_v": 1.5}  # K = 20 of 32 columns, V = 30 in two programs, the second not full
+WIDE = {"head_dim": 20, "expand_v": 1.5}  # K = 20 of 32 columns; V = 30 in two programs, the second partial
 STEPS = {
     "deltanet": {},
     "deltanet, wide": {"feature_map": "identity", **WIDE},
@@ -215,14 +215,14 @@ def build(name, dtype=torch.float32):
 
 
 def prefill(module, x):
-    """The state behind x, by the torch path."""
+    """The state after x, by the torch path."""
     with nalanda_kernels.use_backend("torch"):
         return module(x, Sequences(), {})[1]
 
 
 @torch.no_grad()
 def check_steps(name, batch, dtype, tolerance, served):
-    """Two tokens behind a prefill: outputs and states against the torch path, in float64 from the same."""
+    """Two tokens after a prefill: outputs and states against the torch path in float64."""
     module = build(name, dtype)
     reference = copy.deepcopy(module).double()
     x = torch.randn(batch, 8, 32).to(DEVICE, dtype)
@@ -240,7 +240,7 @@ def check_steps(name, batch, dtype, tolerance, served):
         for n, t in new.items():
             assert t.dtype == state[n].dtype
             near(t, wide[n], tolerance)
-            assert torch.equal(state[n], before[n])  # who holds the old one may go on from it
+            assert torch.equal(state[n], before[n])  # the old state can still be used
         state = new
     assert served.count("step") == 2
     assert not any(t.any() for t in step_module._tickets.values())

@@ -13,7 +13,7 @@ from nalanda.model.feature_maps import build_feature_map
 pytest.importorskip("fla.ops")
 
 K, V = 16, 16
-# Of the largest entry of the same tensor; keys, values and outputs carry 8 bits; compiled, fp32 means TF32.
+# Relative to the largest entry of the same tensor. bf16 has 8 bits; compiled, fp32 means TF32.
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5 if INTERPRETED else 4e-3}
 
 
@@ -56,7 +56,7 @@ def run(inputs, dtype, **options):
 
 
 def check(inputs, dtype=torch.bfloat16, **options):
-    """The same rounded inputs for both sides: what differs is the arithmetic."""
+    """Both sides get the same rounded inputs, so only the arithmetic differs."""
     inputs = {n: x.to(dtype).double() if n in "qkv" else x.float().double() for n, x in inputs.items()}
     expected = run(inputs, torch.float64, mode="reference", **options)
     found = run(inputs, dtype, backend="fla", **options)
@@ -69,7 +69,7 @@ def check(inputs, dtype=torch.bfloat16, **options):
 
 @pytest.fixture(autouse=True)
 def no_fallback(recwarn):
-    """A call that quietly went to torch would prove nothing."""
+    """Fails if torch served a call, because such a call tests nothing."""
     yield
     assert not [w for w in recwarn if "not by fla" in str(w.message)]
 
@@ -112,7 +112,7 @@ def test_map_and_norm_are_those_of_the_op(kind):
 
 def test_its_own_norm_is_ours():
     inputs = make("delta", 20, initial=False)
-    inputs["k"] = inputs["k"] * 1e-3  # where an epsilon outside the root would show
+    inputs["k"] = inputs["k"] * 1e-3  # an epsilon outside the root would show here
     check(inputs, qk_norm="l2")
 
 
@@ -145,7 +145,7 @@ def test_bad_bounds():
 
 
 def direct(kind, dtype, **options):
-    """The backend itself, without the op that would go on to torch."""
+    """Calls the backend itself; the op would fall back to torch."""
     inputs = make(kind, 16, key_dim=options.pop("key_dim", K), initial=options.pop("initial", False))
     inputs = {n: x.to(dtype) if n in "qkv" else x.float() for n, x in inputs.items()}
     op = backend.delta_rule if "beta" in inputs else backend.linear_attention

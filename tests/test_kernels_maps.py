@@ -41,7 +41,7 @@ def poison():
 
 
 def rows(generator, *shape, dtype=torch.float32) -> torch.Tensor:
-    """Rows of every size: of exact zeros, below the floor of bases, sparse, small, and beyond exp's clamp.
+    """Rows of all sizes: exact zeros, below the floor of bases, sparse, small, and above the clamp of exp.
 
     In fp16 only of zeros and of ones: the gradients of others leave its range.
     """
@@ -63,7 +63,7 @@ def parameterise(feature_map, generator) -> None:
 
 
 def assert_close(x, y, tolerance, floor: float = 1e-3):
-    """Row by row, relative to the row's largest entry, or to `floor` of the largest of all."""
+    """Compares rows, relative to the row's largest entry or to `floor` times the largest of all."""
     size = y.abs().amax(-1, keepdim=True)
     error = (x.double() - y).abs() / size.clamp_min(floor * float(size.max()))
     assert error.max() <= tolerance, float(error.max())
@@ -83,7 +83,7 @@ def registers_kernel(
     f1, f2 = features(raw, m, MAP, IS_Q)
     tl.store(phi + t * BK + c, f1)
     tl.store(phi + (BT + t) * BK + c, f2)
-    d1, d2 = tl.where(m, d1, 7.0), tl.where(m, d2, 7.0)  # what a product leaves there need not be 0
+    d1, d2 = tl.where(m, d1, 7.0), tl.where(m, d2, 7.0)  # a product may leave anything there
     tl.store(dx + t * BK + c, features_backward(raw, m, d1, d2, MAP, IS_Q))
 
 

@@ -1,4 +1,4 @@
-"""Readouts with denominators by kernels, through whole mixers, held to the torch path in float64."""
+"""Kernels of readouts with denominators, in whole mixers, against the torch path in float64."""
 
 from kernel_device import DEVICE, INTERPRETED  # isort: skip  (before any kernel)
 import copy
@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """What torch.empty gives is NaN until it is written, and a call that no kernel serves is an error."""
+    """Fills torch.empty with NaN and makes it an error if no kernel serves a call."""
     torch.use_deterministic_algorithms(True, warn_only=not INTERPRETED)
     with warnings.catch_warnings():
         if INTERPRETED:
@@ -48,7 +48,7 @@ def _poison():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the readouts' op was served."""
+    """The calls of the readouts' op."""
     found, real = [], recurrence.normalized_attention
 
     def call(*inputs, **options):
@@ -98,7 +98,7 @@ def results(function, backend, leaves):
 
 
 def check_mixer(name, B, T, cu=None, past=None, dtype=torch.float32):
-    """y, what is carried on, and gradients of x, the parameters and what was carried in."""
+    """y, the new state, and gradients of x, the parameters and the initial state."""
     module = build(name)
     module = module.to(dtype)
     wide = copy.deepcopy(module).double()
@@ -125,8 +125,8 @@ def check_mixer(name, B, T, cu=None, past=None, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_packed_sequences_that_go_on(name, calls):
-    """Three chunks and four sequences, one empty and one of a token, all with a past."""
+def test_packed_sequences_with_initial_states(name, calls):
+    """Three chunks and four sequences, one empty and one of a single token, all with an initial state."""
     cu, past = torch.tensor([0, 0, 33, 34, 70]), torch.tensor([3, 5, 0, 7])
     check_mixer(name, 1, 70, cu, past)
     assert len(calls) == 1
@@ -178,11 +178,11 @@ def check_op(H, HV, T, K=12, name="elu1", cu=None, mirrored=False, decay=True, z
         "g": -draw(1, T, HV, seed=3).abs() / 4,
         "state": draw(N, HV, F, 21, seed=4).abs(),
     }
-    if name is None:  # features already
+    if name is None:  # q and k are features
         leaves |= {n: leaves[n].abs() for n in ("q", "k")}
     if zeros:
         leaves["state"].zero_()
-        leaves["q"] *= 1e-6  # where there are weights, ε counts
+        leaves["q"] *= 1e-6  # so small that ε matters
         leaves["q"][:, 5:9] = 0
         leaves["k"][:, :12] = -1
     if not decay:
@@ -210,12 +210,13 @@ def test_decay_and_groups_of_value_heads(name):
     check_op(2, 4, 45, name=name)
 
 
-def test_decay_of_mirrored_queries():
-    check_op(1, 2, 45, name=None, mirrored=True)
+@pytest.mark.parametrize("name", [None, "elu1"])
+def test_decay_of_mirrored_queries(name):
+    check_op(1, 2, 45, name=name, mirrored=True)
 
 
 def test_no_weight_at_all():
-    """Where every φ(q)·φ(k) is 0, o is 0 and gradients are those of 0/ε, finite."""
+    """If every φ(q)·φ(k) is 0, o is 0 and gradients are finite: those of 0/ε."""
     mine = check_op(1, 1, 40, name="relu", zeros=True, decay=False)
     assert not mine["o"][:, :12].any()
 

@@ -1,4 +1,4 @@
-"""The recurrences: every mode is held to the float64 reference, outputs, final state and all gradients."""
+"""The recurrences: every mode against the float64 reference, outputs, final state and all gradients."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ NAMES = ("q", "k", "v", "beta", "g", "initial_state")
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 LENGTHS = (1, 15, 63, 64, 65, 127, 200)
-# Delta rule and linear attention, without decay, with one a head, and with one a key channel.
+# Delta rule and linear attention, without decay, with a decay per head, and with one per key channel.
 KINDS = ("delta", "gated_delta", "linear", "gated_linear", "vector_linear")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -39,7 +39,7 @@ def make(
     sequences=None,
     initial=True,
 ):
-    """Inputs in float64; keys have unit length, as the models give them to the op."""
+    """Inputs in float64; keys have unit length, as in the models."""
     generator = torch.Generator().manual_seed(length + 1000 * value_heads)
 
     def normal(*shape):
@@ -87,7 +87,7 @@ RESETS = (-1e3, -1e4, -1e8, -torch.inf)
 
 
 def with_resets(inputs, *strengths):
-    """Such decays in turn among ordinary ones: alone, side by side, and at both ends of chunks."""
+    """Puts these decays among ordinary ones: alone, adjacent, and at both ends of chunks."""
     for t, g in zip((5, 29, 33, 34, 63, 64, 90), itertools.cycle(strengths)):
         inputs["g"][:, t] = g
     return {name: x if x is None else x.float().double() for name, x in inputs.items()}
@@ -188,7 +188,7 @@ def test_beta_two_reflects():
 def test_strong_decay(mode, where, kind):
     inputs = make(1, 200, kind=kind, k_dim=96, v_dim=160)
     inputs["g"][:, where] = -20.0
-    # Also the tiny gradients of decays that are strong everywhere are right, relative to themselves.
+    # The tiny gradients of decays that are strong everywhere have a small relative error too.
     assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
 
 
@@ -196,7 +196,7 @@ def test_strong_decay(mode, where, kind):
 @pytest.mark.parametrize("g", RESETS)
 @pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
 def test_resets_cost_no_digits(mode, g, kind):
-    """Sums of decays over a chunk would lose those of the ordinary ones behind a strong one."""
+    """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
     inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
     expected = run(inputs, "reference")
     assert all(x.isfinite().all() for x in expected.values())
@@ -293,7 +293,7 @@ def test_half_precision_inputs_and_fp32_inside(dtype, mode, kind):
     assert results["o"].dtype == results["q"].dtype == results["g"].dtype == dtype
     assert results["state"].dtype == results["initial_state"].dtype == torch.float32
     exact = run({name: x.double() for name, x in inputs.items()}, "reference")
-    # All that was rounded is what leaves in half precision: o and the gradients, not the state.
+    # Only results in half precision are rounded: o and the gradients, not the state.
     assert (results["state"] - exact["state"]).abs().max() < 2e-5 * exact["state"].abs().max()
     assert_same(results, exact, torch.bfloat16)
     assert (results["o"] - exact["o"]).abs().max() < torch.finfo(dtype).eps * exact["o"].abs().max()
@@ -331,7 +331,7 @@ def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
 
 @every_kind
 def test_maps_computed_again_in_the_backward_give_the_same(kind, monkeypatch):
-    """As on a device, where their intermediates are not kept."""
+    """As on a GPU, where the intermediates of maps are not kept."""
     inputs = make(1, 65, kind=kind, initial=False)
     if kind == "vector_linear":
         inputs["g"] = inputs["g"].repeat(1, 1, 1, 2)
@@ -451,7 +451,7 @@ def test_operators_are_declared_as_they_behave(kind):
 
 
 def load_copy(monkeypatch, kernels):
-    """The file as it arrives with a checkpoint: under another name, beside other kernels or none."""
+    """The file as copied with a checkpoint: under another name, with other kernels or none."""
     monkeypatch.setitem(sys.modules, "nalanda_kernels", kernels)
     package = types.ModuleType("copied_with-a")
     package.__path__ = [str(Path(ops.__file__).parent)]
@@ -468,11 +468,11 @@ def test_works_without_kernels(monkeypatch, recwarn):
     inputs = make(1, 20)
     assert torch.equal(module.delta_rule(**inputs)[0], ops.delta_rule(**inputs)[0])
     assert not recwarn.list
-    assert module.chunk_op._qualname != ops.chunk_op._qualname  # the copies do not replace one another
+    assert module.chunk_op._qualname != ops.chunk_op._qualname  # copies have operators of their own
 
 
 def fake_kernels(monkeypatch, serves=True, name="fake"):
-    """A backend called `name`, which adds the number of gates to v, or says that it cannot."""
+    """A backend called `name` that adds the number of gates to v, or raises Unsupported."""
 
     def kernel(q, k, v, *gates, **options):
         if not serves:
@@ -513,7 +513,7 @@ def test_the_choice_of_a_backend(monkeypatch):
         torch.testing.assert_close(ops.delta_rule(**inputs)[0], torch_path)
         with nalanda_kernels.use_backend("auto"):
             assert chosen()
-        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], fake)  # the call has the last word
+        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], fake)  # the argument overrides all
     with (
         nalanda_kernels.use_backend("triton"),
         pytest.raises(ValueError, match="choose one of auto, torch, fake"),
@@ -586,7 +586,7 @@ def test_bad_bounds(bounds, mode):
 
 
 def test_flops_are_those_of_the_products():
-    # A token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
+    # Per token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
     expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
     assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
     assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)

@@ -1,4 +1,4 @@
-"""Bytes that kernels move, in Triton's interpreter: the counter on known kernels, then limits of ours."""
+"""Bytes that kernels move in Triton's interpreter: the counter on known kernels, then limits of ours."""
 
 import nalanda_kernels.triton.interpreter  # noqa: F401
 import pytest
@@ -93,7 +93,7 @@ def test_bytes_by_token_and_head_do_not_depend_on_their_number():
 
 @pytest.mark.parametrize("name", ["nala_deltanet", "flagship"])
 def test_nala_moves_at_most_60_percent_of_what_the_peer_moves(name):
-    """At the real widths; the peer's kernels are counted alike, its maps as passes (see `peer_count`)."""
+    """At the real widths. The peer's kernels are counted the same way, its maps as passes (`peer_count`)."""
     case, theirs = traffic.CASES[name], traffic.totals(limits()["peer_traffic"][name])
     ours = traffic.totals(traffic.our_count(case, T=128))
     for part, least in traffic.floor(case).items():

@@ -220,7 +220,7 @@ def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
         y = tl.reshape(tl.dot(tl.reshape(z, [S, S]), y, input_precision="ieee"), [P, S, S])
     else:
         y = tl.dot(z, tl.dot(y, x, input_precision="ieee"), input_precision="ieee")
-    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block of it, of the row]
+    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block column, block row]
     return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), [P, 2 * S, 2 * S])
 
 
@@ -254,7 +254,7 @@ def prepare(
     K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk needs of q and k alone: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
+    """The parts of a chunk that do not need S: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
 
     It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
     """

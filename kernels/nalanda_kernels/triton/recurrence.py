@@ -35,9 +35,9 @@ def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> Non
 
 
 def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
-    """o, the final S, z and Σv, and what the backward reads: P, S before each chunk, (I + A)⁻¹ and E, or
+    """o, the final S, z and Σv, and tensors for the backward; absent ones have no elements.
 
-    z and Σv before each chunk and the denominators. Absent results have no elements.
+    The backward reads P, S before each chunk, (I + A)⁻¹, E, z and Σv before each chunk, and the denominators.
 
     ctx: autograd's; None under torch.compile, whose operator calls `_setup_context` itself.
     inputs: as in the operator's schema, `_INPUTS`; map and read are text.
