@@ -111,7 +111,7 @@ def test_limits_themselves_and_better_figures_hold():
 def test_spills_are_held_to_the_peers():
     table = static.record([ROW | {"spilled": 9}], recorded())
     found = static.violations([ROW | {"spilled": 9}], table)
-    assert found == ["sm_90 deltanet: 9 bytes spilled, the peer's kernels 8"]
+    assert found == ["sm_90 deltanet: 9 bytes spilled, the peer spills 8"]
 
 
 def test_what_the_card_has_is_held_whatever_is_recorded():

@@ -172,7 +172,7 @@ class MALA(LinearAttention):
 
     def __init__(self, config, layer_idx: int, *, scale: str = "code"):
         if scale not in ("code", "inverse_t", "literal"):
-            raise ValueError(f"mala: scale={scale!r} is unknown; choose code, inverse_t or literal")
+            raise ValueError(f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal")
         super().__init__(config, layer_idx)
         self.scale = scale
 
@@ -286,7 +286,7 @@ class Soft(LinearAttention):
         if config.feature_map not in (None, "soft", "softpp"):
             raise ValueError(
                 f"soft: feature_map is {config.feature_map!r}; it needs 'soft' or 'softpp', and for "
-                "another map choose mixer 'linear_attention'"
+                "another map take mixer 'linear_attention'"
             )
         super().__init__(config, layer_idx, denominator=False)
 
