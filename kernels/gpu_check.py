@@ -1,14 +1,14 @@
-"""`make gpu-check`: all that needs a card, in parts that can run on different days.
+"""`make gpu-check`: every check that needs a GPU, in parts that can run on different days.
 
-    python kernels/gpu_check.py [kernels] [bench] [train]    (none named: all three, one after the other)
+    python kernels/gpu_check.py [kernels] [bench] [train]    (default: all three, one after another)
 
-kernels: every test of a kernel, compiled instead of interpreted.
-bench: times of the ops beside flash-linear-attention's kernels, FlashAttention and the card's own limits; and
+kernels: every kernel test, compiled instead of interpreted.
+bench: times of the ops, beside flash-linear-attention's kernels, FlashAttention and the card's limits; times
     of decoding.
 train: every 340 M recipe beside flash-linear-attention's model of its shape; Triton's losses beside torch's.
 
-A part stops before `--minutes` are over, says what it did not reach, and begins there the next time. A figure
-is in results.json and RESULTS.md, beside this file, as soon as it is known. Without a GPU: exit code 2.
+A part stops within `--minutes`, lists the cases that it did not reach, and starts with them next time. Each
+figure is written at once to results.json and RESULTS.md beside this file. Without a GPU the exit code is 2.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = [str(ROOT / "src"), str(ROOT / "kernels")]
-sys.path[:0] = PATHS  # a machine with a card may have nothing installed
+sys.path[:0] = PATHS  # the package may not be installed on a GPU machine
 
 PARTS = ("kernels", "bench", "train")
 LENGTHS = (2048, 8192)
-TOKENS = 16384  # a call's and a training step's, whatever the length
-RECIPES = (  # those of the targets first
+TOKENS = 16384  # of a call and of a training step, at every length
+RECIPES = (  # those with targets first
     "nala_gated_deltanet", "gated_deltanet", "deltanet", "nala_deltanet", "transformer", "gla", "retnet",
     "nala", "linear_attention", "mala", "pola", "soft", "mamba",
 )  # fmt: skip
@@ -60,7 +60,7 @@ Values = dict[str, Any]
 class Case:
     """A row of a table: `run` measures its columns.
 
-    targets: the least that a column should reach. seconds: that it may take; more is an error of its own.
+    targets: the least value that a column should reach. seconds: time limit; to exceed it is an error.
     """
 
     group: str
@@ -74,7 +74,7 @@ TIMES = {
     "forward": "forward ms", "peer_forward": "peer", "both": "forward + backward ms", "peer_both": "peer",
     "ratio": "peer / ours", "floor": "floor ms", "of_floor": "floor / ours", "difference": "difference",
 }  # fmt: skip
-COLUMNS = {  # of each table: key → heading
+COLUMNS = {  # table → key → heading
     "Tests, compiled": {"passed": "passed", "failed": "failed", "skipped": "skipped", "names": "failing"},
     "Ceilings": {"value": "measured"},
     "Recurrences": TIMES | {
@@ -96,7 +96,7 @@ COLUMNS = {  # of each table: key → heading
     },
 }  # fmt: skip
 PERCENT = ("share", "graphed_share", "of_floor", "mfu")
-TARGETS = {  # what a target's column is called in the table of targets
+TARGETS = {  # key → name in the table of targets
     "ratio": "peer / ours",
     "mfu": "MFU",
     "share": "share of the weight-reading limit",
@@ -108,7 +108,7 @@ TARGETS = {  # what a target's column is called in the table of targets
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: no library on the way may take it for its own."""
+    """Not an Exception, so that no library on the stack catches it."""
 
 
 @contextlib.contextmanager
@@ -127,11 +127,11 @@ def limited(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Card:
-    """Where it is measured. dry: on a CPU, at tiny shapes, with torch in the place of every kernel."""
+    """The device of measurements. dry: on a CPU, at tiny shapes, with torch in place of every kernel."""
 
     device: str = "cuda"
     dry: bool = False
-    seconds: float = 540.0  # left to the case at hand
+    seconds: float = 540.0  # left for the current case
     tests: Path = ROOT / "tests"
 
     def wait(self) -> None:
@@ -142,13 +142,13 @@ class Card:
         return (32,) if self.dry else LENGTHS
 
     def kernel(self, op: str, backend: str = "triton") -> Callable:
-        """An implementation itself, so that nothing can serve in its place; it raises what it cannot do."""
+        """The implementation itself: no other backend can serve in its place, so it raises `Unsupported`."""
         from nalanda_kernels import KERNELS
 
         return TORCH[op] if self.dry else KERNELS[op][backend].load()
 
     def clock(self, function: Callable, inputs: list[tuple], calls: int) -> list[float]:
-        """Milliseconds of each call; the inputs take turns, so that none finds its own in the cache."""
+        """Milliseconds of each call. Calls rotate through the inputs, so that caches do not hold them."""
         if self.dry:
             times = []
             for i in range(calls):
@@ -156,7 +156,7 @@ class Card:
                 function(*inputs[i % len(inputs)])
                 times.append(1e3 * (time.perf_counter() - start))
             return times
-        torch.cuda._sleep(40_000_000)  # 20 ms, in which the host gets ahead: what launching costs stays out
+        torch.cuda._sleep(40_000_000)  # 20 ms for the host to run ahead, so that launches cost no time
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
         for i, (start, end) in enumerate(events):
             start.record()
@@ -166,11 +166,11 @@ class Card:
         return [start.elapsed_time(end) for start, end in events]
 
     def times(self, sides: dict[str, Callable], inputs: list[tuple]) -> tuple[Values, Values]:
-        """Median milliseconds of each side, and what the others died of; sides take turns."""
+        """Median milliseconds of each side, and the errors of sides that failed; sides take turns."""
         sides, failed = dict(sides), {}
         for name, function in list(sides.items()):
             try:
-                for _ in range(1 if self.dry else 3):  # compiles, and lets the peer choose its configurations
+                for _ in range(1 if self.dry else 3):  # compiles, and autotunes the peer
                     function(*inputs[0])
             except Exception as error:
                 failed[name] = in_a_line(error)
@@ -182,7 +182,7 @@ class Card:
         return {name: statistics.median(x) for name, x in taken.items()}, failed
 
     def sets(self, make: Callable[[int], tuple]) -> list[tuple]:
-        """Input sets that together are four times the last-level cache."""
+        """Input sets, together four times the last-level cache."""
         first = make(0)
         if self.dry:
             return [first]
@@ -192,7 +192,7 @@ class Card:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes a second of a large copy, those read and those written."""
+        """Bytes per second of a large copy, read and written."""
         x = torch.randn(2**10 if self.dry else 2**29, device=self.device)
         y = torch.empty_like(x)
         taken = self.times({"copy": lambda: y.copy_(x)}, [()])[0]["copy"]
@@ -200,13 +200,13 @@ class Card:
 
     @cached_property
     def rate(self) -> float:
-        """FLOPs a second of a large bf16 product of random matrices."""
+        """FLOPs per second of a large bf16 product of random matrices."""
         n = 64 if self.dry else 8192
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         return 2 * n**3 / self.times({"product": lambda: a @ b}, [()])[0]["product"] * 1e3
 
     def floor(self, bytes_moved: float, flops: float) -> float:
-        """Milliseconds that no implementation goes below by much."""
+        """Approximate lower bound of any implementation, in milliseconds."""
         return 1e3 * max(bytes_moved / self.bandwidth, flops / self.rate)
 
 
@@ -219,19 +219,19 @@ def in_a_line(error: BaseException) -> str:
 
 
 def kernel_cases(card: Card) -> list[Case]:
-    files = sorted(card.tests.glob("test_kernels_*.py"))
+    files = sorted(card.tests.rglob("test_kernels_*.py"))
     return [Case("Tests, compiled", x.stem[13:], partial(run_tests, x), seconds=500.0) for x in files]
 
 
 def run_tests(file: Path, card: Card) -> Values:
-    """One file's tests on the card, in a process of its own: the interpreter cannot be left again."""
+    """One file's tests on the card, in another process: a process cannot leave the interpreter."""
     if "kernel_device" not in file.read_text():
-        raise RuntimeError("the file knows no device but the interpreter's: import kernel_device")
+        raise RuntimeError(f"{file.name}: it runs only in the interpreter; import kernel_device")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = ["-m", "pytest", str(file), "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("xdist") and not card.dry:
-            command += ["-n", str(min(8, os.cpu_count() or 1))]  # compiling is what takes the time
+            command += ["-n", str(min(8, os.cpu_count() or 1))]  # compilation takes most of the time
         said = python(command, card, NALANDA_TEST_DEVICE=card.device)[1]
         if not report.exists():
             raise RuntimeError(said)
@@ -239,7 +239,7 @@ def run_tests(file: Path, card: Card) -> Values:
 
 
 def python(arguments: list[str], card: Card, **variables: str) -> tuple[int, str]:
-    """A process of this Python, from the repository's root: its exit code, and the last line that it said."""
+    """Runs this Python in the repository's root. Returns its exit code and its last line of output."""
     kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NALANDA_BACKEND")}
     path = os.pathsep.join([*PATHS, *filter(None, [kept.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -278,7 +278,7 @@ def torch_recurrence(q, k, v, beta, g, **options: Any) -> tuple[Tensor, Tensor |
 
 
 def torch_map(q: Tensor, k: Tensor, feature_map=None, qk_norm: str | None = None) -> tuple[Tensor, Tensor]:
-    """As it stands, nothing computed again in the backward."""
+    """The map's own code, without recomputation in the backward."""
     q_, k_ = q.float(), k.float()
     if feature_map is not None:
         q_, k_ = feature_map(q_, k_)
@@ -293,7 +293,7 @@ def torch_conv(x: Tensor, weight: Tensor, *, activation: str | None = None) -> t
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: int) -> Tensor:
-    """FlashAttention, where torch has it, on blocks as rows of a batch; T is a multiple of the block."""
+    """FlashAttention, if torch has it, with blocks as batch rows; T must be a multiple of block_size."""
     rows = [x.unflatten(1, (-1, block_size)).flatten(0, 1).transpose(1, 2) for x in (q, k, v)]
     return causal_attention(*rows).transpose(1, 2).reshape(v.shape)
 
@@ -312,9 +312,9 @@ TORCH: dict[str, Callable] = {
 
 
 def lift_guard() -> str | None:
-    """Lets the peer run where it refuses to, for its time; what it computes there is wrong (its issue 640).
+    """Lets the peer run where it refuses, to time it; its results there are wrong (its issue 640).
 
-    Returns what a reader of the figures must know.
+    Returns a note for readers of the figures, or None.
     """
     try:
         chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
@@ -336,9 +336,9 @@ def draw(
 
 
 def compare(card: Card, sides: dict[str, Callable], inputs: list[tuple], flops: float) -> Values:
-    """Forward, and forward and backward, of functions of the inputs to a tensor or several.
+    """Times of forward, and of forward plus backward, of functions from inputs to one or more tensors.
 
-    The faster of `peer` and `peer_fused` is what `ours` is held to; inputs that want gradients get them.
+    `ratio` compares `ours` with the faster of `peer` and `peer_fused`. Inputs may require gradients.
     flops: of the forward.
     """
     found, errors = {}, {}
@@ -394,9 +394,9 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def recurrence(
     card: Card, *, T: int, H: int, K: int, V: int, kind: str, feature_map: str | None = None
 ) -> Values:
-    """Ours, with map and norm inside, beside flash-linear-attention fed by passes of their own.
+    """Our op with map and norm inside, beside flash-linear-attention after separate passes for both.
 
-    kind: delta, gated_delta, linear, gated_linear or vector_linear; the delta rules norm q and k.
+    kind: delta, gated_delta, linear, gated_linear or vector_linear. Delta rules normalise q and k.
     """
     from nalanda import ops
     from nalanda.model.feature_maps import build_feature_map
@@ -479,7 +479,7 @@ def map_case(card: Card, *, T: int, name: str) -> Values:
 
 
 def conv_case(card: Card, *, T: int) -> Values:
-    D = 16 if card.dry else 1536  # the flagship's v: 6 heads of 256
+    D = 16 if card.dry else 1536  # v of the flagship: 6 heads of 256
     B = max(1, (64 if card.dry else TOKENS) // T)
 
     def peer(x: Tensor, weight: Tensor) -> Tensor:
@@ -506,7 +506,7 @@ def block_case(card: Card, *, T: int) -> Values:
 
 @torch.no_grad()
 def decode_case(card: Card, *, batch: int) -> Values:
-    """The flagship in bf16, greedy, token by token behind a prompt of 64, as `generate` calls it."""
+    """The flagship in bf16: greedy decoding after a prompt of 64 tokens, with the calls of `generate`."""
     import nalanda_kernels
 
     with nalanda_kernels.use_backend("torch" if card.dry else "auto"):
@@ -538,7 +538,7 @@ def decode_case(card: Card, *, batch: int) -> Values:
 
 
 def wall(card: Card, step: Callable[[], None]) -> float:
-    """Milliseconds a call of many, by the host's clock: what launching costs is in it."""
+    """Milliseconds per call by the host's clock, over many calls, launches included."""
     for _ in range(1 if card.dry else 10):
         step()
     count, times = (2 if card.dry else 50), []
@@ -553,7 +553,7 @@ def wall(card: Card, step: Callable[[], None]) -> float:
 
 
 def graphed(model: Any, out: Any) -> Callable[[], None]:
-    """One step of decoding as a CUDA graph, its states updated in place."""
+    """One decoding step as a CUDA graph that updates its states in place."""
     token, states = out.logits[:, -1:].argmax(-1), out.past_key_values
     old = [dict(layer) for layer in states.states]
 
@@ -633,7 +633,7 @@ def build(card: Card, recipe: str, T: int) -> tuple[Any, Any]:
 
 
 def build_peer(recipe: str, T: int, device: str = "cuda") -> Any:
-    """flash-linear-attention's model of the recipe's shape, with its own defaults; None where it has none."""
+    """flash-linear-attention's model of the recipe's shape, with its own defaults; None if it has none."""
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "vocab_size": 32000}
     shape["max_position_embeddings"] = T
     rows: dict[str, tuple[str, dict]] = {
@@ -659,7 +659,7 @@ def build_peer(recipe: str, T: int, device: str = "cuda") -> Any:
 
 
 def recurrences_by_fla() -> Any:
-    """Our model with flash-linear-attention's chunk kernels in it, and all else, maps included, as it is."""
+    """Our model with flash-linear-attention's chunk kernels; everything else, maps included, is ours."""
     from nalanda_kernels import KERNELS
 
     ops = ("delta_rule", "linear_attention")
@@ -667,7 +667,7 @@ def recurrences_by_fla() -> Any:
 
 
 def train_speed(card: Card, model: Any, config: Any, T: int, ours: bool) -> Values:
-    """Steps as the trainer takes them: bf16 autocast, packed rows, clipped gradients, AdamW."""
+    """Training steps like the trainer's: bf16 autocast, packed rows, clipped gradients, AdamW."""
     from nalanda.train.flops import flops_per_token, peak_flops
     from nalanda.train.loss import summed_loss
     from nalanda.train.optim import build_optimizer
@@ -703,7 +703,7 @@ def train_speed(card: Card, model: Any, config: Any, T: int, ours: bool) -> Valu
 
 
 def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
-    """Ours; fla's model; and, where the map is NaLa's, ours on fla's kernels, one after another."""
+    """Measures our model, ours on fla's kernels if the map is NaLa's, and fla's model, in turn."""
     import nalanda_kernels
 
     values: Values = {}
@@ -754,7 +754,7 @@ def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
 
 
 def curve_case(card: Card, *, precision: str, steps: int = 100) -> Values:
-    """The demo's recipe, on the text that Python brings along: a hundred steps of each from one seed."""
+    """The demo recipe on the text that ships with Python: `steps` steps by each backend, from one seed."""
     with tempfile.TemporaryDirectory() as folder:
         curves = {}
         for backend in ("torch", "triton"):
@@ -789,7 +789,7 @@ def train_cases(card: Card) -> list[Case]:
     cases = []
     for recipe in ("nala_gated_deltanet", "transformer") if card.dry else RECIPES:
         for T in card.lengths():
-            targets = {} if recipe == "mamba" else {"mfu": 0.45}  # that is transformers' own class
+            targets = {} if recipe == "mamba" else {"mfu": 0.45}  # mamba is transformers' own class
             if recipe == "nala_gated_deltanet":
                 targets |= {"ratio": 0.95, "fed_ratio": 1.25}
             case = partial(recipe_case, recipe=recipe, T=T)
@@ -808,11 +808,11 @@ CASES: dict[str, Callable[[Card], list[Case]]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------------------------------------------- results
 
 
 class Results:
-    """results.json: the runs, and every figure that they gave. The newest of a card's figures counts."""
+    """results.json: all runs and their figures. Tables show each card's newest figures."""
 
     def __init__(self, folder: Path):
         self.file, self.table = folder / "results.json", folder / "RESULTS.md"
@@ -844,7 +844,7 @@ def one_line(row: Values) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """A machine may be taken back at any moment: the file is whole, old or new."""
+    """Replaces the file atomically, because the machine may be taken back at any moment."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
     beside.write_text(text, encoding="utf-8")
@@ -892,7 +892,7 @@ Differences are ‖ours − peer‖ / ‖peer‖ of outputs, and nats of losses.
 
 
 def markdown(results: Results) -> str:
-    """All tables, for each card; one set of empty ones where there is none yet."""
+    """All tables of every card; empty tables if there is no card yet."""
     lines = [INTRODUCTION]
     plan = [case for part in PARTS for case in CASES[part](Card())]
     for card in list(dict.fromkeys(run["card"] for run in results.runs)) or ["No card yet"]:
@@ -956,7 +956,7 @@ def shown(key: str, value: Any) -> str:
 
 
 def error_table(plan: list[Case], known: dict) -> list[str]:
-    """What could not be measured, and what it said."""
+    """A table of failed measurements and their errors."""
     rows = []
     for case in plan:
         values = known.get((case.group, case.name), {}).get("values", {})
@@ -969,7 +969,7 @@ def error_table(plan: list[Case], known: dict) -> list[str]:
 
 
 def run_part(part: str, card: Card, results: Results, minutes: float, only: str = "") -> None:
-    """What was never measured on this card comes first, then what was measured longest ago."""
+    """Runs a part's cases: first those never measured on this card, then the oldest figures."""
     end, name = time.monotonic() + 60 * minutes - (0 if card.dry else 15), results.runs[-1]["card"]
     last = {key: figure["date"] for key, figure in results.latest(name).items()}
     cases = sorted(
@@ -985,7 +985,7 @@ def run_part(part: str, card: Card, results: Results, minutes: float, only: str 
             with limited(min(card.seconds, case.seconds)):
                 values = case.run(card)
         except (OutOfTime, subprocess.TimeoutExpired):
-            if card.seconds < case.seconds:  # the part's end: another day it gets all of its time
+            if card.seconds < case.seconds:  # the part ends; next time the case gets all of its time
                 print("out of time")
                 return say_left(part, cases[i:])
             values = {"errors": {"all": f"more than {case.seconds:.0f} s"}}
@@ -996,7 +996,7 @@ def run_part(part: str, card: Card, results: Results, minutes: float, only: str 
         print(", ".join([*said, *(f"{what}: {error}" for what, error in values.get("errors", {}).items())]))
         try:
             release(card)
-        except Exception as error:  # nothing can be measured in this process any more
+        except Exception as error:  # this process cannot measure any more
             print(f"  {in_a_line(error)}")
             return say_left(part, cases[i + 1 :])
     return None
@@ -1010,32 +1010,32 @@ def release(card: Card) -> None:
 
 
 def say_left(part: str, cases: list[Case]) -> None:
-    print(f"gpu-check {part}: not reached, run it again for them: {'; '.join(case.name for case in cases)}")
+    print(f"gpu-check {part}: cases not reached; run it again for {'; '.join(case.name for case in cases)}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.py", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; table: only rewrite it"
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or table: only rewrite RESULTS.md"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="that a part takes at most")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of a part")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of both files")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of the results")
     parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes on a CPU, torch for all; needs --output"
+        "--dry-run", action="store_true", help="tiny shapes on a CPU, torch for every kernel; needs --output"
     )
     options = parser.parse_args(arguments)
     parts = options.parts or list(PARTS)
     if unknown := set(parts) - {*PARTS, "table"}:
-        parser.error(f"no part is called {sorted(unknown)[0]!r}: choose of {', '.join(PARTS)}")
+        parser.error(f"part {sorted(unknown)[0]!r}: unknown; choose from {', '.join(PARTS)}")
     results = Results(options.output)
     if parts == ["table"]:
         write(results.table, markdown(results))
         return 0
     if options.dry_run and options.output == parser.get_default("output"):
-        parser.error("--dry-run needs an --output of its own: what it writes is no measurement")
+        parser.error("--dry-run: its figures are no measurements; give another folder with --output")
     if not options.dry_run and not torch.cuda.is_available():
-        print("gpu-check: no GPU that torch sees, so nothing is measured", file=sys.stderr)
+        print("gpu-check: torch sees no GPU; run it on a machine with one", file=sys.stderr)
         return 2
     card = Card("cpu", dry=True) if options.dry_run else Card()
     results.begin(facts(card))

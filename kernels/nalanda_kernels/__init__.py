@@ -1,4 +1,4 @@
-"""Kernels behind Nalanda's ops; imports nothing of nalanda, and no kernel before it is asked for."""
+"""Kernels behind Nalanda's ops. Imports nothing of nalanda, and each kernel on its first use."""
 
 import contextlib
 import functools
@@ -9,21 +9,21 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-API = 2  # raised when a caller must change: older copies of the ops then use their own torch path
+API = 2  # increased when callers must change; copies of the ops with another number use their torch path
 ENVIRONMENT = "NALANDA_BACKEND"  # what `backend="auto"` means in this process
 
 
 class Unsupported(Exception):
-    """A call that a backend cannot serve, with the reason in one line; the next backend serves it."""
+    """A backend cannot serve the call, for the reason given in one line. The next backend serves it."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Where an implementation lives, and what must be there for it to run.
+    """An implementation of an op, and what it needs to run.
 
-    target: `"package.module:function"`; the function takes the op's arguments except `mode` and `backend`,
-        returns what the op returns, and raises `Unsupported` before any work where it cannot.
-    devices: the device types that it runs on ("cuda" is ROCm's name as well).
+    target: `"package.module:function"`. The function takes the op's arguments except `mode` and `backend`
+        and returns what the op returns. It raises `Unsupported` before any work if it cannot serve a call.
+    devices: the device types that it runs on ("cuda" includes ROCm).
     needs: the module that must be installed.
     """
 
@@ -36,7 +36,7 @@ class Kernel:
         return getattr(importlib.import_module(module), function)
 
     def serves(self, device_type: str) -> bool:
-        """Whether it runs on such tensors here; in Triton's interpreter, on those of the CPU."""
+        """Whether it runs here on tensors of this device; Triton's interpreter takes CPU tensors."""
         there = device_type in self.devices or (device_type == "cpu" and interpreting())
         return there and _installed(self.needs)
 
@@ -59,11 +59,11 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},
     "step": {"triton": _triton("step:step")},
-}  # op → backend → implementation; "auto" asks them in this order, and torch last
+}  # op → backend → implementation; "auto" tries them in this order, then torch
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, which reads CPU tensors."""
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -72,7 +72,10 @@ _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within it, `backend="auto"` means `name`: "torch", "triton", "fla" or "auto"; over NALANDA_BACKEND."""
+    """In this context `backend="auto"` means `name`: "torch", "triton", "fla" or "auto".
+
+    It takes precedence over NALANDA_BACKEND.
+    """
     _chosen.append(name)
     try:
         yield
@@ -81,26 +84,26 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Callable]]:
-    """The implementations to ask, by backend and in order; none of them: torch.
+    """Implementations to try, in order, as (backend, function); an empty list means torch.
 
-    Raises ValueError for a backend that is not there.
+    Raises ValueError for an unavailable backend.
     """
     known, backend = KERNELS.get(op, {}), _chosen[-1] if backend == "auto" else backend
-    if backend == "auto":  # the interpreter is for those who name it
+    if backend == "auto":  # the interpreter serves only calls that name "triton"
         return [(n, x.load()) for n, x in known.items() if device_type in x.devices and x.serves(device_type)]
     elsewhere = backend not in known and any(backend in rows for rows in KERNELS.values())
-    if backend == "torch" or elsewhere:  # a choice for the process cannot refuse the ops that it lacks
+    if backend == "torch" or elsewhere:  # a backend chosen for the process may lack some ops
         return []
     if backend not in known or not known[backend].serves(device_type):
         there = ", ".join(["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))])
-        raise ValueError(f"backend={backend!r} has no {op} for {device_type}: choose one of {there}")
+        raise ValueError(f"backend={backend!r}: no {op} for {device_type}; choose one of {there}")
     return [(backend, known[backend].load())]
 
 
 def serve(op: str, backend: str, device_type: str, *inputs, **options):
-    """What the first implementation returns that can serve the call; None where none can.
+    """The result of the first implementation that can serve the call; None if there is none.
 
-    Those that cannot say why, once.
+    Warns once for each that cannot, with its reason.
     """
     for name in _names(op, backend, device_type):
         try:
@@ -114,13 +117,13 @@ _loaded: dict[tuple[str, str], Callable] = {}
 
 
 def _names(op: str, backend: str, device_type: str) -> list[str]:
-    """Of `candidates`, which are now in `_loaded`."""
+    """The backends of `candidates`; puts their functions into `_loaded`."""
     found = candidates(op, backend, device_type)
     _loaded.update({(op, name): function for name, function in found})
     return [name for name, _ in found]
 
 
-# What torch.compiler.assume_constant_result does, without importing torch: it must not trace an import.
+# As torch.compiler.assume_constant_result, without importing torch: the compiler must not trace an import.
 _names._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
 

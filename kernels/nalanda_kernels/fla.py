@@ -1,7 +1,7 @@
-"""Both ops on flash-linear-attention's kernels, with the contracts of ours.
+"""Both ops on flash-linear-attention's (fla's) kernels, with the contracts of `nalanda.model.ops`.
 
-Its chunk kernels take bf16 and fp16; those of linear attention fp32 too, with TF32 products. Gradients flow
-to every input. Anything that they cannot do, or would do wrong, is `Unsupported`.
+fla's chunk kernels take bf16 and fp16; its linear attention also fp32, with TF32 products. Every input gets
+a gradient. Calls that fla cannot serve, or would serve wrongly, raise `Unsupported`.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 from nalanda_kernels import Unsupported, serve
 from nalanda_kernels.triton.common import bounds_of, map_in_torch
 
-WIDEST = 256  # features of a key that their delta rule's kernels hold
+WIDEST = 256  # the most features of a key in fla's delta rule
 
 
 def delta_rule(
@@ -36,7 +36,7 @@ def delta_rule(
 
     Raises:
         Unsupported: precision above 16 bits, more than 256 features, chunks below 16 tokens, no tokens, or a
-            Triton that compiles their gated backward wrongly for this GPU.
+            Triton that compiles fla's gated backward wrongly for this GPU.
     """
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
     _check(q, v, g, chunk_size)
@@ -45,7 +45,7 @@ def delta_rule(
         if not theirs:
             q, k = _map(q, k, feature_map, qk_norm)
         if q.shape[-1] > WIDEST:
-            raise Unsupported(f"K = {q.shape[-1]} features are more than its {WIDEST}")
+            raise Unsupported(f"K = {q.shape[-1]} features are more than {WIDEST}")
         options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
         options |= {"use_qk_l2norm_in_kernel": theirs, "chunk_size": min(chunk_size, 64)}
         if g is None:
@@ -75,14 +75,14 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """`nalanda.ops.linear_attention` by `chunk_simple_gla` or, with a decay a key channel, `chunk_gla`.
+    """`nalanda.ops.linear_attention` by `chunk_simple_gla`, or `chunk_gla` for decays by key channel.
 
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV]` or `[B, T, HV, K]`, states `[N, HV, K, V]` in fp32.
-    Where q and v differ in precision, the products take the higher one.
+    Products take the higher precision of q and v.
 
     Raises:
         Unsupported: float64, an odd K or V in 16 bits, chunks below 16 tokens, no tokens, or a Triton that
-            compiles their gated backward wrongly for this GPU.
+            compiles fla's gated backward wrongly for this GPU.
     """
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16, torch.float32))
     _check(q, v, g, chunk_size)
@@ -92,7 +92,7 @@ def linear_attention(
         if dtype.itemsize == 2 and (K % 2 or V % 2):
             raise Unsupported(f"its backward in 16 bits needs an even K and V, not {K} and {V}")
         if g is not None and g.ndim == 4 and g.shape[3] != K:
-            raise Unsupported(f"g decays {g.shape[3]} key channels, and there are {K}")
+            raise Unsupported(f"g has {g.shape[3]} key channels, not K = {K}")
         options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         if g is not None and g.ndim == 4:
@@ -120,8 +120,8 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
     if 0 in (*q.shape, *v.shape):
         raise Unsupported("there is nothing to compute")
     if chunk_size < 16:
-        raise Unsupported(f"chunk_size={chunk_size} is below its 16")
-    if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # other kernels, or no backward
+        raise Unsupported(f"chunk_size={chunk_size} is below 16")
+    if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # the fault lies elsewhere
         return
     wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
     if wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False):
@@ -133,7 +133,7 @@ def _no_autocast(x: Tensor):
 
 
 def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k), normed, in fp32 with one cast: a pass of its own, in our kernel where that can."""
+    """φ(q) and φ(k), normed, in fp32 with one cast; by our kernel if it can, else by torch."""
     if feature_map is None and qk_norm is None:
         return q, k
     served = serve("map_features", "auto", q.device.type, q, k, feature_map, qk_norm)
@@ -141,7 +141,7 @@ def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """A head of q and k for each of v."""
+    """q and k with one head for each head of v."""
     group = v.shape[2] // q.shape[2]
     return (q, k) if group == 1 else (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2))
 
@@ -149,7 +149,7 @@ def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _options(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict:
     K = q.shape[-1]
     if initial_state is not None and initial_state.shape[2] != K:
-        raise Unsupported(f"initial_state has K = {initial_state.shape[2]}, and there are {K} features")
+        raise Unsupported(f"initial_state has K = {initial_state.shape[2]}, not {K}")
     options = {
         "scale": K**-0.5 if scale is None else float(scale),
         "initial_state": None if initial_state is None else initial_state.float(),
@@ -164,6 +164,6 @@ def _options(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict
 
 @functools.lru_cache(maxsize=32)
 def _bounds(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Them on the host and on the device, the same tensors for every layer: fla knows its tables by these."""
+    """The bounds on host and device. All layers get the same tensors, by which fla caches its tables."""
     here = torch.tensor(bounds)
     return here, here.to(device)

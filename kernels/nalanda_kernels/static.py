@@ -1,11 +1,11 @@
-"""Compiles kernels for GPUs that are not there, and says what they take: registers, spills, shared memory.
+"""Compiles kernels for GPUs that are absent and shows their registers, spills and shared memory.
 
     python -m nalanda_kernels.static [--arch sm_90] [--case flagship] [--check] [--record] [--peer]
 
-Wrappers are called as a model calls them, on CPU tensors and forward and backward, while every launch is
-made to compile only; so what is compiled is what a call launches, specialised as it would be. The values
-that come out are garbage. Triton keeps what it has compiled, so that a second run takes seconds.
-Needs a process without TRITON_INTERPRET, which is read when a kernel is decorated.
+It calls wrappers as a model does, forward and backward, on CPU tensors, but launches only compile. So it
+compiles exactly the specialised kernels that a call launches; their results are garbage. Triton caches
+compiled kernels, so a second run takes seconds. The process must not have TRITON_INTERPRET set, which Triton
+reads when a kernel is decorated.
 """
 
 import argparse
@@ -30,9 +30,9 @@ import torch
 
 from . import KERNELS, interpreting
 
-SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes that a program can have
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks
-CORES = ("", "mma.sync", "wgmma", "tcgen05")  # instructions of the tensor cores, the newest last
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # most bytes of a program
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks for it
+CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 FIGURES = ("registers", "spilled", "shared")
 LIMITS = Path(__file__).parents[1] / "limits.json"
@@ -43,9 +43,9 @@ LIMITS = Path(__file__).parents[1] / "limits.json"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an op as a recipe makes it.
+    """A call of an op, as in a recipe.
 
-    K, V: of a head, before the map. H: heads. map: its name, or None. norm: "l2" or None.
+    K, V: widths of a head before the map. H: heads. map: its name or None. norm: "l2" or None.
     """
 
     op: str
@@ -56,11 +56,11 @@ class Case:
     gated: bool = False
     norm: str | None = None
     dtype: torch.dtype = torch.bfloat16
-    options: tuple[tuple[str, object], ...] = ()  # of a readout
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout
 
     @property
     def F(self) -> int:
-        """Features that the map makes of K."""
+        """Features of a head, after the map."""
         return 2 * self.K if self.map in ("nala", "pola") else self.K
 
 
@@ -88,13 +88,13 @@ CASES = {
     "short_conv": Case("short_conv", 128, 128, 8),
     "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
     "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
-}  # what the 340 M recipes call
-PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # jobs that the peer's kernels are held against
+}  # the calls of the 340 M recipes
+PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # cases also compiled with the peer's kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What kernels read of a feature map."""
+    """The attributes of a feature map that kernels read."""
 
     fused: dict
     feature_dim: int
@@ -114,7 +114,7 @@ def feature_map(case: Case) -> StandIn | None:
 
 
 def tensors(case: Case, B: int, T: int, K: int) -> tuple[torch.Tensor, ...]:
-    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta and g `[B, T, H]` (fp32) of zeros, all of them leaves."""
+    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta and g `[B, T, H]` (fp32): zeros that require gradients."""
     shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), (case.H,)
     dtypes = *[case.dtype] * 3, torch.float32, torch.float32
     return tuple(
@@ -124,7 +124,7 @@ def tensors(case: Case, B: int, T: int, K: int) -> tuple[torch.Tensor, ...]:
 
 
 def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
-    """Our kernels' forward in a case: a function that gives the outputs, from which the backward starts."""
+    """A function that calls our kernels for a case and returns the outputs, for `backward`."""
     op, (q, k, v, beta, g) = KERNELS[case.op]["triton"].load(), tensors(case, B, T, case.K)
     map, gate = feature_map(case), g if case.gated else None
     if case.op == "delta_rule":
@@ -148,7 +148,7 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
 
 
 def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
-    """A token of (Gated) DeltaNet for N sequences, with its convolutions, gates and norm."""
+    """One token of (Gated) DeltaNet for N sequences, with convolutions, gates and norm."""
     H, K, V, dtype = case.H, case.K, case.V, case.dtype
     sizes = {"q": H * K, "k": H * K, "v": H * V}
     widths = sizes | {"b": H} | ({"a": H, "gate": H * V} if case.gated else {})
@@ -172,21 +172,21 @@ def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
 
 
 def peer(case: Case, B: int = 2, T: int = 2048) -> Call:
-    """The peer's forward, whose maps are passes before it: its q and k are features already."""
+    """A function that calls the peer's kernels for a case. Its q and k are features already."""
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k, v, beta, g = tensors(case, B, T, case.F)
     norm = {"use_qk_l2norm_in_kernel": case.norm == "l2"}
     if case.op != "delta_rule":
-        raise ValueError(f"the peer's {case.op} is not compared")
+        raise ValueError(f"op={case.op!r}: the peer's is not compared; choose delta_rule")
     if case.gated:
         return lambda: chunk_gated_delta_rule(q, k, v, g, beta, **norm)[:1]
     return lambda: chunk_delta_rule(q, k, v, beta, **norm)[:1]
 
 
 def backward(outputs: tuple[torch.Tensor, ...]) -> None:
-    """From any gradient; a step in generation has none."""
+    """Runs the backward, if there is one; a step of generation has none."""
     if outputs[0].requires_grad:
         torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
@@ -195,7 +195,7 @@ def backward(outputs: tuple[torch.Tensor, ...]) -> None:
 
 
 class Card:
-    """Triton's driver of a GPU that is not there."""
+    """Triton's driver for an absent GPU."""
 
     def __init__(self, arch: str, benchmark: Callable):
         from triton.backends.compiler import GPUTarget
@@ -223,17 +223,17 @@ class Card:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(f"no GPU here: {name}")
+        raise RuntimeError(f"{name}: there is no GPU; kernels can only be compiled")
 
 
 def pretend(arch: str) -> None:
-    """Lets the peer, which asks as it is imported, find that card and choose its block sizes for it."""
+    """Shows that card to the peer, which looks for a card on import and chooses its block sizes for it."""
     major, minor = divmod(int(arch.removeprefix("sm_")), 10)
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
     torch.cuda.get_device_name = lambda device=None: f"a card of {arch}"
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
-    os.environ["FLA_CACHE_RESULTS"] = "0"  # choices made here are no card's
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # its choices here are not a real card's
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fla.utils import hardware
@@ -241,19 +241,19 @@ def pretend(arch: str) -> None:
     hardware.get_all_max_shared_mem = lambda: {0: shared, None: shared}  # pyrefly: ignore
 
 
-_built: list[dict] = []  # what launches have compiled since it was last emptied
+_built: list[dict] = []  # kernels compiled since the list was last emptied
 _arch: str | None = None
 
 
 def _start(arch: str) -> None:
-    """Makes launches of this process compile for `arch`; kernels and the peer keep to the first one named."""
+    """Makes this process's launches compile for `arch`. A process can compile for only one arch."""
     global _arch
     if arch not in SHARED:
-        raise ValueError(f"arch={arch!r} is none of {', '.join(SHARED)}")
+        raise ValueError(f"arch={arch!r}: unknown; choose one of {', '.join(SHARED)}")
     if interpreting():
-        raise ValueError("Triton's interpreter compiles nothing: unset TRITON_INTERPRET")
+        raise ValueError("TRITON_INTERPRET: the interpreter compiles nothing; unset it")
     if _arch not in (None, arch):
-        raise ValueError(f"this process compiles for {_arch}: compile for {arch} in another")
+        raise ValueError(f"arch={arch!r}: this process compiles for {_arch}; start another process")
     if _arch is None:
         _arch = os.environ["NALANDA_ARCH"] = arch
         _patch(arch)
@@ -277,10 +277,10 @@ def _patch(arch: str) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             cubin = make_cubin(self, source, metadata, *rest)
-        return metadata.update(ptxas=log.getvalue()) or cubin  # Triton keeps metadata beside the kernel
+        return metadata.update(ptxas=log.getvalue()) or cubin  # Triton caches metadata with the kernel
 
     def until_none_spill(self, *args, config, **meta):
-        if self.__dict__.get("settled") is self.nargs:  # arguments of one launch, whatever the configuration
+        if self.__dict__.get("settled") is self.nargs:  # the same launch, in another configuration
             return [math.inf] * 3
         spilled = bench(self, *args, config=config, **meta)
         self.settled = self.nargs if spilled[0] == 0 else None
@@ -289,14 +289,14 @@ def _patch(arch: str) -> None:
     Autotuner._bench = until_none_spill  # pyrefly: ignore
     JITFunction.run, CUDABackend.make_cubin = compile_only, keep_log  # pyrefly: ignore
     knobs.nvidia.dump_ptxas_log = True
-    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_static"))  # every kernel there has its log
+    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_static"))  # kernels there have a log
     driver.set_active(Card(arch, _fewest_spills))  # pyrefly: ignore
     if importlib.util.find_spec("fla"):
         pretend(arch)
 
 
 def _fewest_spills(launch: Callable, quantiles=None, **options) -> list[float]:
-    """An autotuner's clock: it then takes the configuration that fits and spills least."""
+    """An autotuner's benchmark, which selects the configuration that fits and spills least."""
     start = len(_built)
     launch()
     tried = _built[start:]
@@ -327,14 +327,13 @@ def _sum(pattern: str, log: str) -> int:
 def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) -> list[dict]:
     """Compiles every kernel that the calls launch, for `sm_80`, `sm_90` or `sm_100`.
 
-    calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward alike.
+    calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward.
 
     Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages, registers (a thread's),
-    spilled (bytes, stores and loads), shared (bytes) and tensor_cores (`wgmma`, …; "" for none). What is
-    compiled in several forms shows the most that one of them takes; of what is autotuned, the configuration
-    that spills least.
+    spilled (bytes, stores and loads), shared (bytes) and tensor_cores (`wgmma`, …; "" for none). A kernel
+    compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
 
-    Raises ValueError in the interpreter, for an unknown arch, and for a second one in a process.
+    Raises ValueError in the interpreter, for an unknown arch, and for a second arch in a process.
     """
     _start(arch)
     rows = []
@@ -355,7 +354,7 @@ def _most(forms: list[dict]) -> dict:
 
 
 def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> list[dict]:
-    """`compile_calls` of rows of CASES, by our kernels or by the peer's."""
+    """`compile_calls` for rows of CASES, with our kernels or the peer's."""
     _start(arch)  # before the peer is imported
     make = peer if by_peer else ours
     return compile_calls(arch, [(name, lambda case=CASES[name]: backward(make(case)())) for name in names])
@@ -365,14 +364,14 @@ def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> lis
 
 
 def limits() -> dict:
-    """What limits.json holds: versions, and by arch, job and kernel `limits` and the peer's figures."""
+    """The content of limits.json: versions; by arch, job and kernel our `limits` and the peer's figures."""
     return json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
 
 
 def violations(rows: list[dict], recorded: dict) -> list[str]:
-    """One line for each figure above what is recorded, above what a card has, or above the peer's spills.
+    """One line for each figure above the recorded one, the card's shared memory or the peer's spills.
 
-    Registers belong to a compiler: they are held only under the Triton that they were recorded with.
+    Registers depend on the compiler: they are compared only under the Triton version of the record.
     """
     import triton
 
@@ -395,7 +394,7 @@ def violations(rows: list[dict], recorded: dict) -> list[str]:
     for (arch, job), ours in _spills(rows).items():
         theirs = recorded.get("peer", {}).get(arch, {}).get(job)
         if theirs and ours > (most := sum(x["spilled"] for x in theirs.values())):
-            found.append(f"{arch} {job}: {ours} bytes spilled, the peer's kernels {most}")
+            found.append(f"{arch} {job}: {ours} bytes spilled, the peer spills {most}")
     return found
 
 
@@ -408,7 +407,7 @@ def _spills(rows: list[dict]) -> dict[tuple[str, str], int]:
 
 
 def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
-    """`recorded` with the jobs that rows has in the place of what it had of them."""
+    """`recorded`, with the rows' jobs replaced by the rows."""
     import triton
 
     table = recorded.setdefault("peer" if peer else "limits", {})
@@ -425,7 +424,7 @@ def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
 
 
 def write(recorded: dict) -> None:
-    """A kernel a line, so that a change shows as one."""
+    """Writes one kernel per line, so that a diff shows each change."""
     text = json.dumps(recorded, indent=1, sort_keys=True)
     LIMITS.write_text(re.sub(r"\{\s+(\"registers[^{}]*?)\s+\}", _one_line, text) + "\n")
 
@@ -438,7 +437,7 @@ def _one_line(found: re.Match) -> str:
 
 
 def show(rows: list[dict], recorded: dict, whose: str = "ours") -> None:
-    """Kernels by job, and under each job's what is recorded of the peer's for the same."""
+    """Prints kernels by job, with the peer's recorded kernels under each job."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -475,10 +474,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--arch", action="append", choices=SHARED, help="default: all")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--check", action="store_true", help=f"hold the figures to {LIMITS.name}")
-    parser.add_argument("--record", action="store_true", help=f"write them to {LIMITS.name}")
+    parser.add_argument("--check", action="store_true", help=f"fail if figures exceed {LIMITS.name}")
+    parser.add_argument("--record", action="store_true", help=f"write figures to {LIMITS.name}")
     parser.add_argument("--peer", action="store_true", help="compile the peer's kernels (many minutes, once)")
-    parser.add_argument("--json", metavar="FILE", help="write them there too; - prints nothing else")
+    parser.add_argument("--json", metavar="FILE", help="also write figures to FILE; - prints only them")
     options = parser.parse_args(arguments)
     cases = options.case or (PEERS if options.peer else CASES)
     if options.json == "-":
@@ -486,7 +485,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(rows))
         return
     if options.peer and not importlib.util.find_spec("fla"):
-        sys.exit("--peer needs flash-linear-attention: pip install flash-linear-attention")
+        sys.exit("--peer: flash-linear-attention is missing; pip install flash-linear-attention")
     rows = _in_processes(options.arch or list(SHARED), cases, options.peer)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -500,7 +499,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[dict]:
-    """A process for each arch, two at a time: the compiler holds one core."""
+    """Rows of one process per arch, two at a time; a compilation uses one core."""
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
     chosen = [x for case in cases for x in ("--case", case)] + ["--peer"] * peer
 
@@ -508,7 +507,7 @@ def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[di
         command = [sys.executable, "-m", "nalanda_kernels.static", "--json", "-", "--arch", arch, *chosen]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            sys.exit(f"{arch}: did not compile")
+            sys.exit(f"{arch}: kernels did not compile; see the error above")
         return json.loads(done.stdout)
 
     with ThreadPoolExecutor(2) as pool:

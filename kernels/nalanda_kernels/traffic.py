@@ -1,16 +1,16 @@
-"""Counts the bytes that kernels move, by running them in Triton's interpreter.
+"""Counts the bytes that kernels move in Triton's interpreter.
 
     python -m nalanda_kernels.traffic [--case flagship] [--peer] [--record] [--json FILE]
 
-Each load, store and atomic of a kernel counts its unmasked lanes times the size of an element, with no cache
-in between: what several programs read counts several times. What a wrapper does in torch around its kernels
-(an addition, a copy, a fill) counts as well, each operand once. Counts depend neither on the values, which
-are zeros, nor, by token and head, on how many there are of both.
+Each load, store and atomic of a kernel counts its unmasked lanes times the size of an element. There is no
+cache: bytes that several programs read count several times. Torch operations around the kernels (an addition,
+a copy, a fill) count each operand once. Counts per token and head do not depend on the values, which are
+zeros, nor on the number of tokens and heads.
 """
 
 from . import interpreting
 
-if not interpreting():  # read as kernels are decorated, and nowhere later
+if not interpreting():  # Triton reads the variable when kernels are decorated
     from .triton import interpreter as _mended  # noqa: F401
 
 import argparse
@@ -49,7 +49,7 @@ PASSES = ("forward", "backward")
 
 @dataclass
 class Counts:
-    """Bytes by kernel; what torch moves beside them goes by `torch: ` and the operator's name."""
+    """Bytes by kernel; bytes that torch moves are under `torch: ` and the operator's name."""
 
     loads: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     stores: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -64,12 +64,12 @@ class Counts:
 
 
 _counts = Counts()
-_kernel = ""  # the one that runs
+_kernel = ""  # the running kernel
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Counts what kernels and torch move within it; of what is autotuned, what moves least is taken."""
+    """Counts bytes moved in this context by kernels and torch. Autotuners choose the fewest bytes."""
     global _counts
     before, _counts, active = _counts, Counts(), driver.active
     driver.set_active(Card("sm_90", _least_bytes))  # pyrefly: ignore
@@ -82,7 +82,7 @@ def counting() -> Iterator[Counts]:
 
 
 def _least_bytes(launch: Callable, quantiles=None, **options) -> list[float]:
-    """An autotuner's clock."""
+    """An autotuner's benchmark: bytes in place of milliseconds."""
     global _counts
     kept, _counts = _counts, Counts()
     launch()
@@ -100,7 +100,7 @@ def _hooks() -> Iterator[None]:
         lanes = pointers.data.size if mask is None else np.count_nonzero(mask.data)
         return int(lanes) * max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
-    # Accesses without a mask, by block pointers and by descriptors come to these two as well.
+    # Accesses without a mask, by block pointers or by descriptors also call these two.
     def masked_load(self, pointers, mask, *rest, **options):
         _counts.add(_kernel, loads=size(pointers, mask))
         return load(self, pointers, mask, *rest, **options)
@@ -125,7 +125,7 @@ def _hooks() -> Iterator[None]:
         finally:
             _kernel = ""
 
-    def distinct(self, options):  # warps and stages move nothing
+    def distinct(self, options):  # warps and stages do not change the bytes
         return list({str(config.kwargs): config for config in prune(self, options)}.values())
 
     Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
@@ -140,7 +140,7 @@ def _hooks() -> Iterator[None]:
 
 
 class _Torch(TorchDispatchMode):
-    """Counts torch's own operators; views, tensors left empty and tables of integers move nothing."""
+    """Counts torch's operators. Views, uninitialised tensors and integer tables move nothing."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -155,7 +155,7 @@ class _Torch(TorchDispatchMode):
 
 
 def _bytes(x) -> int:
-    if isinstance(x, Tensor):  # integers say where chunks lie: the host makes them once for all layers
+    if isinstance(x, Tensor):  # the host makes integer tables once for all layers
         return x.element_size() * x.numel() if x.is_floating_point() else 0
     return sum(map(_bytes, x)) if isinstance(x, (tuple, list)) else 0
 
@@ -164,7 +164,7 @@ def _bytes(x) -> int:
 
 
 def count(call: Call, by: int) -> dict[str, dict[str, float]]:
-    """Bytes that call() and the backward from its outputs move: pass → kernel → bytes, divided by `by`."""
+    """Bytes moved by call() and by the backward of its outputs: pass → kernel → bytes / `by`."""
     with counting() as there:
         outputs = call()
     gradients = [torch.zeros_like(x) for x in outputs]
@@ -177,15 +177,15 @@ def count(call: Call, by: int) -> dict[str, dict[str, float]]:
 
 
 def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
-    """Bytes by token and head of our kernels."""
+    """Bytes of our kernels, by token and head."""
     return count(ours(case, B, T), B * T * case.H)
 
 
 def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
-    """The peer's, with the block sizes that it takes on sm_90 and NaLa's map as a pass before it.
+    """Bytes of the peer's kernels, with its block sizes for sm_90 and NaLa's map as a pass before them.
 
-    No library has that pass: counted is the least that one can move, which reads K and writes 2K forward,
-    reads K and 2K and writes K backward, for q and k each. The L2 norm is the peer's own, and a pass too.
+    No library has that pass, so its least bytes count, for q and k each: forward reads K and writes 2K,
+    backward reads K and 2K and writes K. The L2 norm is the peer's own, also a pass.
     """
     pretend("sm_90")
     found = count(peer(case, B, T), B * T * case.H)
@@ -197,7 +197,7 @@ def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, f
 
 
 def floor(case: Case) -> dict[str, int]:
-    """The least: every input read once and every output written once, gates in fp32."""
+    """The least bytes: each input read once, each output written once, gates in fp32."""
     gates, size = 4 * (1 + case.gated), case.dtype.itemsize
     there = size * (2 * case.K + case.V)
     return {"forward": there + size * case.V + gates, "backward": 2 * (there + gates) + size * case.V}
@@ -230,13 +230,13 @@ def show(rows: dict[str, dict]) -> None:
             table.add_row(*first, part, *shown, ratio, end_section=i == 1)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     print(
-        "both with their blocks for sm_90; peer: flash-linear-attention's kernels, NaLa's map counted as the"
+        "both with block sizes for sm_90; peer: flash-linear-attention's kernels, plus the least bytes of a"
     )
-    print("least that a pass of its own moves (forward K + 2K, backward 2K + 2K, for q and k each)")
+    print("pass for NaLa's map (forward K + 2K, backward 2K + 2K, for q and k each)")
 
 
 def measure(names: list[str], with_peer: bool = False) -> dict[str, dict]:
-    """Floor, ours and the peer's: counted here, or else as limits.json has them."""
+    """Bytes of the floor, ours and the peer; the peer's from limits.json unless with_peer counts them."""
     recorded = limits().get("peer_traffic", {})
     return {
         name: {
@@ -253,12 +253,12 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m nalanda_kernels.traffic", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--peer", action="store_true", help="count the peer's kernels, not what is recorded")
+    parser.add_argument("--peer", action="store_true", help="count the peer's kernels, too")
     parser.add_argument("--record", action="store_true", help="write the peer's counts to limits.json")
-    parser.add_argument("--json", metavar="FILE", help="write every kernel's bytes there too")
+    parser.add_argument("--json", metavar="FILE", help="also write every kernel's bytes to FILE")
     options = parser.parse_args(arguments)
     if options.peer and not importlib.util.find_spec("fla"):
-        parser.exit(1, "--peer needs flash-linear-attention: pip install flash-linear-attention\n")
+        parser.exit(1, "--peer: flash-linear-attention is missing; pip install flash-linear-attention\n")
     rows = measure(options.case or list(CASES), options.peer)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")

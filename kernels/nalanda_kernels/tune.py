@@ -1,7 +1,7 @@
-"""Chooses block sizes on the card at hand, where somebody asks for it; nothing tunes itself.
+"""Chooses block sizes for this GPU. Runs only on request.
 
-`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json, and NALANDA_BLOCKS=FILE has
-every rank read it.
+`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json. Every rank with
+NALANDA_BLOCKS=FILE reads it.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from torch import Tensor
 Rows = list[dict[str, int]]
 Table = dict[str, dict[str, Rows]]
 Results = list[Tensor]
-Job = Callable[[], tuple[float, Results]]  # milliseconds, and what was computed
+Job = Callable[[], tuple[float, Results]]  # milliseconds and results
 
-SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # an element's bytes, a head's features
+SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # element's bytes, head's features
 
 CHOICES = {
     "BT": (16, 32, 64),
@@ -32,21 +32,21 @@ CHOICES = {
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4),
 }
-GAIN = 0.01  # of the op's time: less is noise, and the table stays as it is
+GAIN = 0.01  # the least share of the op's time to gain; less is noise
 NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
-TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by an element's bytes; some compilers err with some configurations
+TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes
 
 
 def choose(out: str | Path, *, minutes: float) -> None:
-    """Times candidates for this card, one size of one kernel after the other, and writes the best to `out`.
+    """Times candidate sizes on this GPU, one size of one kernel after another, and writes the best to `out`.
 
-    A candidate counts if all outputs and gradients of the op stay what they were, and forward and backward
-    together gain a hundredth. What `minutes` do not reach stays as it is.
+    A candidate is kept if all outputs and gradients of the op stay within TOLERANCE and forward plus backward
+    get 1 % faster. Sizes not reached within `minutes` stay unchanged.
 
     Raises ValueError without a GPU.
     """
     if not torch.cuda.is_available():
-        raise ValueError("tuning measures on a GPU, and torch sees none")
+        raise ValueError("tune: torch sees no GPU; tune on a machine with one")
     from nalanda_kernels.triton import common
 
     out, end = Path(out), time.monotonic() + 60 * minutes
@@ -64,7 +64,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
 
 
 def spread(kernel: str, arch: str, blocks: Callable[..., dict[str, int]]) -> Rows:
-    """A kernel's rows, one for each of `SIZES` as far as it has any, so that each can be chosen by itself."""
+    """A kernel's rows, one for each of `SIZES` that it supports, so that each size is tuned on its own."""
     rows = []
     for itemsize, features in sorted(SIZES):
         with contextlib.suppress(ValueError):
@@ -76,11 +76,11 @@ def spread(kernel: str, arch: str, blocks: Callable[..., dict[str, int]]) -> Row
 def improve(
     kernels: dict[str, Rows], jobs_of: Callable[[int, int], list[Job]], late: Callable[[], bool]
 ) -> Iterator[str]:
-    """Changes the rows in place; a line for each change, and for what it did not reach.
+    """Changes the rows in place. Yields a line for each change, and one if time runs out.
 
-    jobs_of: for an element's bytes and a head's features the calls that such rows serve.
+    jobs_of: for an element's bytes and a head's features, the calls that use such rows.
     """
-    order = sorted(kernels, key=lambda name: name != "chunk")  # all else depends on the chunk's length
+    order = sorted(kernels, key=lambda name: name != "chunk")  # all other sizes depend on the chunk's length
     for itemsize, features in SIZES:
         where = f"{features} features of {itemsize} bytes"
         rows = {name: row for name in order for row in kernels[name] if key(row) == (itemsize, features)}
@@ -102,7 +102,7 @@ def improve(
                     row[size] = choice
                     try:
                         ms, results = total(jobs) if choice != kept else (best, expected)
-                    except Exception:  # too much shared memory, most often
+                    except Exception:  # most often too much shared memory
                         continue
                     if ms < (1 - GAIN) * best and same(results, expected, TOLERANCE[itemsize]):
                         best, kept = ms, choice
@@ -115,7 +115,7 @@ def key(row: dict[str, int]) -> tuple[int, int]:
 
 
 def jobs(itemsize: int, features: int) -> list[Job]:
-    """The gated delta rule on features as they come and, at 256, on NaLa's, which it forms of 128."""
+    """The gated delta rule on given features; at 256 features also with NaLa's map of 128."""
     from nalanda_kernels.triton.recurrence import delta_rule
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
@@ -127,7 +127,7 @@ def jobs(itemsize: int, features: int) -> list[Job]:
 
 
 def timed(op: Callable, dtype: torch.dtype, K: int, V: int, **options) -> Job:
-    """Forward and backward at 16 384 tokens, six heads, inputs beyond the last-level cache."""
+    """Forward and backward at 16 384 tokens and six heads; inputs exceed the last-level cache."""
     B, T, H = 8, 2048, 6
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -170,7 +170,7 @@ def same(results: Results, expected: Results, tolerance: float) -> bool:
 
 
 def write(table: Table, out: Path) -> None:
-    """A line a row, as the table that ships; whole, old or new, whenever it is read."""
+    """Writes one row per line, as in blocks.json. Readers see the old file or the new one, never a part."""
     lines = []
     for arch, kernels in table.items():
         rows = [
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="nalanda_kernels.tune", description="Chooses block sizes on this GPU."
     )
     parser.add_argument("--json", default="blocks.json", metavar="FILE", help="the table to write")
-    parser.add_argument("--minutes", type=float, default=30.0, help="that it takes at most")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit")
     options = parser.parse_args(arguments)
     try:
         choose(options.json, minutes=options.minutes)

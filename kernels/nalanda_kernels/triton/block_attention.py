@@ -1,13 +1,13 @@
-"""Attention inside blocks: softmax or ReLU scores of non-overlapping runs of `block_size` tokens.
+"""Attention inside non-overlapping blocks of `block_size` tokens, with softmax or ReLU scores.
 
-TransNormer's DiagAttention (Qin et al. 2022, arXiv 2210.10340). With S = scale · QK⊤ of one block, P its
-masked softmax or ReLU, and dP = dO V⊤,
+TransNormer's DiagAttention (Qin et al. 2022, arXiv 2210.10340). For one block let S = scale · QK⊤, P its
+masked softmax or ReLU, and dP = dO V⊤:
 
     O = PV         dV = P⊤ dO      dS = P ∘ (dP − Σ_j P ∘ dP) for softmax, dP where P > 0 for ReLU
     dQ = scale · dS K              dK = scale · dS⊤ Q
 
-A program has a head's block, or as many whole ones as fit a tile of 16, so that every input is read once and
-nothing but the inputs is kept for the backward pass.
+A program handles one block of a head, or all whole blocks that fit a tile of 16. It reads every input once;
+the backward keeps only the inputs.
 """
 
 import torch
@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import PRECISION, chunks_of, power_of_two
 
-# By tile height BT: (itemsize, features, BK and BV at most, num_warps), of which the first row that reaches
-# the element's bytes and a head's features counts. What is wider is read in several tiles.
+# By tile height BT: rows of (itemsize, features, most BK and BV, num_warps). The first row that covers the
+# element's bytes and the head's features applies. Wider heads are read in several tiles.
 _BLOCKS = {
     16: ((2, 128, 128, 1), (2, 256, 128, 2), (4, 64, 64, 2), (4, 256, 64, 4)),
     32: ((2, 128, 128, 2), (2, 256, 128, 4), (4, 64, 64, 4), (4, 256, 64, 8)),
@@ -31,7 +31,7 @@ _BLOCKS = {
 
 @triton.jit
 def _rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
-    """The rows of x [tokens · H, …] that the program's tile has, and which of them are its own."""
+    """The program's rows of x [tokens · H, …], and the mask of those inside its span."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     i = tl.arange(0, BT)
     return (tl.load(starts + n) + i) * H + h, i < tl.minimum(tl.load(counts + n), SPAN)
@@ -39,7 +39,7 @@ def _rows(starts, counts, H, SPAN: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _tile(rows, real, first, N: tl.constexpr, BN: tl.constexpr):
-    """Where columns from `first` on lie in rows of N, and which of them are there."""
+    """Offsets and mask of BN columns from `first` on, in rows of N columns."""
     c = first + tl.arange(0, BN)
     return rows[:, None] * N + c[None, :], real[:, None] & (c < N)[None, :]
 
@@ -55,7 +55,7 @@ def _scores(
     q, k, rows, real, scale,
     K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """S, and the last tiles of Q and K that it took."""
+    """S, and the last tiles of Q and K that were read."""
     q_, k_ = _read(q, rows, real, 0, K, BK), _read(k, rows, real, 0, K, BK)
     s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
     for first in range(BK, K, BK):
@@ -66,7 +66,7 @@ def _scores(
 
 @triton.jit
 def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr):
-    """P of scores S. A row sees itself at least, and no row of a sequence sees one behind its end."""
+    """P of the scores S. A row always sees itself; no row sees a later one, so padding stays unseen."""
     i = tl.arange(0, BT)
     seen = (i[:, None] >= i[None, :]) & (i[:, None] // BLOCK == i[None, :] // BLOCK)
     if SOFTMAX:
@@ -136,7 +136,7 @@ def backward_kernel(
 
 
 def sizes(block_size: int, key_dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
-    """What the kernels are compiled for: `SPAN` tokens of a program in tiles BT × BK and BT × BV, warps."""
+    """Compile-time sizes: a program has `SPAN` tokens in tiles BT × BK and BT × BV; and its warps."""
     BT = power_of_two(block_size)
     rows = (r for r in _BLOCKS[BT] if itemsize <= r[0] and max(key_dim, value_dim) <= r[1])
     _, _, widest, warps = next(rows)
@@ -198,7 +198,7 @@ class _BlockAttention(torch.autograd.Function):
         return _gradients(_backward, ctx, d_o)
 
 
-# To torch.compile forward and backward are one operator each; eager calls are spared their overhead.
+# torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op("nalanda_kernels::block_attention", _forward, mutates_args=())
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::block_attention_backward", _backward, mutates_args=()
@@ -230,33 +230,33 @@ def block_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`o_t = Σ_j p_tj v_j` over those j ≤ t that lie in t's block (DiagAttention, arXiv 2210.10340).
+    """`o_t = Σ_j p_tj v_j` over j ≤ t in the block of t (DiagAttention, arXiv 2210.10340).
 
     Args:
         q: `[B, T, H, K]`, K ≤ 256; fp32, bf16 or fp16. k likewise.
         v: `[B, T, H, V]`, V ≤ 256, of the same dtype.
-        block_size: tokens of a block, up to 128; blocks follow one another from a sequence's first token.
-        scores: p is "softmax", of scale · q_t·k_j over these j, or "relu", of each alone and without a norm.
-        scale: of q·k; by default K^-0.5.
-        cu_seqlens: `[N + 1]` integers, on the host, the bounds of sequences that are packed into one row
-            (B = 1); empty ones are legal.
+        block_size: tokens in a block, at most 128; the first block starts at a sequence's first token.
+        scores: p is the "softmax" of scale · q_t·k_j over these j, or its "relu" without normalisation.
+        scale: factor of q·k; by default K^-0.5.
+        cu_seqlens: `[N + 1]` integers on the host, the bounds of sequences packed into one row (B = 1);
+            sequences may be empty.
 
     Returns:
         o `[B, T, H, V]` in v's dtype. Scores and sums are fp32.
 
     Raises:
-        Unsupported: sizes or dtypes that the kernels do not have.
-        ValueError: shapes that do not fit, or an unknown option.
+        Unsupported: sizes or dtypes that the kernels lack.
+        ValueError: shapes that do not match, or an unknown option.
     """
     if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-        raise ValueError(f"q and k must be [B, T, H, K] and v [B, T, H, V], not {shapes}")
+        raise ValueError(f"q, k, v: {shapes}; must be [B, T, H, K], [B, T, H, K] and [B, T, H, V]")
     if block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1 token")
+        raise ValueError(f"block_size={block_size}: must be at least 1 token")
     if scores not in ("softmax", "relu"):
-        raise ValueError(f"scores={scores!r} is none of softmax, relu")
+        raise ValueError(f"scores={scores!r}: must be softmax or relu")
     if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, not {q.shape[0]}")
+        raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
     if q.shape[2] != v.shape[2]:
         raise Unsupported(f"q has {q.shape[2]} heads and v has {v.shape[2]}")
     if block_size > max(_BLOCKS):

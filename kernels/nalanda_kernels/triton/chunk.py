@@ -1,17 +1,18 @@
-"""The kernels of the chunkwise form, forward and backward: linear attention and delta rule.
+"""The kernels of the chunkwise form, forward and backward: linear attention and the delta rule.
 
-`kernels/README.md` has the derivation; `recurrence.py` launches them.
+`kernels/README.md` has the derivation; `recurrence.py` launches the kernels.
 
 Shapes: BT tokens a chunk, F = halves × K features a head (tiles of BK ≥ K columns), V values in tiles of BV.
-Features are formed in registers where q and k are read, unless the map says "stored": then these hold them.
+Kernels form features in registers when they read q and k. Under the map "stored", q and k hold features.
 
-Linear attention may divide by its sums (`Readout`). With r = φ(q)ᵀS, d = φ(q)ᵀz, t the tokens read so far,
-D = d + 1e-6 t and, of MALA, c_t and u = Σ_{j≤t} v_j, every readout is o = w (r + a u), where w = 1/D + c and
-a = −c d/(t w). From dO: dR = w dO, d_d = −(dO·R)/D² − (c/t) dO·u with R = O/w − a u, and du = a dR.
+Linear attention may divide by its sums (`Readout`). Let r = φ(q)ᵀS, d = φ(q)ᵀz, t the number of tokens read
+and D = d + 1e-6 t; for MALA also c_t and u = Σ_{j≤t} v_j. Every readout is o = w (r + a u) with w = 1/D + c
+and a = −c d/(t w). Backward: dR = w dO, d_d = −(dO·R)/D² − (c/t) dO·u with R = O/w − a u, and du = a dR.
 """
 
 import ast
 import dataclasses
+import functools
 
 import triton
 import triton.language as tl
@@ -21,12 +22,12 @@ from nalanda_kernels.triton.feature_maps import EPS, features, features_backward
 
 @dataclasses.dataclass(frozen=True)
 class Readout:
-    """What is known of the readout when a kernel is compiled.
+    """The readout, a compile-time constant of kernels.
 
     name: "", r · scale; "mean", r/D; "mala", r/D + c(r − d u/t).
     magnitude: MALA's c: "code" and "inverse_t", root/t; "literal", 1.
-    root: K^-½ of "code", 1 of others.
-    mirrored: odd heads of v are read by queries whose two halves of features are swapped (Pola's).
+    root: K^-½ for "code", else 1.
+    mirrored: queries of odd heads of v have their two halves of features swapped (Pola).
     """
 
     name: str = ""
@@ -35,10 +36,11 @@ class Readout:
     mirrored: bool = False
 
     def text(self) -> str:
-        """For an operator's argument."""
+        """The readout as an argument of an operator."""
         return repr(dataclasses.astuple(self))
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> "Readout":
         return Readout(*ast.literal_eval(text))
 
@@ -48,7 +50,7 @@ class Readout:
 
 @triton.jit
 def load_chunk(start, count, i_c, BT: tl.constexpr):
-    """First token of the chunk as int64, and which of its BT rows are real."""
+    """First token of the chunk as int64, and the mask of its real rows [BT]."""
     return tl.load(start + i_c), tl.arange(0, BT) < tl.load(count + i_c)
 
 
@@ -66,7 +68,7 @@ def load_features(
     BK: tl.constexpr,
     swap=0,
 ):
-    """Both halves of φ(x) in the dtype of x, [BT, BK] each; the second is the first where there is one.
+    """Both halves of φ(x) in the dtype of x, [BT, BK] each. With one half the second repeats the first.
 
     swap: 1 exchanges stored halves.
     """
@@ -111,9 +113,10 @@ def load_gate(x, row, rows, h, H, BT: tl.constexpr):
 
 @triton.jit
 def load_gamma(g, row, rows, h, H, BT: tl.constexpr):
-    """γ [BT], the sums of g, in fp64: behind a strong decay they are large, and their differences need the
+    """γ [BT], the cumulative sum of g, in fp64.
 
-    digits of weak ones. Where e^g is 0 in fp32, g counts as −104.5: two sums of −∞ have no difference.
+    After a strong decay γ is large, and differences of γ still need the digits of weak decays. g is at least
+    −104.5, where e^g is 0 in fp32, because −∞ − (−∞) is NaN.
     """
     gates = load_gate(g, row, rows, h, H, BT)
     return tl.cumsum(tl.where(gates < -104.5, -104.5, gates).to(tl.float64), 0)
@@ -126,7 +129,7 @@ def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
         gamma = load_gamma(g, row, rows, h, H, BT)
     else:
         gamma = tl.zeros([BT], tl.float32)
-    last = tl.min(gamma, 0)  # γ never rises, and does not fall over padding
+    last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
     return tl.exp(gamma.to(tl.float32)), tl.exp((last - gamma).to(tl.float32)), tl.exp(last.to(tl.float32))
 
 
@@ -149,14 +152,14 @@ def state_tile(
 
 @triton.jit
 def vector(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
-    """Offsets and mask of one half of the i-th of vectors [HALVES · N]: states' rows beside `state_tile`."""
+    """Offsets and mask of one half of the i-th vector [HALVES · N], which has an entry for each state row."""
     c = tl.arange(0, BN)
     return i.to(tl.int64) * (HALVES * N) + half * N + c, c < N
 
 
 @triton.jit
 def store_sum(x, f1, f2, weights, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
-    """Σ_t weights_t f_t of a chunk, as the i-th vector of x: no work for the pass from chunk to chunk."""
+    """Stores Σ_t weights_t f_t of a chunk as the i-th vector of x, to spare the sequential pass that work."""
     at, m = vector(i, 0, K, HALVES, BK)
     tl.store(x + at, tl.sum(f1.to(tl.float32) * weights[:, None], 0), mask=m)
     if HALVES == 2:
@@ -165,13 +168,13 @@ def store_sum(x, f1, f2, weights, i, K: tl.constexpr, HALVES: tl.constexpr, BK: 
 
 @triton.jit
 def swapped(h, READ: tl.constexpr):
-    """1 for the heads whose queries are mirrored."""
+    """1 for heads with mirrored queries, else 0."""
     return h % 2 if READ.mirrored else 0
 
 
 @triton.jit
 def tokens_read(positions, P, row, rows, BT: tl.constexpr):
-    """t of each token in fp32, from 1, and 1 where there is none. P positions serve all rows of a batch."""
+    """t of each token in fp32, from 1; 1 for padding. Rows of a batch share P positions."""
     places = tl.load(positions + (row + tl.arange(0, BT)) % P, mask=rows, other=0)
     return (places + 1).to(tl.float32)
 
@@ -191,7 +194,7 @@ def weigh(den, t, READ: tl.constexpr):
 
 @triton.jit
 def decays(gamma, BT: tl.constexpr):
-    """exp(γ_i − γ_j) for i ≥ j, 0 elsewhere; masked before exp, so that no factor exceeds 1."""
+    """exp(γ_i − γ_j) for i ≥ j, else 0. The mask precedes exp, so no factor exceeds 1."""
     t = tl.arange(0, BT)
     exponent = (gamma[:, None] - gamma[None, :]).to(tl.float32)
     return tl.exp(tl.where(t[:, None] >= t[None, :], exponent, float("-inf")))
@@ -199,7 +202,7 @@ def decays(gamma, BT: tl.constexpr):
 
 @triton.jit
 def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
-    """The blocks [S, S] on the diagonal of a [BT, BT], or those one block `below` it: [BT/S, S, S]."""
+    """The diagonal blocks [S, S] of a [BT, BT], `below` (0 or 1) blocks below the diagonal: [BT/S, S, S]."""
     N: tl.constexpr = BT // S
     n = tl.arange(0, N)
     here = n[:, None, None, None] == (n + below)[None, None, :, None]
@@ -208,25 +211,25 @@ def diagonal_blocks(a, below: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
-    """From inverses of the blocks of S those of 2S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
+    """Inverses of blocks of 2S from those of S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
     P: tl.constexpr = BT // (2 * S)
     x, z = tl.split(tl.permute(tl.reshape(inverse, [P, 2, S, S]), (0, 2, 3, 1)))
     _, y = tl.split(tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1)))
-    if P == 1:  # a batch of one is not compiled
+    if P == 1:  # the compiler refuses a batch of one
         y = tl.dot(tl.reshape(y, [S, S]), tl.reshape(x, [S, S]), input_precision="ieee")
         y = tl.reshape(tl.dot(tl.reshape(z, [S, S]), y, input_precision="ieee"), [P, S, S])
     else:
         y = tl.dot(z, tl.dot(y, x, input_precision="ieee"), input_precision="ieee")
-    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block of it, of the row]
+    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block column, block row]
     return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), [P, 2 * S, 2 * S])
 
 
 @triton.jit
 def unit_lower_inverse(a, BT: tl.constexpr):
-    """(I + a)⁻¹ of strictly lower triangular a [BT, BT], BT up to 64, in fp32: substitution in blocks of 16,
+    """(I + a)⁻¹ in fp32 for strictly lower triangular a [BT, BT], BT ≤ 64.
 
-    row i of all blocks at once, and then the blocks are joined two by two. No tensor cores: their fp32 takes
-    more registers than it saves time.
+    Substitution inverts blocks of 16, row i of all blocks at once; then pairs of blocks are joined. Tensor
+    cores are not used: their fp32 products cost more in registers than they save in time.
     """
     r = tl.arange(0, 16)
     blocks = diagonal_blocks(a, 0, BT, 16)
@@ -251,10 +254,9 @@ def prepare(
     K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk needs of q and k alone: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
+    """The parts of a chunk that do not need S: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
 
-    It also leaves φ(k), which it has formed, to the pass from chunk to chunk, unless it is "stored" already,
-    and what the chunk adds to z.
+    It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -299,9 +301,9 @@ def states(
     READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """From chunk to chunk: the state S before each, and the error E of its prediction of v; where the
+    """The sequential pass: S before each chunk, and the error E of its prediction of v.
 
-    readout needs them, also z = Σk, decayed as S is, and u = Σv.
+    If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
     """
     i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     n, h = i_s // HV, i_s % HV
@@ -321,7 +323,7 @@ def states(
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
         at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
-        mz &= i_v == 0  # one program carries it
+        mz &= i_v == 0  # one program has z
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
@@ -388,7 +390,7 @@ def outputs(
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
     READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """O = scale · eᵞ Q S + P diag(β) E, or what the readout makes of it, and its denominator d."""
+    """O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d."""
     i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -435,9 +437,9 @@ def readout_gradients(
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of r and of the denominator, from which all others follow, and MALA's a; and what the chunk
+    """Gradients of r and of the denominator d, MALA's a, and the chunk's sums for the gradients of z and u.
 
-    adds to the gradients of z and u.
+    All other gradients follow from these.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -478,7 +480,7 @@ def state_gradients(
     READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first: gradients of the state after each, z and u included, and of v."""
+    """The sequential pass backwards: gradients of S, z and u after each chunk, and of v."""
     i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
@@ -497,7 +499,7 @@ def state_gradients(
         z2 = tl.zeros([BK], tl.float32)
         u = tl.zeros([BV], tl.float32)
         at_z, mz = vector(i_s, 0, K, MAP.halves, BK)
-        mz &= i_v == 0  # one program carries it
+        mz &= i_v == 0  # one program has z
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
@@ -576,9 +578,9 @@ def pair_gradients(
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
     READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of QK⊤ and KK⊤ within a chunk (the latter and its transpose in one), and shares of β and g:
+    """Gradients of QK⊤ and of KK⊤ (summed with its transpose) within a chunk.
 
-    what each pair (i, j) has to do with β_j and with the decays between j and i.
+    Also the shares of β_j and of the decays between j and i that come from pairs (i, j).
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -632,9 +634,9 @@ def input_gradients(
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
     READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q and k by one half of the features, and what that half adds to those of β and g.
+    """Gradients of one half of the features of q and k, and that half's shares for β and g.
 
-    Where there is one half, those of the raw q and k: the map's backward and the norm's are the epilogue.
+    With one half, gradients of the raw q and k: the backward of map and norm is the epilogue.
     """
     half, i_c = tl.program_id(0) % MAP.halves, tl.program_id(0) // MAP.halves
     h = tl.program_id(1)
@@ -642,8 +644,8 @@ def input_gradients(
     hk = h // (HV // H)
     into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
     dq = tl.zeros([BT, BK], tl.float32)
-    dk = tl.zeros([BT, BK], tl.float32)  # by what k writes to the next state
-    dk_read = tl.zeros([BT, BK], tl.float32)  # by what it reads of the last one
+    dk = tl.zeros([BT, BK], tl.float32)  # through what k writes to the next state
+    dk_read = tl.zeros([BT, BK], tl.float32)  # through what k reads of the last state
     carried = tl.zeros([BK], tl.float32)
     if READ.name != "":
         oz, mz = vector(i_c * HV + h, half, K, MAP.halves, BK)
@@ -692,7 +694,7 @@ def input_gradients(
         t = tl.arange(0, BT)
         earlier = tl.where(
             t[:, None] > t[None, :], writes[None, :], 0.0
-        )  # exact where the own write dwarfs them
+        )  # no difference of sums: the token's own write may be far larger
         d_gamma = tl.cumsum(reads, 0, reverse=True) + tl.sum(earlier, 1)
         tl.store(d_g + gates, d_gamma + whole * tl.sum(carried, 0), mask=rows)
     dq = tl.dot(d_p, k1, dq, input_precision=PREC)
@@ -708,7 +710,7 @@ def store_gradient(
     d_x, dx, x, row, rows, h, H, HV, half, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one half of the features; where there is but one, of the raw x."""
+    """Stores the gradient of one half of the features; with one half, of the raw x."""
     t, c = tl.arange(0, BT), tl.arange(0, BK)
     m = rows[:, None] & (c < K)[None, :]
     if MAP.halves == 1 and MAP.name != "stored":

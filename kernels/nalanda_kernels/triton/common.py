@@ -1,4 +1,4 @@
-"""What the Triton kernels share: where chunks lie, block sizes, and the precision of fp32 products."""
+"""Shared by the Triton kernels: where chunks lie, block sizes, precision of fp32 products."""
 
 import functools
 import itertools
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCKS = "NALANDA_BLOCKS"  # names a file like blocks.json, as `nalanda bench kernels --tune` writes it
+BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda bench kernels --tune`
 
 
 # ------------------------------------------------------------------------------------- where the chunks lie
 
 
 def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """The bounds as integers. Raises ValueError where they do not rise from 0 to `length`."""
+    """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row")
+        raise ValueError(f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths")
     return bounds
 
 
 class Chunks(NamedTuple):
-    """The chunks of all sequences in a row, on the device: every kernel finds its tokens by these.
+    """The chunks of all sequences, one after another, as tables on the device for the kernels.
 
-    start: int64 [chunks], the first token of each, counted over the whole batch.
-    count: int32 [chunks], its tokens and all that follow in its sequence: at least 1.
+    start: int64 [chunks], each chunk's first token, counted over the whole batch.
+    count: int32 [chunks], the tokens from there to the end of the sequence, at least 1.
     bounds: int64 [N + 1], where sequences begin.
     first: int32 [N + 1], each sequence's first chunk.
     """
@@ -51,18 +51,18 @@ class Chunks(NamedTuple):
 def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, device: torch.device) -> Chunks:
     """The chunks of `size` tokens of a batch [B, T], or of the sequences that `cu_seqlens` bounds.
 
-    Raises ValueError where these do not rise from 0 to T.
+    Raises ValueError if cu_seqlens does not rise from 0 to T.
     """
     batch, length = shape
     bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
     return chunks_between(batch, length, bounds, size, device)
 
 
-@functools.lru_cache(maxsize=32)  # every layer asks for the same, forward and backward
+@functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
 def chunks_between(
     batch: int, length: int, bounds: tuple[int, ...] | None, size: int, device: torch.device
 ) -> Chunks:
-    """`chunks_of`, for bounds that are known to rise from 0 to `length`."""
+    """`chunks_of` for bounds that have been checked."""
     cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
     lengths = cu.diff()
     first = torch.cat([torch.zeros(1, dtype=torch.int64), ((lengths + size - 1) // size).cumsum(0)])
@@ -85,7 +85,7 @@ def _table() -> dict[str, dict[str, list[dict[str, int]]]]:
 
 @functools.cache
 def architecture() -> str:
-    """`sm_90` and the like; `gfx942` on ROCm; `sm_90` where there is no card, which compiles for that."""
+    """Such as `sm_90`, or `gfx942` on ROCm. Without a card, NALANDA_ARCH or `sm_90`."""
     if not torch.cuda.is_available():
         return os.environ.get("NALANDA_ARCH", "sm_90")
     if torch.version.hip:
@@ -94,10 +94,10 @@ def architecture() -> str:
 
 
 def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -> dict[str, int]:
-    """Block sizes, warps and stages of a kernel, from the table that ships or the file NALANDA_BLOCKS names.
+    """Block sizes, warps and stages of a kernel, from blocks.json or the file that NALANDA_BLOCKS names.
 
-    The first row of the kernel that reaches `itemsize` (bytes of an input's element) and `features` (a
-    head's); of a card that has no table of its own, the newest one before it.
+    Takes the kernel's first row that covers `itemsize` (bytes of an input's element) and `features` (of a
+    head). A card without a table takes the table of the newest card before it.
     """
     table, arch = _table(), arch or architecture()
     if arch not in table:
@@ -107,20 +107,20 @@ def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -
     for row in table[arch].get(kernel, table["sm_80"][kernel]):
         if itemsize <= row["itemsize"] and features <= row["features"]:
             return {name: x for name, x in row.items() if name not in ("itemsize", "features")}
-    raise ValueError(f"{kernel} has no blocks for {features} features of {itemsize} bytes")
+    raise ValueError(f"{kernel}: no block sizes for {features} features of {itemsize} bytes; add a row")
 
 
 def _number(arch: str) -> int:
     return int(arch.lstrip("smgfx_"), 16 if arch.startswith("gfx") else 10)
 
 
-# --------------------------------------------------------------------------------- maps that no kernel forms
+# ------------------------------------------------------------------------------ maps that kernels cannot form
 
 
 def map_in_torch(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k), normed, by the map's own code, in fp32 with one cast to the dtype of q.
+    """φ(q) and φ(k), normed, by the map's own code in fp32, cast once to q's dtype.
 
-    Computed again in the backward, because what it would keep is much.
+    On a GPU the backward recomputes them, because their intermediates need much memory.
     """
     if torch.is_grad_enabled() and q.device.type != "cpu":
         return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
@@ -137,10 +137,10 @@ def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor
 
 # ------------------------------------------------------------------------------------------------ precision
 
-# Of products of fp32 operands: three TF32 products have fp32's accuracy on NVIDIA's tensor cores.
+# For products of fp32 operands. On NVIDIA's tensor cores three TF32 products have the accuracy of fp32.
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The smallest one that is at least n, and wide enough for a matrix product."""
+    """The smallest power of two ≥ n and ≥ `least`, by default the least width of a matrix product."""
     return max(least, 1 << max(n - 1, 0).bit_length())

@@ -1,9 +1,9 @@
-"""Feature maps of queries and keys with their L2 norm, in registers of other kernels or one pass each way.
+"""Feature maps of queries and keys with their L2 norm: inside other kernels, or as kernels of their own.
 
-A row x of [K] becomes a magnitude M per entry and, of NaLa, an angle θ = π/4·tanh a; its features are
-[M cos θ; M sin θ], or M in the half of x's sign and 0 in the other. Either way Σφ² = ΣM²: the norm needs
-one sum. With r = 1/√(Σx² + ε), a = κrx (or x), M = |b|^p where b = s·x·r and p = λ(½ + tanh(ν/r)) of queries,
-b = x and p = λ of keys, ρ = 1/√(ΣM² + ε), and the gradient (d1, d2) of φ in the frame of θ,
+Each entry of a row x [K] has a magnitude M and, in NaLa, an angle θ = π/4·tanh a. The features are
+[M cos θ; M sin θ], or M in the half of x's sign and 0 in the other. Both have Σφ² = ΣM², so the norm needs
+one sum. Let r = 1/√(Σx² + ε), a = κrx (or x) and M = |b|^p. Queries have b = s·x·r and p = λ(½ + tanh(ν/r)),
+keys b = x and p = λ. With ρ = 1/√(ΣM² + ε) and the gradient (d1, d2) of φ in the frame of θ,
 
     G = cos θ d1 + sin θ d2,    A = π/4 (1 − tanh² a) M (cos θ d2 − sin θ d1),    c = ρ² ΣMG,
 
@@ -11,12 +11,13 @@ the gradient with respect to ln |b| is p E with E = ρ M (G − cM), and
 
     dx = p E/x + κ r ρ A − x r² (p ΣE + ρ ΣAa) + x r λν (1 − tanh²(ν/r)) ΣE ln |b|,
 
-without the terms of r where neither b, p nor a has it. Every sum but Σx² is taken in one sweep, because ΣE is
-ρεc and the others are linear in sums without ρ and c. Without the norm, ρ = 1 and c = 0, but ΣE = ΣMG.
+without the terms of r if none of b, p and a contains r. All sums but Σx² take one sweep, because ΣE = ρεc and
+the others are linear in sums without ρ and c. Without the norm, ρ = 1, c = 0 and ΣE = ΣMG.
 (NaLa: arXiv 2506.21137. PolaFormer: arXiv 2501.15061.)
 """
 
 import ast
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from triton.language.extra import libdevice
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import power_of_two
 
-EPS = tl.constexpr(1e-6)  # of norms, and the floor of every base
+EPS = tl.constexpr(1e-6)  # added in norms; the floor of every base
 LOG2_E = tl.constexpr(1.4426950408889634)
 PI = tl.constexpr(3.141592653589793)
 FAST_LOG = tl.constexpr(torch.version.hip is None)
@@ -38,13 +39,13 @@ NAMES = ("identity", "silu", "relu", "elu", "elu1", "exp", "nala", "pola")
 
 @dataclass(frozen=True)
 class Map:
-    """What is known of a map when its kernel is compiled.
+    """A feature map, a compile-time constant of kernels.
 
     name: identity, silu, relu, elu, elu1, exp, nala or pola.
-    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): NaLa's.
-    alpha, scaled: Pola's span of exponents, and whether it has a scale.
-    l2: whether the features are divided by √(Σφ² + 1e-6).
-    halves: the features are so many tiles of width K.
+    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): of NaLa.
+    alpha, scaled: of Pola, the span of exponents and whether it has a scale.
+    l2: whether features are divided by √(Σφ² + 1e-6).
+    halves: the number of tiles of width K that the features fill, 1 or 2.
     """
 
     name: str = "identity"
@@ -59,18 +60,19 @@ class Map:
     halves: int = 1
 
     def text(self) -> str:
-        """For an operator's argument."""
+        """The map as an argument of an operator."""
         return ",".join(repr(getattr(self, name)) for name in self.__dataclass_fields__)
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> "Map":
         return Map(*ast.literal_eval(f"({text})"))
 
 
 def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tuple[Tensor, ...]]:
-    """The map as kernels know it, and its parameters (Pola's w, and s if it has one).
+    """The map as a constant of kernels, and its parameters (Pola's w, and s if it has one).
 
-    Raises Unsupported for maps without a `fused` description, which kernels cannot form.
+    Raises Unsupported for maps that kernels cannot form: those without a known `fused` description.
     """
     l2, fused = qk_norm == "l2", {"name": "identity"}
     if feature_map is not None:
@@ -98,8 +100,8 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
 
 # --------------------------------------------------------------------------------------- inside other kernels
 #
-# An instruction on every entry of a [64, 128] tile takes 64 cycles, a matrix product perhaps 500: hence no
-# division, the hardware's ex2, lg2 and rsqrt (2^-22), and few steps.
+# An instruction on every entry of a [64, 128] tile takes 64 cycles, a matrix product perhaps 500. So these
+# functions avoid division, use the hardware's ex2, lg2 and rsqrt (error 2^-22), and take few steps.
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def exp(x):
 
 @triton.jit
 def log(x):
-    """ln x for normal x > 0, to 2e-7 absolutely near 1 and relatively elsewhere."""
+    """ln x for normal x > 0; its error is 2e-7, absolute near 1 and relative elsewhere."""
     return libdevice.fast_logf(x) if FAST_LOG else tl.log(x)
 
 
@@ -127,7 +129,7 @@ def inverse_length(x):
 
 @triton.jit
 def expm1(x):
-    """e^x − 1 for x ≤ 0, relatively accurate near 0 too."""
+    """e^x − 1 for x ≤ 0, with a small relative error near 0 too."""
     near = 0.166662419 + x * (0.0416300728 + x * (0.00818961363 + x * 0.00112340422))
     return tl.where(x > -0.5, x * (1 + x * (0.499999819 + x * near)), exp(x) - 1)
 
@@ -172,13 +174,13 @@ def guarded_log(b):
 
 @triton.jit
 def over_base(b, log_b, p):
-    """|b|^p / b, exactly 0 where |b| ≤ 1e-6: times b it is the power, and times p its derivative."""
+    """|b|^p / b, exactly 0 where |b| ≤ 1e-6. Times b it is the power, times p the power's derivative."""
     return tl.where(tl.abs(b) > EPS, tl.exp2(log_b * ((p - 2) * LOG2_E)), 0.0) * b
 
 
 @triton.jit
 def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
-    """The signed base b, M/b, ln |b| (read of queries alone) and the exponent p; r is `inverse_length(x)`."""
+    """The signed base b, M/b, ln |b| (used for queries only) and the exponent p; r is `inverse_length(x)`."""
     p = tl.full(r.shape, MAP.power, tl.float32)
     if IS_Q:
         p *= 2 * sigmoid((2 * MAP.n_scale) / r) - 0.5
@@ -195,7 +197,7 @@ def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 @triton.jit
 def nala_factor(r, MAP: tl.constexpr):
-    """κr, by which tanh's argument is x."""
+    """κr, the factor of x in tanh's argument."""
     factor = r
     if MAP.angle == "raw":
         factor = tl.full(r.shape, 1.0, tl.float32)
@@ -206,7 +208,7 @@ def nala_factor(r, MAP: tl.constexpr):
 
 @triton.jit
 def nala_angle(x, factor):
-    """sin θ, cos θ and dθ/da of θ = π/4·tanh a, a = x·factor: Chebyshev interpolation in tanh²/4, to 1e-7."""
+    """sin θ, cos θ and dθ/da for θ = π/4·tanh a, a = x·factor: Chebyshev in tanh²/4, error 1e-7."""
     root = tl.rsqrt(1 + tl.exp2(x * (-2 * LOG2_E * factor)))
     w = root * root - 0.5  # σ(2a) − ½
     u = w * w
@@ -217,9 +219,9 @@ def nala_angle(x, factor):
 
 @triton.jit
 def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
-    """φ(x) as two tiles (twice the same where MAP.halves is 1), normed if MAP.l2; not for Pola.
+    """φ(x) as two tiles, normed if MAP.l2; the same tile twice if MAP.halves is 1. Not for Pola.
 
-    x: [BT, BK] fp32, 0 where not m. m: [BT, BK] bool, real rows and columns below K. Exactly 0 where not m.
+    x: [BT, BK] fp32, 0 outside m. m: [BT, BK] bool, real rows and columns below K. φ is exactly 0 outside m.
     """
     if MAP.name == "nala":
         r = inverse_length(x)
@@ -242,9 +244,9 @@ def features(x, m, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 @triton.jit
 def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
-    """The gradient with respect to x of Σ φ1·d1 + φ2·d2, [BT, BK] fp32, 0 where not m; not for Pola.
+    """The gradient of Σ φ1·d1 + φ2·d2 with respect to x, [BT, BK] fp32, 0 outside m. Not for Pola.
 
-    x, m: as in `features`. d1, d2: [BT, BK] fp32, finite where not m; d2 is not read where MAP.halves is 1.
+    x, m: as in `features`. d1, d2: [BT, BK] fp32, finite outside m; d2 is unused if MAP.halves is 1.
     """
     if MAP.name == "nala":
         dx = nala_backward(x, d1, d2, MAP, IS_Q)
@@ -280,7 +282,7 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
     bend = 0.0
     if IS_Q:
         n = (2 * MAP.n_scale) / r
-        # 1 − tanh² as a product, which keeps its digits where tanh saturates
+        # 1 − tanh² as a product keeps its digits where tanh saturates.
         bend = r * (4 * MAP.power * MAP.n_scale) * (sigmoid(n) * sigmoid(-n))
         coef -= bend * tl.sum(G * log_b, 1)[:, None]
     if MAP.l2:
@@ -299,8 +301,8 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 # -------------------------------------------------------------------------------------- one pass over q and k
 #
-# A program takes one head of q or k at BT tokens; the heads of a token run side by side, over whole lines.
-# One launch serves q and k: a branch on the head costs less than a second launch and a second tail.
+# A program handles BT tokens of one head of q or k. Heads of the same tokens are neighbouring programs, which
+# share cache lines. One launch serves q and k: a branch on the head costs less than a second launch.
 
 
 @triton.jit
@@ -357,7 +359,7 @@ def backward_part(
         if MAP.l2:
             rho = inverse_length(M)
             dM = rho * (dM - M * (rho * rho * tl.sum(dM * M, 1)[:, None]))
-        d = exponent * over * dM  # of b
+        d = exponent * over * dM  # gradient of b
         i = tl.arange(0, BK)
         tl.store(dp + i, tl.sum(dM * M * log_b, 0), i < K)
         if MAP.scaled:
@@ -398,16 +400,16 @@ def backward_kernel(
         backward_part(k, dphi_k, dk, p, unit, dp, dunit, t, h - HQ, N, HK, K, MAP, False, BK)
 
 
-TILE, WARPS = 2048, 4  # entries and warps of a program
+TILE, WARPS = 2048, 4  # entries and warps per program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def map_features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k), normed, `[B, T, H, K] → [B, T, H, F]` in q's dtype; in fp32 with one cast at the end.
+    """φ(q) and φ(k), normed, `[B, T, H, K] → [B, T, H, F]`, computed in fp32 and cast once to q's dtype.
 
     q and k may have different numbers of heads. Pola's parameters get gradients, summed in a fixed order.
 
-    Raises Unsupported: float64, K beyond 256, a map that `describe` does not know.
+    Raises Unsupported for float64, K > 256 and maps that `describe` refuses.
     """
     K = q.shape[-1]
     if q.dtype not in DTYPES or k.dtype not in DTYPES:
@@ -422,14 +424,14 @@ def map_features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None) 
     if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
         raise Unsupported(f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}")
     p = unit = None
-    if MAP.name == "pola":  # [H, K] operations, left to torch and its gradients
+    if MAP.name == "pola":  # [H, K] operations, which torch differentiates
         p = 1 + MAP.alpha * parameters[0].float().sigmoid()
         unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
     return _MapFeatures.apply(q.contiguous(), k.contiguous(), p, unit, MAP)
 
 
 def _grid(q: Tensor, k: Tensor) -> tuple[int, dict]:
-    """Blocks of tokens, and the kernels' last arguments."""
+    """The number of blocks of tokens, and the kernels' last arguments."""
     N, K = q.shape[0] * q.shape[1], q.shape[3]
     BK = power_of_two(K)
     BT = TILE // BK
@@ -438,7 +440,7 @@ def _grid(q: Tensor, k: Tensor) -> tuple[int, dict]:
 
 
 def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor | None = None):
-    """φ(q) and φ(k) of contiguous q and k in their dtype; p and unit are Pola's exponents and scales."""
+    """φ(q) and φ(k) in q's dtype; q and k must be contiguous. p, unit: Pola's exponents and scales."""
     phi = [torch.empty(*x.shape[:3], MAP.halves * x.shape[3], dtype=q.dtype, device=q.device) for x in (q, k)]
     count, sizes = _grid(q, k)
     if count:
@@ -450,7 +452,7 @@ def unform(
     q: Tensor, k: Tensor, dphi_q: Tensor, dphi_k: Tensor, MAP: Map, p: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, p and unit from those of `form`'s features."""
+    """Gradients of q, k, p and unit from those of the features of `form`."""
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     count, sizes = _grid(q, k)
     heads, H, K = q.shape[2] + k.shape[2], q.shape[2], q.shape[3]
@@ -458,7 +460,7 @@ def unform(
     if count:
         inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit
         backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes)
-    sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)  # q's heads and k's
+    sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)  # over blocks, and over q and k
     return dq, dk, *sums
 
 

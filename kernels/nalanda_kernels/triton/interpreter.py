@@ -1,11 +1,11 @@
-"""Makes Triton's interpreter fit for tests: import it before any module that defines kernels.
+"""Fixes Triton's interpreter for tests. Import it before any module that defines kernels.
 
     python -c "import nalanda_kernels.triton.interpreter; ..."
 
-As it comes (3.6 and 3.7) the interpreter asks a GPU driver about autotuned kernels; gives Python integers
-in `range`, so that `i.to(tl.int64)` fails; computes bf16 on its raw bits and truncates where it should round;
-and returns None from libdevice. All four are mended here, and half of its time is spared. It runs one program
-after the other, so it shows no races, and it accepts what the compiler refuses: other tests compile kernels.
+The interpreter of Triton 3.6 and 3.7 has four faults: autotuned kernels ask for a GPU driver; `range` gives
+Python integers, so `i.to(tl.int64)` fails; bf16 is computed on its raw bits and truncated instead of rounded;
+libdevice returns None. This module fixes them and halves the interpreter's time. Programs run one after
+another, so races never show. It accepts code that the compiler refuses, so other tests compile the kernels.
 """
 
 import ast
@@ -144,7 +144,7 @@ def _mend_bf16(Builder) -> None:
 
 
 def _in_fp32(cls, name: str) -> None:
-    """Reductions and scans of bf16, which the interpreter hands to numpy as raw bits."""
+    """Fixes a reduction or scan of bf16, which the interpreter passes to numpy as raw bits."""
     original = getattr(cls, name)
 
     @functools.wraps(original)
@@ -207,8 +207,8 @@ _mend_libdevice()
 
 # ----------------------------------------------------------------------------------------------------- speed
 #
-# Every call of a function by a kernel looks through all of Triton's language again for what is to be
-# replaced, and every handle builds a table of dtypes.
+# Without this, every function call in a kernel searches all of Triton's language for functions to replace,
+# and every handle builds a table of dtypes.
 
 
 def _mend_speed() -> None:
@@ -223,7 +223,7 @@ def _mend_speed() -> None:
         for name, member in members(package):
             interpreter._patch_attr(package, name, member, builder, scope)
 
-    def call(self, *args, **kwargs):  # within a launch, which has replaced everything
+    def call(self, *args, **kwargs):  # the launch has already replaced everything
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:

@@ -1,4 +1,6 @@
-"""The ops on the chunkwise kernels: what is launched, what the backward keeps, and what they cannot serve."""
+"""The chunkwise ops: they launch the kernels of `chunk.py` and refuse calls that those cannot serve."""
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from nalanda_kernels.triton.chunk import (
 from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, map_in_torch, power_of_two
 from nalanda_kernels.triton.feature_maps import Map, describe, form, map_features, unform
 
-# Whose programs take one block of V each; others loop over them.
+# A program of these kernels takes one block of V; a program of the others loops over all of them.
 _BY_VALUES = (states, outputs, state_gradients)
+_PLAIN = Readout()
 
 
 def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> None:
@@ -31,15 +34,16 @@ def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> Non
         kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
-    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
-    map: Map, read: Readout, scale: float, final: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """o, the final S, z and Σv, and what the backward reads: P, S before every chunk, (I + A)⁻¹ and E, or
+def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
+    """o, the final S, z and Σv, and tensors for the backward; absent ones have no elements.
 
-    z and Σv before every chunk and the denominators. What is not there has no elements.
+    The backward reads P, S before each chunk, (I + A)⁻¹, E, z and Σv before each chunk, and the denominators.
+
+    ctx: autograd's; None under torch.compile, whose operator calls `_setup_context` itself.
+    inputs: as in the operator's schema, `_INPUTS`; map and read are text.
     """
+    q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final = inputs
+    map, read = Map.parse(map), Readout.parse(read)
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
@@ -78,7 +82,10 @@ def _forward(
         outputs, (chunks.total, HV), q, e if delta else v, beta, g, scores, s, zs, us, o, den, positions,
         _count(positions), chunks.start, chunks.count, scale, H, HV, V=V, **options,
     )  # fmt: skip
-    return o, s_final, z_final, u_final, scores, s, inverse, e, zs, us, den
+    results = o, s_final, z_final, u_final, scores, s, inverse, e, zs, us, den
+    if ctx is not None:
+        _setup_context(ctx, inputs, results)
+    return results
 
 
 def _backward(
@@ -86,9 +93,10 @@ def _backward(
     k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
     z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
     o: Tensor, scores: Tensor, s: Tensor, inverse: Tensor, e: Tensor, zs: Tensor, us: Tensor, den: Tensor,
-    map: Map, read: Readout, scale: float,
+    map_text: str, read_text: str, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, β, g, the initial S, z and Σv; without elements, of what is absent."""
+    """Gradients of q, k, v, β, g, the initial S, z and Σv; those of absent inputs have no elements."""
+    map, read = Map.parse(map_text), Readout.parse(read_text)
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
@@ -116,7 +124,7 @@ def _backward(
         beta, g, inverse, scores, d_s, d_zs, d_v, *d_starts, d_final, dz_final, du_final, chunks.bounds,
         chunks.first, scale, H, HV, INITIAL=initial is not None, FINAL=d_final is not None, **options,
     )  # fmt: skip
-    # One share by each half of the features, and the last by pairs within the chunk.
+    # One share from each half of the features; the last one from pairs within a chunk.
     gates = (map.halves + 1, *v.shape[:3])
     d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)
     d_g = v.new_empty(gates if g is not None else (1, 0), dtype=torch.float32)
@@ -126,7 +134,7 @@ def _backward(
         pair_gradients, (chunks.total, HV), k_features, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys,
         d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, **options,
     )  # fmt: skip
-    inside = map.halves == 1 and map.name != "stored"  # the kernel undoes the map itself
+    inside = map.halves == 1 and map.name != "stored"  # the kernel applies the map's backward itself
     options["MAP"] = map if inside else stored
     inputs = (q, k) if inside else (q_features, k_features)
     d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
@@ -152,11 +160,7 @@ def _count(positions: Tensor | None) -> int:
 
 
 class _Chunkwise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
+    forward = staticmethod(_forward)
 
     @staticmethod
     @once_differentiable
@@ -164,7 +168,7 @@ class _Chunkwise(torch.autograd.Function):
         return _gradients(_backward, ctx, *grads)
 
 
-_TENSORS, _FINALS = 10, slice(1, 4)  # of the inputs, and the states among the results
+_TENSORS, _FINALS = 10, slice(1, 4)  # number of input tensors; where the results have the final states
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -172,7 +176,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.finals = [x.shape for x in output[_FINALS]]
     ctx.mark_non_differentiable(*output[_FINALS.stop :])
     ctx.set_materialize_grads(False)
-    o = output[0] if len(output[-1]) else output[-1]  # only a readout's backward looks at it
+    o = output[0] if len(output[-1]) else output[-1]  # only a readout's backward reads it
     ctx.save_for_backward(*tensors, o, *output[_FINALS.stop :])
 
 
@@ -180,7 +184,7 @@ def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors[:_TENSORS]
     v, others = tensors[2], others[: len(ctx.finals)]
     d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
-    if any(x is not None and x.numel() for x in others):  # all of them, or none
+    if any(x is not None and x.numel() for x in others):  # all or none
         zeros = (v.new_zeros(shape, dtype=torch.float32) for shape in ctx.finals)
         others = [zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)]
     else:
@@ -190,7 +194,7 @@ def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
     return *grads, *[None] * 6
 
 
-# To torch.compile, forward and backward are one operator each. A map and a readout travel as text.
+# torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? z_initial, "
@@ -198,26 +202,16 @@ _INPUTS = (
 )
 
 
-def _forward_text(*args):
-    *tensors, map, read, scale, final = args
-    return _forward(*tensors, Map.parse(map), Readout.parse(read), scale, final)
-
-
-def _backward_text(*args):
-    *tensors, map, read, scale = args
-    return _backward(*tensors, Map.parse(map), Readout.parse(read), scale)
-
-
 def _tensors(count: int) -> str:
     return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
 _forward_op = torch.library.custom_op(
-    "nalanda_kernels::chunkwise", _forward_text, mutates_args=(),
+    "nalanda_kernels::chunkwise", partial(_forward, None), mutates_args=(),
     schema=f"({_INPUTS}, str map, str read, float scale, bool final) -> {_tensors(11)}",
 )  # fmt: skip
 _backward_op = torch.library.custom_op(
-    "nalanda_kernels::chunkwise_backward", _backward_text, mutates_args=(),
+    "nalanda_kernels::chunkwise_backward", _backward, mutates_args=(),
     schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
     "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
     f"str map, str read, float scale) -> {_tensors(8)}",
@@ -232,7 +226,7 @@ def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, ma
     BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
     if cu_seqlens is None:
         total, sequences = B * -(-T // BT), B
-    else:  # known only when the bounds are
+    else:  # the number of chunks depends on the values of the bounds
         total, sequences = torch.library.get_ctx().new_dynamic_size(), len(cu_seqlens) - 1
 
     def made(*shape, there=True, dtype=torch.float32):
@@ -262,13 +256,13 @@ _forward_op.register_autograd(
 
 
 def delta_rule(q, k, v, beta, g=None, **options) -> tuple[Tensor, Tensor | None]:
-    """The op of that name; see `nalanda.model.ops`."""
-    return _recurrence(q, k, v, beta, g, **options)
+    """See `nalanda.model.ops.delta_rule`."""
+    return _chunkwise(q, k, v, beta, g, **options)[:2]
 
 
 def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]:
-    """The op of that name; see `nalanda.model.ops`."""
-    return _recurrence(q, k, v, None, g, **options)
+    """See `nalanda.model.ops.linear_attention`."""
+    return _chunkwise(q, k, v, None, g, **options)[:2]
 
 
 def normalized_attention(
@@ -276,65 +270,60 @@ def normalized_attention(
     magnitude: str | None = None, mirrored: bool = False, initial_state: Tensor | None = None,
     initial_sum: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Linear attention whose weights are divided by their sum. With S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ,
+    """Linear attention whose weights are divided by their sum.
 
-    z_t likewise of φ(k_t), r = φ(q)ᵀS, d = φ(q)ᵀz and D = d + 1e-6 t:  o = r/D (arXiv 2006.16236), or, with a
-    magnitude c_t, o = r/D + c (r − d · v̄_t), v̄ the mean value so far (MALA, arXiv 2507.00698).
+    With S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ, z_t = exp(g_t) z_{t−1} + φ(k_t), r = φ(q)ᵀS, d = φ(q)ᵀz and
+    D = d + 1e-6 t, the output is o = r/D (arXiv 2006.16236). With a magnitude c_t it is
+    o = r/D + c (r − d · v̄_t), where v̄_t is the mean of v up to t (MALA, arXiv 2507.00698).
 
     Args:
         q, k, v, g, feature_map, cu_seqlens: as in `nalanda.model.ops.linear_attention`; φ(q)·φ(k) ≥ 0.
-        positions: int64 `[1 or B, T]`, each token's place in its sequence, from 0: t is one more.
-        magnitude: None, or c_t: "code", K^-½/t with the K of q as it comes; "inverse_t", 1/t; "literal", 1.
-        mirrored: v's heads are twice those of q, and odd ones are read by q's features with their halves
+        positions: int64 `[1 or B, T]`, each token's place in its sequence, from 0; t is the position + 1.
+        magnitude: None, or c_t: "code", K^-½/t with the K before the map; "inverse_t", 1/t; "literal", 1.
+        mirrored: v has twice the heads of q. Its odd heads are read by q's features with their halves
             swapped (PolaFormer, arXiv 2501.15061).
-        initial_state: `[N, HV, F, V + 1]`, S and beside it z; zero by default.
-        initial_sum: `[N, HV, 1, V]`, Σv; with a magnitude, it comes with initial_state.
-        output_final_state: whether to return both after each sequence's last token.
+        initial_state: `[N, HV, F, V + 1]`, S with z as the last column; zero by default.
+        initial_sum: `[N, HV, 1, V]`, Σv; needed where there are a magnitude and an initial_state.
+        output_final_state: whether to return the state and Σv after each sequence's last token.
 
     Returns:
-        o `[B, T, HV, V]` in the dtype of q and v (fp32 for fp16: sums leave its range), and the final state
-        and Σv in fp32, or None.
+        o `[B, T, HV, V]` in the dtype of q and v (fp32 for fp16, whose range the sums exceed), and the final
+        state and Σv in fp32, or None.
 
     Raises:
         Unsupported: float64, more than 512 features, a decay by key channel or under a magnitude.
     """
     if g is not None and magnitude is not None:
         raise Unsupported("a decay under a magnitude")
-    starts: list[Tensor | None] = [None] * 3
+    starts = {}
     if initial_state is not None:
-        starts[:2] = initial_state[..., :-1].float(), initial_state[..., -1].float()
+        S, z = initial_state[..., :-1].float(), initial_state[..., -1].float()
+        starts = {"initial_state": S, "z_initial": z}
         if magnitude is not None:
-            assert initial_sum is not None, "a state without the sum of v"
-            starts[2] = initial_sum.squeeze(2).float()
+            assert initial_sum is not None, "initial_sum: missing; a state under a magnitude needs it"
+            starts["u_initial"] = initial_sum.squeeze(2).float()
     half = torch.float16 in (q.dtype, v.dtype)
+    v = v.to(torch.float32 if half else torch.promote_types(q.dtype, v.dtype))
     root = q.shape[3] ** -0.5 if magnitude == "code" else 1.0
     read = Readout("mala" if magnitude else "mean", magnitude or "", root, mirrored)
-    o, *found = _chunkwise(
-        q, k, v.float() if half else v, None, g, starts, positions, cu_seqlens, feature_map, None, read, 1.0,
-        output_final_state,
+    o, state, z, total = _chunkwise(
+        q, k, v, None, g, feature_map=feature_map, scale=1.0, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens, read=read, positions=positions, **starts,
     )  # fmt: skip
-    if not output_final_state:
+    if state is None:
         return o, None, None
-    state, z, total = found
     return o, torch.cat([state, z[..., None]], -1), None if magnitude is None else total[:, :, None]
 
 
-def _recurrence(
-    q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
-    output_final_state=False, cu_seqlens=None, chunk_size=64,
-):  # fmt: skip
-    """Either op; beta None is linear attention. The chunk's length is the table's, whatever was asked for."""
-    o, state, *_ = _chunkwise(
-        q, k, v, beta, g, (initial_state, None, None), None, cu_seqlens, feature_map, qk_norm, Readout(),
-        scale, output_final_state,
-    )  # fmt: skip
-    return o.to(v.dtype), state if output_final_state else None
-
-
 def _chunkwise(
-    q, k, v, beta, g, starts, positions, cu_seqlens, feature_map, qk_norm, read, scale, final
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """o and the final S, z and Σv. starts: these before the first token."""
+    q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None, z_initial=None,
+    u_initial=None, output_final_state=False, cu_seqlens=None, chunk_size=64, read=_PLAIN, positions=None,
+):  # fmt: skip
+    """o in v's dtype, and the final S, z and Σv, or None. Without beta it is linear attention.
+
+    z_initial and u_initial: z and Σv before the first token. chunk_size is ignored: the table of block sizes
+    has the chunk's length.
+    """
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Unsupported(f"{dtype} inputs")
@@ -343,27 +332,28 @@ def _chunkwise(
     q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored)
     features = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = features**-0.5 if scale is None else float(scale)
-    if starts[0] is not None and starts[0].shape[2] != features:
-        has = starts[0].shape[2]
-        raise ValueError(f"initial_state has K = {has}, but q and k have {features} features after their map")
-    tensors = (q, k, v.to(dtype), beta, g, *starts, positions)
+    if initial_state is not None and initial_state.shape[2] != features:
+        has = initial_state.shape[2]
+        raise ValueError(f"initial_state: K = {has}; q and k have {features} features after their map")
+    tensors = q, k, v.to(dtype), beta, g, initial_state, z_initial, u_initial, positions
     tensors = (x if x is None else x.contiguous() for x in tensors)
-    if torch.compiler.is_compiling():
-        return _forward_op(*tensors, cu_seqlens, map.text(), read.text(), scale, final)[:4]
-    return _Chunkwise.apply(*tensors, cu_seqlens, map, read, scale, final)[:4]
+    call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
+    o, *finals = call(*tensors, cu_seqlens, map.text(), read.text(), scale, output_final_state)[:4]
+    return o.to(v.dtype), *(finals if output_final_state else [None] * 3)
 
 
 def _prepared(
     q: Tensor, k: Tensor, feature_map, qk_norm: str | None, mirrored: bool = False
 ) -> tuple[Tensor, Tensor, Map]:
-    """q and k as the kernels read them: raw, if these can form the features, and else those, "stored".
+    """q and k as the kernels read them: raw if the kernels can form the features, else features ("stored").
 
-    More than 128 are two halves: one tile of them would fill a program's registers. mirrored: they must be.
+    More than 128 features are two halves, because one tile of them would fill a program's registers.
+    mirrored: the features must be two halves.
     """
     try:
         map, parameters = describe(feature_map, qk_norm, q.shape[3])
-        wide = map.halves == 1 and q.shape[3] > 128
-        if parameters or (wide and map != Map()):
+        one_tile = map.halves == 1 and map != Map()
+        if parameters or (one_tile and (mirrored or q.shape[3] > 128)):
             q, k = map_features(q, k, feature_map, qk_norm)
             map = Map()
     except Unsupported:

@@ -1,9 +1,9 @@
 """Short causal depthwise convolution, y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}), packed or dense, and its backward.
 
-A program takes a block of channels and up to `SIZE` tokens of one sequence, so that two scalars say what it
-may read; the W shifted tiles of x come from the caches, and every element of x, y and their gradients crosses
-device memory once. dx of token s is Σ_j w_{W−1−j} ⊙ dz_{s+j} with dz = dy ⊙ act'(z); under an activation z is
-formed again from x. The gradient of the state is the same sum at the W − 1 places before the first token.
+A program handles a block of channels and up to `SIZE` tokens of one sequence, so two scalars bound what it
+reads. The W shifted tiles of x come from caches: every element of x, y and their gradients crosses device
+memory once. Token s has dx = Σ_j w_{W−1−j} ⊙ dz_{s+j} with dz = dy ⊙ act'(z); z is recomputed from x if there
+is an activation. The state's gradient is the same sum at the W − 1 places before the first token.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from nalanda_kernels import Unsupported, interpreting
 from nalanda_kernels.triton.common import bounds_of, chunks_between, power_of_two
 
-SIZE = 64  # tokens a program reads: dweight's partial sums are then 4 % of the traffic
+SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,7 +38,7 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
 def load_input(
     x, state, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr, HAS_STATE: tl.constexpr
 ):
-    """[BT, BD] of x at `row` [BT]; of the state, up to W − 1 places before the sequence; 0 elsewhere."""
+    """[BT, BD] of x at `row` [BT]; up to W − 1 places before the sequence, of the state; elsewhere 0."""
     m, of = (c < D)[None, :], rows & (row >= first) & (row < end)
     y = tl.load(x + row[:, None] * D + c[None, :], mask=of[:, None] & m, other=0.0)
     if HAS_STATE:
@@ -51,7 +51,7 @@ def load_input(
 
 @triton.jit
 def load_place(places, i):
-    """Sequence, its first token and the one behind its last, and the block's first; int64."""
+    """The block's sequence, that sequence's first token and end, and the block's first token; int64."""
     p = places + 4 * i
     return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
@@ -84,11 +84,11 @@ def d_input(
     D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr, DW: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the input at `row` [BT, BD], which may lie before the sequence.
+    """The gradient of the input at `row` [BT, BD]; rows may lie before the sequence.
 
     With DW also the W tiles [BD] of Σ dz_row ⊙ x_{row−W+1+i}.
     """
-    inputs = ()  # x from W − 1 before `row` on; kept in its own dtype, or registers run out
+    inputs = ()  # x from `row` − W + 1 on, in its own dtype to save registers
     for j in tl.static_range(2 * W - 1 if SILU else W if DW else 0):
         inputs = inputs + (load_input(x, state, row + (j - W + 1), rows, n, first, end, c, D, W, HAS_STATE),)  # noqa: RUF005
     dx = tl.zeros([BT, BD], dtype=tl.float32)
@@ -116,7 +116,7 @@ def backward_kernel(
     D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr,
     SIZE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dx, and this program's part of dweight: [blocks, W, D]."""
+    """dx, and the program's row of the partial sums of dweight [blocks, W, D]."""
     i_c = tl.program_id(0)
     n, first, end, start = load_place(places, i_c)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -144,7 +144,7 @@ def state_kernel(
     x, weight, state, d_y, d_state, bounds, N,
     D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dstate [N, W−1, D]; a row of a tile is one place of one sequence."""
+    """dstate [N, W−1, D]; a tile's row is one place of one sequence."""
     i = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     n, rows = i // (W - 1), i < N * (W - 1)
     first = tl.load(bounds + n, mask=rows, other=0)
@@ -163,8 +163,7 @@ def state_kernel(
 class Places(NamedTuple):
     """Where the blocks lie, on the device.
 
-    blocks: int64 [blocks, 4], of each its sequence, that one's first token and the one behind its last, and
-        its own first token.
+    blocks: int64 [blocks, 4]: the sequence, its first token, its end, and the block's first token.
     bounds: int64 [N + 1], where sequences begin.
     """
 
@@ -173,15 +172,15 @@ class Places(NamedTuple):
 
 
 def places_of(x: Tensor, cu_seqlens: Tensor | None) -> Places:
-    """For x `[B, T, D]`. Raises ValueError where cu_seqlens do not rise from 0 to T."""
+    """The places of x `[B, T, D]`. Raises ValueError if cu_seqlens does not rise from 0 to T."""
     batch, length, _ = x.shape
     if cu_seqlens is not None and batch != 1:
-        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of one row")
+        raise ValueError(f"cu_seqlens: B = {batch}; flatten the batch into one row, B = 1")
     bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, length)
     return _places(batch, length, bounds, x.device)
 
 
-@functools.lru_cache(maxsize=32)  # every layer asks for the same, forward and backward
+@functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
 def _places(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Places:
     start, count, cu, first = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
     n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
@@ -190,14 +189,14 @@ def _places(batch: int, length: int, bounds: tuple[int, ...] | None, device: tor
 
 
 def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
-    """One warp owns whole rows of its channels, so that sums over tokens stay within a thread.
+    """Tile sizes. One warp has whole rows of its channels, so sums over tokens stay within a thread.
 
-    Rows a step by what fits the registers: under SiLU the backward holds 2W − 1 rows of x for each.
+    Registers limit the rows of a step: with SiLU the backward holds 2W − 1 rows of x for each.
     """
     BD, BT = 256 if W <= 4 else 128, 4
     if kernel != "forward":
         BD, BT = 128 if silu else BD, 1 if W > 4 else 2
-    BT = SIZE if interpreting() else BT  # the interpreter takes as long for a row as for many
+    BT = SIZE if interpreting() else BT  # the interpreter needs as long for one row as for many
     return {"BD": min(BD, power_of_two(D)), "BT": BT, "num_warps": 1}
 
 
@@ -220,7 +219,7 @@ def _forward(
 def _backward(
     d_y: Tensor, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dstate, this one empty where there is no state."""
+    """dx, dweight and dstate; dstate is empty if there is no state."""
     (D, W), (blocks, bounds) = weight.shape, places_of(x, cu_seqlens)
     d_x, d_state = torch.empty_like(x), x.new_empty(0) if state is None else torch.empty_like(state)
     inputs, like = (x, weight, state, d_y.contiguous()), (weight, silu)
@@ -255,7 +254,7 @@ class _ShortConv(torch.autograd.Function):
         return _gradients(_backward, ctx, d_y)
 
 
-# To torch.compile forward and backward are one operator each; eager calls are spared their overhead.
+# torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op("nalanda_kernels::short_conv", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("nalanda_kernels::short_conv_backward", _backward, mutates_args=())
 
@@ -285,15 +284,15 @@ def short_conv(
     activation: str | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}), which never crosses from one sequence into the next.
+    """y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}) within each sequence.
 
-    x: `[B, T, D]`, or packed `[1, ΣT, D]` with cu_seqlens (integers `[N + 1]`, on the host).
-    weight: `[D, W]`, 2 ≤ W ≤ 8, its last tap the token's own.
-    state: `[N, W−1, D]`, the inputs before the first token, oldest first; None: zeros.
+    x: `[B, T, D]`, or packed `[1, ΣT, D]` with cu_seqlens (integers `[N + 1]` on the host).
+    weight: `[D, W]`, 2 ≤ W ≤ 8; the last tap multiplies the token itself.
+    state: `[N, W−1, D]`, the inputs before the first token, oldest first; None for zeros.
     activation: None or "silu".
 
-    Returns y in the dtype of x, and the new state where it is asked for. Sums are fp32.
-    Raises Unsupported for other dtypes and widths, and where there is no token.
+    Returns y in the dtype of x, and the new state if output_final_state. Sums are fp32.
+    Raises Unsupported for other dtypes or widths, or no tokens.
     """
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         raise Unsupported(f"no {x.dtype} inputs with {weight.dtype} weights")
@@ -311,11 +310,11 @@ def short_conv(
 
 
 def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The last `past` inputs of each sequence, `[N, past, D]`; in torch, whose autograd has its gradient."""
+    """The last `past` inputs of each sequence, `[N, past, D]`, by torch, which differentiates it."""
     if cu_seqlens is None:
         if x.shape[1] < past:
             x = torch.cat([x.new_zeros(len(x), past, x.shape[2]) if state is None else state, x], 1)
-        return x[:, x.shape[1] - past :].clone()  # a view would keep the whole text alive
+        return x[:, x.shape[1] - past :].clone()  # a view would keep all of x alive
     first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     row = end + torch.arange(-past, 0)
     inside = row >= first

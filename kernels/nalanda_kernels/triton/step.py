@@ -1,11 +1,11 @@
-"""One token of generation: all that a mixer does between its projections and o_proj, in one launch.
+"""One token of generation: everything between a mixer's projections and its o_proj, in one launch.
 
-A program holds BV columns of one head's state, which is read once and written once, to a new tensor: callers
-may keep the old one. At batch 1 the flagship's six heads are 96 programs; what they share (q and k of the
-head, with convolution, map and norm) each forms for itself from the L2 cache, 4 KB beside 32 KB of state.
-Only the RMSNorm needs a whole head: every program leaves its columns of o in memory and takes a ticket, and
-the one with the last ticket norms and gates them. A program for each head would leave 126 of an H200's 132
-multiprocessors idle while six move 3 MB; a second launch for the norm would wait for this one's last byte.
+A program has BV columns of one head's state. It reads the state once and writes it once, to a new tensor, so
+callers may keep the old one. At batch 1 the flagship's six heads are 96 programs. All programs of a head need
+its q and k after convolution, map and norm; each computes them from the L2 cache (4 KB; the state is 32 KB).
+Only the RMSNorm needs a whole head: every program stores its columns of o and takes a ticket, and the program
+with the last ticket applies norm and gate. One program per head would leave 126 of an H200's 132
+multiprocessors idle while six move 3 MB; a second launch for the norm would wait for the first to end.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), relatively accurate where e^x is small."""
+    """log(1 + e^x), with a small relative error where e^x is small."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -34,7 +34,7 @@ def softplus(x):
 
 @triton.jit
 def convolved(x, weight, past, new, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
-    """Channels c [BD] of x [N, D] behind a convolution, in fp32; whoever owns them writes its new state."""
+    """Channels c [BD] of x [N, D] after the convolution, in fp32. If `owns`, stores the new state too."""
     last = tl.load(x + n * D + c, mask=m, other=0.0)
     y = last.to(tl.float32)
     if W > 0:
@@ -87,13 +87,13 @@ def step_kernel(
     COLUMNS: tl.constexpr = V + 1 if DENOMINATOR else V
     tile = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + c[None, :]
     m = in_K[:, None] & in_V[None, :]
-    s1 = tl.load(state + tile, mask=m, other=0.0)  # [BK, BV], first: all else is short beside it
+    s1 = tl.load(state + tile, mask=m, other=0.0)  # [BK, BV]; first, because it is the longest load
     if HALVES == 2:
         s2 = tl.load(state + tile + K * COLUMNS, mask=m, other=0.0)
     else:
         s2 = s1
 
-    # q and k of the head, v's columns
+    # q and k of the head, columns of v
     h, row = h_v // GROUP, in_K[None, :]
     owns = (i_v == 0) & (h_v % GROUP == 0)
     D_K: tl.constexpr = HV // GROUP * K
@@ -106,7 +106,7 @@ def step_kernel(
     k1, k2 = features(x_k[None, :], row, MAP, False)
     q1, q2, k1, k2 = column(q1, BK), column(q2, BK), column(k1, BK), column(k2, BK)
 
-    # the state: decayed, read by k where the rule asks for it, written
+    # the state: decay, read by k (delta rule), write
     decay = 1.0
     if DECAY == "given":
         decay = tl.exp(tl.load(g + i).to(tl.float32))
@@ -130,7 +130,7 @@ def step_kernel(
         tl.store(new_state + tile + K * COLUMNS, s2, mask=m)
         y += tl.sum(q2 * s2, 0)
     y *= scale
-    if DENOMINATOR:  # Σφ(k), the state's last column, which every program reads and the first one writes
+    if DENOMINATOR:  # the state's last column, Σφ(k): all programs read it, the first writes it
         p = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + V
         z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay + k1
         tl.store(new_state + p, z, mask=in_K[:, None] & (i_v == 0))
@@ -152,7 +152,7 @@ def step_kernel(
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     else:
         tl.store(o_raw + heads + c, y, mask=in_V)
-        tl.debug_barrier()  # the ticket says that all threads have stored
+        tl.debug_barrier()  # all threads have stored before the ticket
         if tl.atomic_add(tickets + i, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             all_c = tl.arange(0, WHOLE)
             in_all = all_c < V
@@ -169,9 +169,9 @@ _tickets: dict[tuple, Tensor] = {}
 
 
 def tickets_of(x: Tensor, count: int) -> Tensor:
-    """int32 zeros, which every launch leaves as zeros; a buffer for each stream, where launches do not meet.
+    """int32 zeros; every launch leaves them zero. Each stream has one buffer: its launches never overlap.
 
-    A graph that is being captured gets its own, in its own memory, filled at every replay.
+    A graph under capture gets a buffer in its own memory, which every replay fills with zeros.
     """
     stream = 0
     if x.is_cuda:
@@ -185,7 +185,7 @@ def tickets_of(x: Tensor, count: int) -> Tensor:
 
 
 def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
-    """Columns of 16 spread one sequence over the card; of many heads, 32 share more of q and k."""
+    """Tile sizes: 16 columns spread few heads over the card; 32 share q and k better if heads are many."""
     BK, many = power_of_two(K), N * HV * V >= 2048 * 16
     BV = 32 if many and V > 16 else 16
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
@@ -211,22 +211,21 @@ def step(
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One token of N sequences through the delta rule or linear attention, with all that surrounds it.
+    """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
-    inputs: called once nothing can be refused any more. Gives q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or
-        with heads apart) as projected; for the delta rule b `[N, 1, HV]`, β = beta_scale·σ(b); for a decay
-        either a `[N, 1, HV]`, with the parameters `decay` = (A_log, dt_bias) of
-        g = −exp(A_log)·softplus(a + dt_bias), or g itself; for a denominator positions, int64 `[N or 1, 1]`
-        from 0; gate `[N, 1, HV·V]` where SiLU of it multiplies the output.
-    state: recurrent `[N, HV, F, V]` in fp32, of V + 1 columns with a denominator, the last one Σφ(k); and
-        conv_q, conv_k, conv_v `[N, W−1, ·]` where there are filters. It is not changed.
+    inputs: called after every check for `Unsupported`. Returns q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or
+        with heads apart) as projected. Delta rule: also b `[N, 1, HV]`, β = beta_scale·σ(b). Decay: either g,
+        or a `[N, 1, HV]` together with `decay` = (A_log, dt_bias), g = −exp(A_log)·softplus(a + dt_bias).
+        Denominator: positions, int64 `[N or 1, 1]`, from 0. Output gate: gate `[N, 1, HV·V]`, before SiLU.
+    state: recurrent `[N, HV, F, V]` in fp32, with a denominator V + 1 columns, the last one Σφ(k); with
+        filters also conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
     dtype: of the output.
-    filters: weights of the convolutions of q, k and v, `[·, W]` or `[·, 1, W]`; None or empty: none.
-    silu: whether v passes one behind its convolution.
+    filters: weights of the convolutions of q, k and v, `[·, W]` or `[·, 1, W]`; None or empty for none.
+    silu: whether SiLU follows the convolution of v.
     norm: weight `[V]` and ε of the RMSNorm of each head of the output.
 
     Returns o `[N, 1, HV, V]`, and the new state under the same names.
-    Raises Unsupported for float64, maps that no kernel forms, states that are not fp32, K > 256 and V > 512.
+    Raises Unsupported for float64, maps that kernels cannot form, states not in fp32, K > 256 and V > 512.
     """
     MAP, parameters = describe(feature_map, qk_norm, key_dim)
     old, filters = state["recurrent"], filters or {}

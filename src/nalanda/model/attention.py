@@ -1,6 +1,6 @@
 """Attention whose keys and values are carried: softmax over everything or a window, and TransNormer's blocks.
 
-What is carried are the last R keys and values of each sequence, the latest of them last (`Sequences.joined`),
+What is carried are the last R keys and values of each sequence, the latest of them last (`Sequences.pad`),
 so that the place of each follows from how many tokens its sequence has.
 """
 
@@ -64,17 +64,17 @@ class SoftmaxAttention(Mixer):
         if seq.rows is not None and new is not None:
             return self.mix_rows(q, k, v, seq, state, new)
         if new is not None:
-            laid = {name: seq.joined(heads[name], state.get(name)) for name in ("k", "v")}
+            laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
             kept = self.reach or seq.longest(T)
             new |= {name: last(x, kept) for name, x in laid.items()}
             if state:
-                return seq.parted(self.attend_past(seq.joined(q), laid["k"], laid["v"], seq, T), T)
+                return seq.unpad(self.attend_past(seq.pad(q), laid["k"], laid["v"], seq, T), T)
         return self.attend_all(q, k, v, seq)
 
-    def opened(self, state: State, seq: Sequences) -> State:
+    def scatter_states(self, state: State, seq: Sequences) -> State:
         return state  # of rows: each sequence would bring keys of its own
 
-    def closed(self, new: State, seq: Sequences) -> State:
+    def gather_states(self, new: State, seq: Sequences) -> State:
         return {name: x.detach() for name, x in new.items()}
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
@@ -86,7 +86,7 @@ class SoftmaxAttention(Mixer):
         tokens = None
         if state:
             assert seq.past is not None
-            seq, source, tokens = seq.behind(self.reach, self.wanted(seq.past), q.device)
+            seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
             kept = {name: x.flatten(0, 1) for name, x in state.items()}
             k, v = (
                 torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
@@ -133,7 +133,7 @@ class SoftmaxAttention(Mixer):
             return self.weigh(q, k[:, -seen:], v[:, -seen:])
         if self.reach is not None:
             k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
-        places = seq.places(T, k.shape[1], q.device)
+        places = seq.last_positions(T, k.shape[1], q.device)
         return self.weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]))
 
     def span(self, place: int) -> int:

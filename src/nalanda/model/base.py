@@ -108,10 +108,10 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, State | RowState | None]:
         """x `[B, T, D]` to y `[B, T, D]`. state: None carries nothing, {} starts a carried one."""
         if isinstance(state, RowState):  # of the rows of seq.rows
-            new, held = {}, self.opened(state.tensors, seq)
+            new, held = {}, self.scatter_states(state.tensors, seq)
             heads = self.heads(x, seq, held, new)
             y = self.read_out(self.mix(heads, seq, held, new), heads, x)
-            return y, RowState(self.closed(new, seq))
+            return y, RowState(self.gather_states(new, seq))
         decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         if decoding and not torch.compiler.is_compiling():
             served = self.step(x, seq, state)
@@ -121,13 +121,13 @@ class Mixer(nn.Module):
         heads = self.heads(x, seq, state or {}, new)
         return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
 
-    def opened(self, state: State, seq: Sequences) -> State:
+    def scatter_states(self, state: State, seq: Sequences) -> State:
         """What `heads` and `mix` are given of rows' states, as they are given other states."""
-        return {name: seq.opened(x) for name, x in state.items()}
+        return {name: seq.scatter_states(x) for name, x in state.items()}
 
-    def closed(self, new: State, seq: Sequences) -> State:
+    def gather_states(self, new: State, seq: Sequences) -> State:
         """Rows' states of what `heads` and `mix` have left."""
-        return {name: seq.closed(x) for name, x in new.items()}
+        return {name: seq.gather_states(x) for name, x in new.items()}
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         """What `mix` needs of x, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.

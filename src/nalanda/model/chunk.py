@@ -1,7 +1,7 @@
-"""The chunkwise form of every recurrence of `ops`, forward and backward: the torch path.
+"""The chunkwise form of the recurrences in `ops`, forward and backward, in torch.
 
-Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences. Inside: C
-tokens a chunk, R chunks at hand ("rows"), P = R·HV pairs of a chunk and a head.
+Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences; C tokens a
+chunk, R chunks of a segment ("rows"), P = R·HV pairs of a chunk and a head.
 """
 
 import functools
@@ -15,22 +15,22 @@ from torch.autograd.function import once_differentiable
 
 from .layers import no_autocast
 
-# Tokens of one head that are worked on at once. On a CPU about as many as the last-level cache holds (6 kB
-# each at K = V = 128); elsewhere many, to fill the device within bounded memory.
+# Tokens per head in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
+# 128); elsewhere many, to fill the device within bounded memory.
 _CPU_TOKENS = 4096
 _DEVICE_TOKENS = 262144
 
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """What they are computed in together: fp32 at least."""
+    """The dtype of computations with these tensors, fp32 or float64."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
 
 
 def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """The bounds as integers. Raises ValueError where they do not rise from 0 to `length`."""
+    """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row")
+        raise ValueError(f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths")
     return bounds
 
 
@@ -38,7 +38,7 @@ def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
 
 
 class _Segment:
-    """A run of steps that is worked on at once; see `_Layout`."""
+    """Consecutive steps that are computed at once; see `_Layout`."""
 
     def __init__(self, layout: "_Layout", steps: slice, first: int):
         self.layout, self.steps, self.counts = layout, steps, layout.counts[steps]
@@ -79,10 +79,10 @@ class _Segment:
 
 
 class _Layout:
-    """Where the chunks of all sequences lie: by step, in a step those that last so long.
+    """The order of the chunks of all sequences. Step s has chunk s of every sequence that is long enough.
 
-    Sequences are ranked by their number of chunks, longest first, so that the chunks of one step are a block
-    of rows and their states a prefix of the states. `counts[s]` of them have a chunk s.
+    Sequences are ranked by their number of chunks, longest first. So the chunks of a step are a block of
+    rows, and their states a prefix of the states. `counts[s]` sequences have a chunk s.
     """
 
     def __init__(self, shape: tuple[int, int], bounds: tuple[int, ...] | None, chunk: int, device, rows: int):
@@ -114,9 +114,9 @@ class _Layout:
 
 
 def _chunk_of(chunk_size: int, lengths: list[int], q: Tensor, v: Tensor) -> int:
-    """The tokens a chunk really has: fewer than asked for where that is faster; the result is the same."""
+    """The tokens of a chunk: at most chunk_size, fewer where that is faster with the same result."""
     longest = max(lengths, default=0)
-    chunk = min(chunk_size, _power_of_two(longest))  # all shorter than a chunk: no whole one is needed
+    chunk = min(chunk_size, _power_of_two(longest))  # no sequence needs more
     if v.device.type == "cpu":  # work within chunks grows with C, between them with 1/C, padding with C
         chunk = min(chunk, max(16, _power_of_two((q.shape[3] + v.shape[3]) // 4)))
         if min(lengths, default=0) < longest:
@@ -125,11 +125,11 @@ def _chunk_of(chunk_size: int, lengths: list[int], q: Tensor, v: Tensor) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is not less than n."""
+    """The smallest power of two ≥ n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-_layout = functools.lru_cache(maxsize=16)(_Layout)  # every layer asks for the same one, forward and backward
+_layout = functools.lru_cache(maxsize=16)(_Layout)  # all layers ask for the same one, forward and backward
 
 
 def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> _Layout:
@@ -143,19 +143,19 @@ def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int)
 
 # -------------------------------------------------------------------------------------------- chunkwise form
 #
-# With γ the sum of g within a chunk up to and including a token, Δ_ij = exp(γ_i − γ_j) for i ≥ j and 0 else,
-# linear attention is
+# Let γ be the sum of g within a chunk up to and including a token, Δ_ij = exp(γ_i − γ_j) for i ≥ j, else 0.
+# Linear attention is
 #
 #     O = eᵞ Q S + tril(Δ QK⊤) V        S ← e^{γ_C} S + (e^{γ_C − γ} K)⊤ V
 #
-# and the delta rule the same with V' in the place of V:
+# and the delta rule is the same with V' in place of V:
 #
 #     A = tril(β_i Δ_ij k_i⊤k_j, −1)    T = (I + A)⁻¹    U = T(βV)    W = T(β eᵞ K)    V' = U − W S
 #
-# Only V' and S go from chunk to chunk. Padding has β = k = g = 0: it neither writes nor decays, and γ_C is
-# that of the last real token. No factor exceeds 1. Every γ_i − γ_j is a sum of its own, over the g behind j
-# up to i: as a difference it would lose the digits that an earlier strong decay takes from both γ, and behind
-# a reset, g = −∞, it would be ∞ − ∞.
+# Only V' and S depend on earlier chunks. Padding has β = k = g = 0: it neither writes nor decays, so γ_C is
+# that of the last real token. No factor exceeds 1. Each γ_i − γ_j is its own sum of g after j up to i. A
+# difference would lose the digits that an earlier strong decay takes from both γ, and after a reset (g = −∞)
+# it would be ∞ − ∞.
 #
 # The backward (d for gradients, S' the state after the chunk) needs no gradient of T, U or W, because
 # V' = TX with X = β(V − eᵞ K S) gives dA = −dX V'⊤:
@@ -163,14 +163,14 @@ def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int)
 #     dV' = tril(Δ QK⊤)⊤ dO + e^{γ_C − γ} K dS'         dX = T⊤ dV'         dA = −tril(dX V'⊤, −1)
 #     dS = e^{γ_C} dS' + (eᵞ Q)⊤ dO − W⊤ dV'
 #
-# dg_t gathers whatever decays at token t: pairs (i, j) with j < t ≤ i, reads of S by i ≥ t, writes of j < t
-# to S', and S on its way to S'. It is summed from these, never as a difference: small gradients stay exact.
+# dg_t sums the shares of all that decays at token t: pairs (i, j) with j < t ≤ i, reads of S by i ≥ t, writes
+# of j < t to S', and S itself as it becomes S'. No differences are taken, so small gradients stay exact.
 
 
 class _Chunk:
-    """What forward and backward share: Q (already scaled) and K are [P, C, K], β [P, C], g [P, C (, K)].
+    """Tensors of forward and backward. Q (already scaled) and K are [P, C, K], β [P, C], g [P, C (, K)].
 
-    Without β there is no T and no W, and V' = V.
+    Without β there are no T and W, and V' = V.
     """
 
     def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None):
@@ -201,17 +201,17 @@ class _Chunk:
             self.t_beta = self.t * beta[..., None, :]
             self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ k
 
-    # A decay for each key channel does not factor out of QK⊤, and e^{−γ} would overflow. But the tokens of
-    # two neighbouring spans meet at their border m: e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, neither
-    # above 1. Spans of 1, 2, 4, … C/2 tokens reach every pair i > j once.
+    # A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
+    # neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
+    # exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once.
 
     def _spans(
         self, since: Tensor, until: Tensor
     ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor]]]:
         """(slices into a pair of spans, size, (e^{γ_i − γ_m}, e^{γ_m − γ_j})).
 
-        since, until: g and 0, [P, C, K]. In place, they become the sums of g from a span's first token up to
-        and with each, and from behind each to its last; in the end those of the chunk, γ and γ_C − γ.
+        since, until: g and 0, [P, C, K]. They become, in place, the sums of g from a span's first token up to
+        and with each token, and from after each token to the span's last; at the end γ and γ_C − γ.
         """
         size = 1
         while size < self.q.shape[1]:
@@ -233,7 +233,7 @@ class _Chunk:
         return scores
 
     def vector_scores_backward(self, d_qk: Tensor, dq: Tensor, dk: Tensor, dg: Tensor) -> None:
-        """Adds what the gradient of the scores, [P, C, C], makes of q, k and g."""
+        """Adds to dq, dk and dg the gradients through the scores, from their gradient d_qk [P, C, C]."""
         assert self.g is not None
         diagonal = d_qk.diagonal(0, 1, 2)[..., None]
         for before, after, size, (late, early) in self._spans(self.g.clone(), torch.zeros_like(self.g)):
@@ -250,16 +250,16 @@ class _Chunk:
 
 
 def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """The blocks [size, size] on the diagonal of [P, C, C]: a view [P, C/size, size, size]."""
+    """The diagonal blocks of [P, C, C] as a view [P, C/size, size, size]."""
     return x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(0, 1, 3).movedim(3, 1)
 
 
 def _unit_lower_inverse(a: Tensor) -> Tensor:
-    """(I + a)⁻¹ for strictly lower triangular a, [P, C, C] and C a power of two.
+    """(I + a)⁻¹ for strictly lower triangular a [P, C, C], C a power of two.
 
-    Substitution in diagonal blocks of 16 (P innermost: it runs as wide vectors), then blocks are joined two
-    by two: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]. Unlike a sum of powers of a,
-    this stands identical keys with β = 1, where the powers grow like binomial coefficients.
+    Substitution inverts diagonal blocks of 16, with P innermost for wide vectors. Then pairs of blocks are
+    joined: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]. Unlike a sum of powers of a, this is accurate
+    for identical keys with β = 1, where the powers grow like binomial coefficients.
     """
     p, c, _ = a.shape
     size = min(16, c)
@@ -285,7 +285,7 @@ def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, final states, and the state before every chunk, [P, K, V] in the layout's order, if `save`."""
+    """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     dtype = wide_dtype(q, k, v, beta, g, initial_state)
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
@@ -323,7 +323,7 @@ def _chunk_backward(
     g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, beta, g, initial state; recomputes all but the states."""
+    """Gradients of q, k, v, beta, g and the initial state; recomputes everything but the states."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     dtype = states.dtype
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
@@ -376,7 +376,7 @@ def _chunk_backward(
                 d_qk.mul_(chunk.delta)
             dq.baddbmm_(d_qk, k_)
             dk.baddbmm_(d_qk.mT, q_)
-        # What the delta rule makes of V' = TX.
+        # The delta rule: gradients through V' = TX.
         if beta_ is not None:
             dx = chunk.t.mT @ dv_new
             d_kk = (dx @ v_new.mT).neg_()  # dA
@@ -405,7 +405,7 @@ def _chunk_backward(
 
 
 def _empty_grads(q, k, v, beta, g) -> tuple[Tensor, ...]:
-    """Room for the gradients. Absent inputs get one without elements: operators may not return None."""
+    """Uninitialised gradients, empty for absent inputs, because operators may not return None."""
     like = (q, k, v, v[:0] if beta is None else beta, v[:0] if g is None else g)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
@@ -458,8 +458,8 @@ def _backward(
     return *grads, d_beta, d_g, d_initial, None, None, None, None
 
 
-# To torch.compile the chunkwise form is one operator and its backward another, never an unrolled loop. Their
-# namespace is this module's name, so that the copies of this file that travel with checkpoints do not meet.
+# torch.compile sees the chunkwise form as one operator and its backward as another, not as an unrolled loop.
+# Their namespace is this module's name, so that copies of this file in checkpoints do not clash.
 
 _NAMESPACE = re.sub(r"\W", "_", __name__)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens"
@@ -483,7 +483,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
     batch, length, heads, width = v.shape
     chunk = _chunk_of(chunk_size, [length] * batch, q, v)
     rows = 0
-    if save:  # with cu_seqlens known only when the bounds are
+    if save:  # with cu_seqlens the number of chunks depends on their values
         rows = (
             -(-length // chunk) * batch if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
         )

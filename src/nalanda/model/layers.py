@@ -154,7 +154,7 @@ class ShortConv(nn.Module):
             # The clone lets go of the text: a view would keep all of it alive for W−1 rows.
             return _CausalDepthwise.apply(laid, weight), laid[:, x.shape[1] :].clone() if carry else None
         # Packed: every sequence gets its own W−1 rows of past, then all of them are one dense row.
-        tokens, gaps = seq.spread(gap, x.device)
+        tokens, gaps = seq.with_gaps(gap, x.device)
         laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy(0, tokens, x[0])
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))

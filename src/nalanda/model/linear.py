@@ -1,4 +1,4 @@
-"""Linear attention: one state S = Σ φ(k) vᵀ, and the ways to decay it and to read it."""
+"""Linear attention: mixers with a state S = Σ φ(k) vᵀ, which differ in its decay and its readout."""
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,13 @@ from .sequences import Sequences
 
 
 class LinearAttention(Mixer):
-    """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t,
+    """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε t).
 
-    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j), with means in the place of the sums as far as the
-    epsilon under the fraction is concerned.
+    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j). The epsilon grows with t, as if both were means.
 
-    Options: `denominator` (default: yes), whose map must keep φ(q)·φ(k) ≥ 0; without it
-    o_t = F^-½ φ(q_t)ᵀ S_t, RMS-normed by head. Default map: 1 + ELU.
-    Cost a token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V, and z beside it, in fp32.
+    Options: `denominator` (default: yes) needs a map with φ(q)·φ(k) ≥ 0. Without it,
+    o_t = F^-½ φ(q_t)ᵀ S_t, RMS-normed per head. Default map: 1 + ELU.
+    Cost per token and head with F features: 4FV + 2·64·(F + V) FLOPs. State: F × V and z, in fp32.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
@@ -41,8 +40,8 @@ class LinearAttention(Mixer):
     def require_nonnegative(self) -> None:
         if not self.feature_map.nonnegative:
             raise ValueError(
-                f"feature_map {self.map_name!r} gives negative weights and {type(self).__name__} divides by "
-                "their sum: choose relu, exp, elu1, nala or pola"
+                f"feature_map {self.map_name!r}: {type(self).__name__} divides by a sum of weights, which "
+                "may be negative; choose relu, exp, elu1, nala or pola"
                 + (", or mixer_options denominator=false" if type(self) is LinearAttention else "")
             )
 
@@ -58,7 +57,7 @@ class LinearAttention(Mixer):
     def readout(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, **options
     ) -> Tensor | None:
-        """What `mix` returns, its sums and denominators in one pass by a kernel; None: none does it."""
+        """The result of `mix` by one kernel for sums and denominators; None if no kernel serves the call."""
         q, v = heads["q"], heads["v"]
         if q.shape[1] == 1:
             return None
@@ -82,7 +81,7 @@ class LinearAttention(Mixer):
     def sums(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32: z is S of a v that is 1."""
+        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32; z is S for v = 1."""
         v = at_least_fp32(heads["v"])
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
         o = self.recur(heads | {"v": v}, seq, state, new, mapped=mapped, scale=1.0)
@@ -92,9 +91,9 @@ class LinearAttention(Mixer):
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False,
         scale: float | None = None, name: str = "recurrent",
     ) -> Tensor:  # fmt: skip
-        """The op, with the state called `name`; mapped: q and k are features already."""
+        """Calls the op with the state `name`. mapped: q and k are features already."""
         v = heads["v"]
-        if v.dtype == torch.float16:  # sums of a thousand terms leave its range before a norm sees them
+        if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
         o, final = linear_attention(
             heads["q"],
@@ -139,9 +138,9 @@ class LinearAttention(Mixer):
 
 
 class NaLaAttention(LinearAttention):
-    """NaLaFormer's own block (2025), causal: `LinearAttention` under the NaLa map, with its denominator,
+    """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
-    then a LayerNorm over all heads, ⊙ SiLU(W_g x) unless `use_gate` is off, and the output projection.
+    Then a LayerNorm over all heads, ⊙ SiLU(W_g x) unless `use_gate` is off, and the output projection.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
@@ -159,14 +158,13 @@ class MALA(LinearAttention):
 
         o_t = Σ_{j≤t} (β_t s_j − γ_t) v_j,    β = 1 + 1/z,  γ = z/t,
 
-    so that the weights of a row sum to 1 and sharpen as the query grows; some may be negative (training logs
-    their share). It is computed as o = r/Σs + c (r − Σs · v̄) with r = φ(q)ᵀS: classic linear attention, and
-    c times its unnormalised distance from the mean value v̄.
+    so the weights of a row sum to 1 and sharpen as the query grows. Some may be negative; training logs their
+    share. It is computed as o = r/Σs + c (r − Σs · v̄) with r = φ(q)ᵀS: linear attention, plus c times its
+    unnormalised distance from the mean value v̄.
 
-    Options: `scale`, c_t: "code" (default: K^-½/t, as the released code has it), "inverse_t" (1/t) or
-    "literal" (1, as the paper prints it: ‖w‖₁ grows with t, and the difference loses digits with it).
-    Default map: 1 + ELU.
-    Cost: that of `LinearAttention`, and 4V. State: F × (V + 1) and Σv in fp32; t is the cache's.
+    Options: `scale`, c_t: "code" (default, K^-½/t as in the released code), "inverse_t" (1/t) or "literal"
+    (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). Default map: 1 + ELU.
+    Cost: that of `LinearAttention`, plus 4V. State: F × (V + 1) and Σv in fp32; the cache has t.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq + c (Sᵀq − zᵀq v̄)"
@@ -175,7 +173,7 @@ class MALA(LinearAttention):
 
     def __init__(self, config, layer_idx: int, *, scale: str = "code"):
         if scale not in ("code", "inverse_t", "literal"):
-            raise ValueError(f"mala: scale={scale!r} is none of code, inverse_t, literal")
+            raise ValueError(f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal")
         super().__init__(config, layer_idx)
         self.scale = scale
 
@@ -186,7 +184,7 @@ class MALA(LinearAttention):
         r, z = self.sums(heads, seq, state, new)
         t, v = self.counts(heads, seq), at_least_fp32(heads["v"])
         one = v.new_ones(*v.shape[:3], 1)
-        constant = {"q": one, "k": one, "v": v}  # a linear attention that attends to all alike: Σv
+        constant = {"q": one, "k": one, "v": v}  # equal weights: the state is Σv
         total = self.recur(constant, seq, state, new, mapped=True, scale=1.0, name="value_sum")
         c = 1.0 if self.scale == "literal" else 1 / t
         if self.scale == "code":
@@ -200,17 +198,17 @@ class MALA(LinearAttention):
         return super().flops(T) + linear_attention_flops(self.num_v_heads, 1, self.V)
 
 
-class Pola(LinearAttention):
-    """PolaFormer (2025), causal. q and k split by sign under learnt powers, φ(x) = [relu(x)^p; relu(−x)^p].
+class PolaAttention(LinearAttention):
+    """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
 
-    The first half of v is read by the same-signed query [q⁺; q⁻], the second by the opposite one [q⁻; q⁺],
-    each half with its own denominator. To this a causal depthwise convolution of v (5 taps, the heads share
-    their filters) is added, and the sum multiplied by G = W_g x, without activation.
+    The query of the same sign [q⁺; q⁻] reads the first half of v, that of opposite sign [q⁻; q⁺] the second,
+    each with its own denominator. A causal depthwise convolution of v (5 taps, filters shared by heads) is
+    added, and the sum is multiplied by G = W_g x, without activation.
 
-    Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's own
+    Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's options
     (`alpha`, `scale`) are feature_map_options. V must be even.
-    Cost: that of `LinearAttention` with twice the heads of V/2, and 10V. State: 2 × 2K × (V/2 + 1) in fp32,
-    and the last 4 v's for the convolution.
+    Cost: that of `LinearAttention` with twice the heads of V/2, plus 10V. State: 2 × 2K × (V/2 + 1) in fp32,
+    and the last 4 values of v for the convolution.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k for q of k's signs and of the others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
@@ -222,9 +220,9 @@ class Pola(LinearAttention):
 
     def __init__(self, config, layer_idx: int, *, gate_first: bool = False):
         if config.feature_map not in (None, "pola"):
-            raise ValueError(f"mixer 'pola' needs feature_map 'pola', not {config.feature_map!r}")
+            raise ValueError(f"pola: feature_map is {config.feature_map!r}; it needs feature_map 'pola'")
         if config.value_dim % 2:
-            raise ValueError(f"mixer 'pola' halves v: head_dim·expand_v = {config.value_dim} must be even")
+            raise ValueError(f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v")
         super().__init__(config, layer_idx)
         self.gate_first = gate_first
         self.dwc = ShortConv(self.V, self.TAPS, copies=self.num_heads)
@@ -267,16 +265,16 @@ class Pola(LinearAttention):
         return rule + Mixer.flops(self, T) + 2.0 * self.TAPS * self.num_heads * self.V
 
 
-class Soft(LinearAttention):
-    """SOFT++ (Lu et al. 2021, 2024), causal: o_t = κ(q_t, Z) W Σ_{j≤t} κ(Z, k_j) v_jᵀ, Z learnt.
+class SoftAttention(LinearAttention):
+    """SOFT++ (Lu et al. 2021, 2024), causal: o_t = κ(q_t, Z) W Σ_{j≤t} κ(Z, k_j) v_jᵀ.
 
-    κ is a Gaussian kernel and q = k, one projection; W is the regularised inverse of κ(Z, Z), normalised on
-    both sides (`feature_map: softpp`, the default) or not (`soft`). Pooled landmarks would leak the future,
-    so they are learnt. The entries are genuine Nyström entries; a masked matrix is no longer positive
-    semidefinite. The output is RMS-normed by head.
+    κ is a Gaussian kernel; q = k is one projection. The landmarks Z are learnt: pooled ones would leak the
+    future. W is the regularised inverse of κ(Z, Z), normalised on both sides (`feature_map: softpp`, the
+    default) or not (`soft`). The entries are true Nyström entries, but the masked matrix is not positive
+    semidefinite. The output is RMS-normed per head.
 
     The map's options (`landmarks`, `ridge`, `inverse`, `iterations`) are feature_map_options.
-    Cost: that of `LinearAttention` with m landmarks for F, and 2m(2K + m) for the map. State: m × V in fp32.
+    Cost: that of `LinearAttention` with F = m landmarks, plus 2m(2K + m) for the map. State: m × V in fp32.
     """
 
     equation = "S ← S + κ(Z, k) vᵀ; o = SᵀW κ(Z, q), q = k"
@@ -288,7 +286,7 @@ class Soft(LinearAttention):
     def __init__(self, config, layer_idx: int):
         if config.feature_map not in (None, "soft", "softpp"):
             raise ValueError(
-                f"mixer 'soft' needs feature_map 'soft' or 'softpp', not {config.feature_map!r}: for "
+                f"soft: feature_map is {config.feature_map!r}; it needs 'soft' or 'softpp', and for "
                 "another map take mixer 'linear_attention'"
             )
         super().__init__(config, layer_idx, denominator=False)
@@ -300,7 +298,7 @@ class Soft(LinearAttention):
 class Retention(LinearAttention):
     """RetNet's retention (Sun et al. 2023): S_t = (1 − 2^{−5−h}) S_{t-1} + k_t v_tᵀ for head h = 0, 1, …
 
-    q and k are rotated by their positions; the output is RMS-normed by head and gated by SiLU(W_g x).
+    q and k are rotated by their positions. The output is RMS-normed per head and gated by SiLU(W_g x).
     Option: `rope_theta`, the base of the rotary angles.
     Cost: that of `LinearAttention`. State: K × V in fp32.
     """
@@ -316,7 +314,7 @@ class Retention(LinearAttention):
         if not rope_theta > 0:
             raise ValueError(f"retention: rope_theta={rope_theta} must be positive")
         if config.key_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+            raise ValueError(f"retention: head_dim·expand_k is {config.key_dim}; rotation needs an even one")
         Mixer.__init__(self, config, layer_idx)
         self.rope_theta, self.denominator = rope_theta, False
 
@@ -344,10 +342,10 @@ class Retention(LinearAttention):
 
 
 class GLA(Retention):
-    """Gated linear attention (Yang et al. 2023): S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ,
+    """Gated linear attention (Yang et al. 2023): S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ.
 
-    α_t = σ(W₂ W₁ x + b)^{1/16}, a decay for each key channel through a projection of rank 16. The output is
-    RMS-normed by head and gated by SiLU(W_g x).
+    α_t = σ(W₂ W₁ x + b)^{1/16} is a decay per key channel, from a projection of rank 16. The output is
+    RMS-normed per head and gated by SiLU(W_g x).
     Options: `gate_rank` (16) and `gate_temperature` (16, the root of the decay).
     Cost: that of `LinearAttention`. State: K × V in fp32.
     """

@@ -3,7 +3,7 @@
 from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
 from .delta import DeltaNet, GatedDeltaNet
-from .linear import GLA, MALA, LinearAttention, NaLaAttention, Pola, Retention, Soft
+from .linear import GLA, MALA, LinearAttention, NaLaAttention, PolaAttention, Retention, SoftAttention
 from .options import check_names, check_types, did_you_mean
 from .transnormer import NormAttention
 
@@ -13,8 +13,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear_attention": LinearAttention,
     "nala": NaLaAttention,
     "mala": MALA,
-    "pola": Pola,
-    "soft": Soft,
+    "pola": PolaAttention,
+    "soft": SoftAttention,
     "retention": Retention,
     "gla": GLA,
     "softmax": SoftmaxAttention,

@@ -1,12 +1,12 @@
-"""The recurrences: their contracts, their references, and which implementation serves a call.
+"""The recurrences: their contracts, their references, and the choice of an implementation.
 
 For every head, with a state S of [K, V] and the readout o_t = scale · S_t⊤ q_t:
 
     linear attention    S_t = exp(g_t) S_{t−1} + k_t v_t⊤
     delta rule          S_t = exp(g_t) (I − β_t k_t k_t⊤) S_{t−1} + β_t k_t v_t⊤
 
-(Linear attention, arXiv 2006.16236; with one decay a head, RetNet, arXiv 2307.08621; with one a key channel,
-GLA, arXiv 2312.06635. DeltaNet, arXiv 2406.06484; Gated DeltaNet, arXiv 2412.06464.)
+(Linear attention: arXiv 2006.16236. RetNet, with a decay per head: arXiv 2307.08621. GLA, with a decay per
+key channel: arXiv 2312.06635. DeltaNet: arXiv 2406.06484. Gated DeltaNet: arXiv 2412.06464.)
 
 Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences.
 """
@@ -24,14 +24,14 @@ from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
 from .layers import no_autocast
 
 _API = 2
-try:  # this file travels with checkpoints, to places where the kernels may be missing or newer
+try:  # checkpoints carry a copy of this file; the kernels there may be missing or newer
     import nalanda_kernels as _kernels
 except ImportError:
     _kernels = None
 else:
     if _kernels.API != _API:
         theirs, _kernels = _kernels.API, None
-        warnings.warn(f"using the torch path: nalanda_kernels has API {theirs}, not {_API}", stacklevel=2)
+        warnings.warn(f"nalanda_kernels: API {theirs}, not {_API}; using the torch path", stacklevel=2)
 
 FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -56,23 +56,23 @@ def delta_rule(
     """Runs `S_t = exp(g_t)(I − β_t k_t k_t⊤) S_{t−1} + β_t k_t v_t⊤`, `o_t = scale · S_t⊤ q_t` over time.
 
     Args:
-        q: `[B, T, H, K]`, raw when a map or a norm is given; k likewise.
-        k: `[B, T, H, K]`.
-        v: `[B, T, HV, V]`, HV a multiple of H: head h of q and k serves HV/H consecutive heads of v.
+        q: `[B, T, H, K]`, before the map and the norm.
+        k: as q.
+        v: `[B, T, HV, V]`, HV a multiple of H: each head of q and k serves HV/H consecutive heads of v.
         beta: `[B, T, HV]`. The state cannot grow while `0 ≤ β‖k‖² ≤ 2`.
         g: `[B, T, HV]`, natural logarithm of the decay, ≤ 0; None for no decay.
-        feature_map: maps (q, k) to (φ_q, φ_k), possibly of another width K; computed in fp32.
-        qk_norm: None, or "l2": `x / √(Σx² + 1e-6)` over the features, after the map and also in fp32.
-        scale: of the readout; by default K^-0.5, with the K after the map.
+        feature_map: maps (q, k) to (φ_q, φ_k) in fp32; it may change the width K.
+        qk_norm: None, or "l2": `x / √(Σx² + 1e-6)` over the features after the map, in fp32.
+        scale: of the readout; by default K^-0.5, with K after the map.
         initial_state: `[N, HV, K, V]`, zero by default; N is B, or the number of sequences in `cu_seqlens`.
         output_final_state: whether to return the state after each sequence's last token.
-        cu_seqlens: `[N + 1]` integers, the bounds of sequences that are packed into one row (B = 1) and do
-            not see one another; empty ones are legal. A CPU tensor spares a synchronisation.
+        cu_seqlens: `[N + 1]` integers, the bounds of independent sequences packed into one row (B = 1).
+            Sequences may be empty. A CPU tensor avoids a synchronisation.
         chunk_size: the most tokens in a chunk, a power of two.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
-            formula as it stands; gradients flow through each.
-        backend: "auto" (Triton's kernels on GPUs, torch elsewhere), "torch", "triton" or "fla"; only for
-            "chunk". One that cannot serve a call says why, once, and the next one serves it.
+            literal formula. All are differentiable.
+        backend: for mode "chunk": "auto" (Triton kernels on GPUs, torch elsewhere), "torch", "triton" or
+            "fla". A backend that cannot serve a call warns once, and the next one serves it.
             `nalanda_kernels.use_backend` and the variable NALANDA_BACKEND change what "auto" means.
 
     Returns:
@@ -114,11 +114,11 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs `S_t = exp(g_t) S_{t−1} + k_t v_t⊤`, `o_t = scale · S_t⊤ q_t` over time.
 
-    There is no denominator: a column of ones beside v gives one (`Σ_j φ(q_t)·φ(k_j)` is its output).
+    There is no denominator. A column of ones beside v computes one: its output is `Σ_j φ(q_t)·φ(k_j)`.
 
     Args:
-        g: `[B, T, HV]`, or `[B, T, HV, K]` for a decay of its own for each key channel (K after the map); the
-            natural logarithm of the decay, ≤ 0. None for no decay.
+        g: natural logarithm of the decay, ≤ 0: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel
+            (K after the map). None for no decay.
         q, k, v and all others: as in `delta_rule`.
 
     Returns:
@@ -146,7 +146,7 @@ def _recurrence(
     q, k, v, beta, g, *, feature_map, qk_norm, scale, initial_state, output_final_state, cu_seqlens,
     chunk_size, mode, backend,
 ):  # fmt: skip
-    """Either op, by a kernel or in torch; beta None is linear attention."""
+    """Either op, by a kernel or in torch. Without beta it is linear attention."""
     _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
     op, inputs = ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
     if mode == "chunk":
@@ -160,13 +160,10 @@ def _recurrence(
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
             has, needs = initial_state.shape[2], q.shape[-1]
-            raise ValueError(
-                f"initial_state has K = {has}, but q and k have {needs} features after their map"
-            )
+            raise ValueError(f"initial_state: K = {has}; q and k have {needs} features after their map")
         if g is not None and g.ndim == 4 and g.shape[3] != q.shape[-1]:
-            raise ValueError(
-                f"g decays {g.shape[3]} key channels, but q and k have {q.shape[-1]} features after their map"
-            )
+            has, needs = g.shape[3], q.shape[-1]
+            raise ValueError(f"g: {has} key channels; q and k have {needs} features after their map")
         if mode == "chunk":
             grads = (q, k, v, beta, g, initial_state)
             save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads)
@@ -178,25 +175,25 @@ def _recurrence(
 
 
 def delta_rule_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
-    """Forward FLOPs a token of the chunkwise form, `key_dim` is K after the map.
+    """Forward FLOPs per token of the chunkwise form; `key_dim` is K after the map.
 
-    Counts a multiply-add as two and every product in full: three with the state (K·V), KK⊤, QK⊤ and T(βeᵞK)
-    (C·K each), T(βV) and (QK⊤)V' (C·V each), the inverse (C²/6). The sequence's length does not enter.
+    A multiply-add counts as two. Products count in full: three with the state (K·V), KK⊤, QK⊤ and T(βeᵞK)
+    (C·K each), T(βV) and (QK⊤)V' (C·V each), the inverse (C²/6). The sequence's length does not matter.
     """
     products = 3 * key_dim * value_dim + chunk_size * (3 * key_dim + 2 * value_dim) + chunk_size**2 / 6
     return 2.0 * num_heads * products
 
 
 def linear_attention_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
-    """Forward FLOPs a token of the chunkwise form, counted as those of `delta_rule_flops`: two products with
+    """Forward FLOPs per token of the chunkwise form, counted like `delta_rule_flops`.
 
-    the state (K·V), QK⊤ (C·K) and (QK⊤)V (C·V). A decay for each key channel needs half of QK⊤'s.
+    Two products with the state (K·V), QK⊤ (C·K) and (QK⊤)V (C·V). Decays per key channel need half of QK⊤.
     """
     return 2.0 * num_heads * (2 * key_dim * value_dim + chunk_size * (key_dim + value_dim))
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x / √(Σx² + eps)` over the last dimension, in fp32 (or float64) with one cast at the end."""
+    """`x / √(Σx² + eps)` over the last dimension, in fp32 or float64, cast once to x's dtype."""
     y = x.to(wide_dtype(x))
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -204,10 +201,10 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def map_features(
     q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """φ(q) and φ(k), normed, computed in fp32 at least, with one cast to the dtype of q."""
+    """φ(q) and φ(k), normed, in fp32 or float64, cast once to q's dtype."""
     if feature_map is None and qk_norm is None:
         return q, k
-    if not torch.compiler.is_compiling():  # a compiler makes one pass of the map's own code
+    if not torch.compiler.is_compiling():  # torch.compile fuses the map's own code
         served = by_kernel("map_features", backend, q, q, k, feature_map, qk_norm)
         if served is not None:
             return served
@@ -217,9 +214,9 @@ def map_features(
 
 
 def _scarce_memory(x: Tensor) -> bool:
-    """Whether the backward computes maps again: their fp32 intermediates are up to ten times what goes in.
+    """Whether the backward recomputes maps, whose fp32 intermediates are up to ten times their inputs.
 
-    On a CPU that costs a tenth of a training step, and memory is plenty.
+    A CPU has memory, and recomputation would cost it a tenth of a training step.
     """
     return x.device.type != "cpu"
 
@@ -235,61 +232,54 @@ def _map(q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | No
 
 
 def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
-    """What a kernel for tensors as x makes of the call; None where the torch path is to do it."""
+    """The result of a kernel for the device of x; None if the torch path must serve the call."""
     if _kernels is not None:
-        # A kernel runs on the current device, which is not that of x where a model is spread over several.
+        # A kernel runs on the current device, which is another one if a model is spread over several.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             return _kernels.serve(op, backend, x.device.type, *inputs, **options)
     if backend not in ("auto", "torch"):
-        raise ValueError(f"backend={backend!r} needs nalanda_kernels: choose one of auto, torch")
+        raise ValueError(f"backend={backend!r}: needs nalanda_kernels; choose one of auto, torch")
     return None
 
 
 def _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm) -> None:
     if q.ndim != 4 or q.shape != k.shape:
-        raise ValueError(f"q and k must both be [B, T, H, K], not {list(q.shape)} and {list(k.shape)}")
+        raise ValueError(f"q, k: {list(q.shape)} and {list(k.shape)}; both must be [B, T, H, K]")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"v must be [B, T, HV, V] with the B and T of q {list(q.shape[:2])}, not {list(v.shape)}"
-        )
+        raise ValueError(f"v: {list(v.shape)}; must be [B, T, HV, V] with the B and T of q {list(q.shape)}")
     if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        raise ValueError(f"v has {v.shape[2]} heads, which is not a multiple of the {q.shape[2]} of q and k")
+        raise ValueError(f"v: {v.shape[2]} heads; must be a multiple of the {q.shape[2]} heads of q and k")
     if beta is not None and beta.shape != v.shape[:3]:
-        raise ValueError(f"beta must be [B, T, HV] = {list(v.shape[:3])}, not {list(beta.shape)}")
-    channels = beta is None and g is not None and g.ndim == 4  # a decay each, in linear attention alone
+        raise ValueError(f"beta: {list(beta.shape)}; must be [B, T, HV] = {list(v.shape[:3])}")
+    channels = beta is None and g is not None and g.ndim == 4  # only linear attention can decay key channels
     if g is not None and (g.shape[:3] != v.shape[:3] or (g.ndim != 3 and not channels)):
         shapes = "[B, T, HV]" if beta is not None else "[B, T, HV] or [B, T, HV, K]"
-        raise ValueError(f"g must be {shapes} with {list(v.shape[:3])}, not {list(g.shape)}")
+        raise ValueError(f"g: {list(g.shape)}; must be {shapes} with {list(v.shape[:3])}")
     sequences = q.shape[0]
     if cu_seqlens is not None:
         if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.is_floating_point():
-            raise ValueError(
-                f"cu_seqlens must be [N + 1] integers, not {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-            )
+            found = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens: {found}; must be [N + 1] integers")
         if q.shape[0] != 1:
-            raise ValueError(
-                f"cu_seqlens needs one packed row, B = 1, but B is {q.shape[0]}: flatten the batch"
-            )
+            raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
         state = [sequences, v.shape[2], "K", v.shape[3]]
         if initial_state.ndim != 4 or any(initial_state.shape[i] != state[i] for i in (0, 1, 3)):
-            raise ValueError(
-                f"initial_state must be [N, HV, K, V] = {state}, not {list(initial_state.shape)}"
-            )
+            raise ValueError(f"initial_state: {list(initial_state.shape)}; must be [N, HV, K, V] = {state}")
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size must be a power of two, not {chunk_size}")
+        raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
     if mode not in ("chunk", "recurrent", "reference"):
-        raise ValueError(f"mode must be chunk, recurrent or reference, not {mode!r}")
+        raise ValueError(f"mode={mode!r}: must be chunk, recurrent or reference")
     if qk_norm not in (None, "l2"):
-        raise ValueError(f"qk_norm must be None or 'l2', not {qk_norm!r}")
+        raise ValueError(f"qk_norm={qk_norm!r}: must be None or 'l2'")
 
 
 # ------------------------------------------------------------------------------------------ token by token
 
 
 def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
-    """ "reference" and "recurrent": each sequence of a packed row in turn."""
+    """Modes "reference" and "recurrent", one sequence of a packed row after another."""
     dtype = wide_dtype(q, k, v, beta, g, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(dtype).repeat_interleave(group, 2) if group > 1 else x.to(dtype) for x in (q, k))
@@ -322,7 +312,7 @@ def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple
             outputs += some
             states.append(last)
         state = torch.cat(states) if states else state
-    o = torch.stack(outputs, 1) if outputs else values  # no token at all: v is as empty as o
+    o = torch.stack(outputs, 1) if outputs else values  # without tokens o is empty, like v
     return o.to(v.dtype), state
 
 
@@ -333,7 +323,7 @@ def _linear_step(q, k, v, beta, decay, state):
 
 
 def _reference_step(q, k, v, beta, decay, state):
-    """As above with beta [B, H]; the delta rule's formula, term by term."""
+    """Like `_linear_step` with beta [B, H]: the delta rule's formula, term by term."""
     decay = 1 if decay is None else decay
     erase = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - torch.einsum(
         "bh,bhi,bhj->bhij", beta, k, k
@@ -343,7 +333,7 @@ def _reference_step(q, k, v, beta, decay, state):
 
 
 def _recurrent_step(q, k, v, beta, decay, state):
-    """The same as a rank-one update: every product is a matrix and a vector."""
+    """The same with a rank-one update, so that all products are of a matrix and a vector."""
     if decay is not None:
         state = state * decay
     delta = beta[..., None] * (v - (k.unsqueeze(-2) @ state).squeeze(-2))

@@ -40,13 +40,13 @@ class Sequences:
         assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
         return self.cu_seqlens.diff()
 
-    def spread(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def with_gaps(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the tokens and the gaps lie if `gap` rows are put before each sequence.
 
         Returns int64 `[ΣT]` and `[N, gap]` rows of the layout of ΣT + N·gap rows; made once per gap and
         device.
         """
-        key = ("spread", gap, device)
+        key = ("with_gaps", gap, device)
         if key not in self._made:
             n, starts = torch.arange(len(self.lengths)), self.lengths.cumsum(0) - self.lengths
             tokens = torch.arange(int(self.lengths.sum())) + gap * (1 + n.repeat_interleave(self.lengths))
@@ -72,21 +72,21 @@ class Sequences:
         lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
         return int((lengths if self.past is None else lengths + self.past).max())
 
-    def places(self, T: int, width: int, device: torch.device) -> Tensor:
+    def last_positions(self, T: int, width: int, device: torch.device) -> Tensor:
         """Where each sequence's last `width` tokens stand in it after this call of T columns.
 
         int64 `[N or 1, width]`, < 0 before the first token.
         """
         if self.cu_seqlens is None:
             return self.positions(T, device)[:, :1] + torch.arange(T - width, T, device=device)
-        key = ("places", width, device)
+        key = ("last_positions", width, device)
         if key not in self._made:
             ends = self.lengths if self.past is None else self.lengths + self.past
             places = ends[:, None] + torch.arange(-width, 0)
             self._made[key] = places.to(device, non_blocking=True)
         return self._made[key]
 
-    def joined(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    def pad(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """Each sequence's tokens of this call behind those that it kept, its last in the last column.
 
         x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, L the longest
@@ -95,7 +95,7 @@ class Sequences:
         R = 0 if kept is None else kept.shape[1]
         if self.cu_seqlens is None:
             return x if kept is None else torch.cat([kept.to(x.dtype), x], 1)
-        key = ("joined", R, x.device)
+        key = ("pad", R, x.device)
         if key not in self._made:
             N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
             # Columns from a sequence's first new token: < 0 for what it kept, and < −R for nothing at all.
@@ -108,11 +108,11 @@ class Sequences:
         rows += [] if kept is None else [kept.to(x.dtype).flatten(0, 1)]
         return torch.cat(rows)[self._made[key]]
 
-    def parted(self, x: Tensor, T: int) -> Tensor:
-        """`joined` without anything kept, undone: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
+    def unpad(self, x: Tensor, T: int) -> Tensor:
+        """`pad` without anything kept, undone: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
         if self.cu_seqlens is None:
             return x
-        key = ("parted", x.device)
+        key = ("unpad", x.device)
         if key not in self._made:
             ends = torch.arange(1, len(self.lengths) + 1) * x.shape[1] - self.cu_seqlens[1:]
             index = torch.arange(T) + ends.repeat_interleave(self.lengths)
@@ -143,10 +143,10 @@ class Sequences:
             self._made[key] = (groups, where.to(device, non_blocking=True))
         return self._made[key]
 
-    def opened(self, state: Tensor) -> Tensor:
+    def scatter_states(self, state: Tensor) -> Tensor:
         """What the sequences begin with: rows' states `[B, …]` to `[N, …]`, zeros but where a row goes on."""
         assert self.rows is not None
-        key = ("opened", state.device)
+        key = ("scatter_states", state.device)
         if key not in self._made:
             carried = self.rows.carried
             pair = (self.rows.first[carried], carried.nonzero().squeeze(1))
@@ -156,15 +156,17 @@ class Sequences:
         empty = state.new_zeros(len(self.lengths), *state.shape[1:])
         return empty.index_copy(0, sequences, state.index_select(0, rows))
 
-    def closed(self, state: Tensor) -> Tensor:
+    def gather_states(self, state: Tensor) -> Tensor:
         """What the rows end in: sequences' states `[N, …]` to `[B, …]`, without history."""
         assert self.rows is not None
-        key = ("closed", state.device)
+        key = ("gather_states", state.device)
         if key not in self._made:
             self._made[key] = self.rows.last.to(state.device, non_blocking=True)
         return state.detach().index_select(0, self._made[key])
 
-    def behind(self, kept: int, wanted: Tensor, device: torch.device) -> tuple["Sequences", Tensor, Tensor]:
+    def with_kept(
+        self, kept: int, wanted: Tensor, device: torch.device
+    ) -> tuple["Sequences", Tensor, Tensor]:
         """These sequences with tokens of earlier calls in front of those that go on.
 
         Of `kept` tokens a row, its first sequence gets the last `wanted` (int64 `[N]`, on the host).
@@ -173,7 +175,7 @@ class Sequences:
         """
         assert self.cu_seqlens is not None
         assert self.rows is not None
-        key = ("behind", kept, tuple(wanted.tolist()), device)
+        key = ("with_kept", kept, tuple(wanted.tolist()), device)
         if key not in self._made:
             lengths = self.lengths + wanted
             ends = lengths.cumsum(0)

@@ -1,8 +1,8 @@
-"""One token of generation in torch: what a mixer does between its projections and o_proj, in few operators.
+"""One token of generation in torch, with few operators: what a mixer does between projections and o_proj.
 
-With one token an operator's price is its launch, on a CPU as well: this is the chunkwise path's formula, and
-the fused kernel's signature, without what only longer inputs need. It rounds to the model's dtype wherever
-that path does, so that in bf16 too a text continued from a cache is the one that is read anew.
+With one token an operator costs as much as its launch, on a CPU too. So this is the chunkwise formula without
+the parts that only longer inputs need; the signature is the fused kernel's. It rounds to the model's dtype
+wherever the chunkwise path does, so that in bf16 too generation from a cache equals a new read of the text.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,14 @@ def step(
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One token of N sequences through the delta rule or linear attention, with all that surrounds it.
+    """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
-    inputs gives q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or with heads apart) as projected, and by the rule b
-    or beta's logits, a or the decay's g, positions, gate. state: recurrent `[N, HV, F, V (+ 1)]` and conv_q,
-    conv_k, conv_v `[N, W−1, ·]`; it is not changed. Options: as those of the kernel of this name.
+    inputs: returns q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or with heads apart) as projected, and as needed
+        b (logits of beta), a or g (for the decay), positions and gate.
+    state: recurrent `[N, HV, F, V (+ 1)]` and conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
+    Other options: as in `nalanda_kernels.triton.step.step`.
 
-    Returns o `[N, 1, HV, V]` in dtype, or wider, and the new state under the same names.
+    Returns o `[N, 1, HV, V]` in dtype or a wider one, and the new state under the same names.
     """
     x, new = inputs(), {}
     q, k, v = x["q"], x["k"], x["v"]
@@ -53,7 +54,7 @@ def step(
         laid = torch.cat([past.to(q.dtype), torch.cat([x[name] for name in names], -1)], 1)
         taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
         q, k, v = (at_least_fp32(laid) * taps).sum(1).to(narrow).split(sizes, -1)
-        # Clones: views would keep one another alive.
+        # Clones, because views would keep each other's memory alive.
         new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
     if silu:
         v = F.silu(v)
@@ -85,7 +86,7 @@ def step(
     o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
     if denominator:
         o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])
-    elif delta or narrow != torch.float16:  # sums of many terms leave its range before a norm sees them
+    elif delta or narrow != torch.float16:  # sums may exceed fp16's range before the norm
         o = o.to(narrow)
     if norm is not None:
         o = F.rms_norm(at_least_fp32(o), (value_dim,), at_least_fp32(norm[0]), norm[1]).to(narrow)

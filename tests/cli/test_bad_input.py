@@ -1,0 +1,395 @@
+"""Bad input at the command line: what is typed, the one line that it gets, and the exit code."""
+
+import builtins
+import errno
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from training import PRETRAIN, configured
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import DiskFull, OutOfMemory
+from nalanda.train import loop as training
+from nalanda.train import memory
+from nalanda.train.checkpoint_dir import latest_checkpoint
+from nalanda_cli import main
+
+LEADING = {"outside": "../model/model.safetensors", "absolute": "/etc/passwd", "linked": "link.safetensors"}
+LEADING |= {"lacking": "none.safetensors"}
+
+
+@pytest.fixture(scope="session")
+def place(recipe, tokenizer, tmp_path_factory) -> Path:
+    """A folder with a recipe, a model, and what may be wrong with either."""
+    place = tmp_path_factory.mktemp("bad")
+    config = NalandaConfig(
+        vocab_size=320, hidden_size=16, num_hidden_layers=1, num_heads=2, mixer="gla", intermediate_size=32
+    )
+    for name in ("model", "torn", "garbled", *LEADING):
+        NalandaForCausalLM(config).save_pretrained(place / name)
+        tokenizer.save_pretrained(place / name)
+    weights = (place / "model" / "model.safetensors").read_bytes()
+    (place / "torn" / "model.safetensors").write_bytes(weights[:-100])
+    (place / "linked" / "link.safetensors").symlink_to(place / "model" / "model.safetensors")
+    for folder, file in LEADING.items():
+        (place / folder / "model.safetensors").unlink()
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": file}}
+        (place / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "garbled" / "model.safetensors.index.json").write_text('{"weight_map": [')
+    text = recipe.read_text()
+    settings = yaml.safe_load(text) | {"output_dir": "run", "tokenizer": "model"}
+    (place / "r.yaml").write_text(yaml.safe_dump(settings))
+    (place / "latin.yaml").write_bytes(text.encode() + "# Größe\n".encode("latin-1"))
+    (place / "deep.yaml").write_text("model: " + "{a: " * 5000)
+    (place / "twice.yaml").write_text(text + "seed: 1\n")
+    (place / "broken").mkdir()
+    for name in ("study.yaml", "lm.yaml"):
+        (place / "broken" / name).write_text("a: 1\na: 2\n")
+    (place / "dangling").symlink_to(place / "nowhere")
+    (place / "file").write_text("x")
+    (place / "runs").mkdir()
+    return place
+
+
+RECIPES = {
+    "latin.yaml": r"latin\.yaml: line \d+: not UTF-8: save it as UTF-8",
+    "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is there twice, in line \d+ first",
+    "none.yaml": r"none\.yaml: no such recipe or file.*",
+}
+READING = (
+    "train {}",
+    "info {}",
+    "analyze {}",
+    "data fetch {} --to to",
+    "data prepare {} out",
+    "perplexity model --text {}",
+)
+SEED = r"--seed: expected 0 to 4294967295, got -1"
+MODELS = {
+    "torn": r"model\.safetensors: damaged or cut short \(.*\); copy or download it again",
+    "garbled": r"model\.safetensors\.index\.json: damaged, or no index of weights",
+    "lacking": r"no none\.safetensors there, which model\.safetensors\.index\.json names",
+} | {
+    name: rf"model\.safetensors\.index\.json: {re.escape(LEADING[name])} is outside of the folder, .*"
+    for name in ("outside", "absolute", "linked")
+}
+LOADING = (
+    *("generate {} x", "chat {}", "eval model {} --tasks piqa", "perplexity model {} --output out"),
+    *("analyze {}", "convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
+)
+NOT_THERE = r"no such model: there is no folder runs/none, and the hub says: .*"
+DANGLING = r"dangling: a symbolic link to .*/nowhere, which does not exist"
+
+TABLE = [
+    *((command.format(name), line) for command in READING for name, line in RECIPES.items()),
+    *((command.format(name), f".*{line}") for command in LOADING for name, line in MODELS.items()),
+    # recipes and their settings
+    ("train deep.yaml", r"deep\.yaml: nested too deeply for a recipe"),
+    (f"train r.yaml 'log={'{a: ' * 5000}'", r"log=[{a: ]+…: nested too deeply for a recipe"),
+    ("train r.yaml 'log={every: 1, every: 2}'", r"log=.*: line 1: not YAML: 'every' is there twice, .*"),
+    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is there twice, in line 1 first"),
+    ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
+    ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
+    ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
+    ("train r.yaml mixer=gla", r"mixer: no such key; did you mean model\.mixer\?"),
+    ("train r.yaml every=1", r"every: .* mean validation\.every or checkpoint\.every or log\.every\?"),
+    (
+        "train r.yaml --steps 10",
+        r"No such option: --steps.*; .* are written section\.key=value, .*train\.steps=10",
+    ),
+    ("info r.yaml --steps 10", r"No such option: --steps.*; .* are written section\.key=value, .*"),
+    ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
+    ("evall model", r"No such command 'evall'.*"),
+    ("plot run --x parsecs", r"Invalid value.*choose tokens, steps or hours"),
+    # mixers, maps and their options
+    ("train r.yaml model.mixer=gated_delta", r"model: unknown mixer .*, did you mean 'gated_deltanet'\? .*"),
+    ("train r.yaml model.feature_map=nahla", r"model: unknown feature_map .*, did you mean 'nala'\? .*"),
+    (
+        "train r.yaml model.mixer_options.num_v_head=2",
+        r"model: mixer 'gated_deltanet': no option 'num_v_head', did you mean 'num_v_heads'\?",
+    ),
+    (
+        "train r.yaml 'model.mixer_options={gated_deltanet: {}, gated_delta: {}}'",
+        r"model: mixer_options names 'gated_delta', which no layer has, did you mean 'gated_deltanet'\?",
+    ),
+    (
+        "train r.yaml model.feature_map=nala model.feature_map_options.angel=rms",
+        r"model: .*feature_map 'nala': no option 'angel', did you mean 'angle'\?",
+    ),
+    ("bench recall --output out --mixers deltanets", r"--mixers: unknown mixer .*; did you mean deltanet\?"),
+    (
+        "bench recall --output out --mixers deltanet:allow_neg_eigvl=true",
+        r"--mixers: .*: no option 'allow_neg_eigvl', did you mean 'allow_neg_eigval'\?",
+    ),
+    ("bench recall --output out --maps sillu", r"--maps: unknown map .*; did you mean silu\?"),
+    # sizes and seeds
+    (
+        "train r.yaml model.hidden_size=500000",
+        r"model: .* parameters take .*, .* of memory is free: lower .*",
+    ),
+    ("analyze r.yaml model.hidden_size=500000", r"model: .* parameters take .*, .* of memory is free: .*"),
+    ("train r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
+    ("info r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
+    ("train r.yaml model.hidden_size=1000000000000", r"model: hidden_size=.* must be at most 2147483647"),
+    (
+        "train r.yaml model.num_hidden_layers=1000000000",
+        r"model: num_hidden_layers=.* must be at most 100000",
+    ),
+    ("train r.yaml seed=-1", r"seed: expected 0 to 4294967295, got -1"),
+    *((f"{command} --seed -1", SEED) for command in ("generate model x", "chat model", "analyze model")),
+    # what is not there
+    *(
+        (f"{command.format('runs/none')}", NOT_THERE)
+        for command in (
+            "generate {} x",
+            "chat {}",
+            "eval model {} --tasks piqa",
+            "perplexity {}",
+            "analyze {}",
+        )
+    ),
+    ("convert runs/none out", r"no such model: there is no folder runs/none, and the hub says: .*"),
+    ("export runs/none out", r"runs/none: expected a run's folder, .*"),
+    (
+        "train r.yaml 'model={init_from: runs/none}'",
+        r"model: there is no folder runs/none, and the hub says: .*",
+    ),
+    ("train r.yaml 'model={auto: runs/none}'", r"model: there is no folder runs/none, and the hub says: .*"),
+    ("train r.yaml tokenizer=runs/none", r"tokenizer 'runs/none' cannot be loaded: .*"),
+    ("train r.yaml data.source=none.jsonl", r".*none\.jsonl.*"),
+    ("runs runs/none", r"runs/none: no such directory; .*"),
+    ("plot runs/none", r"runs/none: no such directory; name the folder of a run"),
+    ("plot run/none --output x.png", r"run/none: no such directory; .*"),
+    ("data inspect runs/none", r"runs/none.* does not exist; .*"),
+    ("study report runs/none", r"runs/none/study\.yaml: no such file; .*"),
+    ("eval model --tasks piqa --data runs/none", r"no such directory of evaluation data: runs/none"),
+    ("generate model --file none", r"cannot read none: No such file or directory"),
+    ("generate model --state none", r".*none.*"),
+    ("perplexity model --text none --output out", r".*none.*"),
+    # where nothing can be written
+    ("train r.yaml output_dir=dangling", rf"output_dir {DANGLING}"),
+    ("train r.yaml output_dir=dangling/run", rf"output_dir dangling/run: {DANGLING}"),
+    ("eval model --tasks piqa --output dangling", rf"--output {DANGLING}"),
+    ("eval model --tasks piqa --output file", r"--output file: a file; name a folder"),
+    ("eval --tasks piqa --fetch dangling", rf"--fetch {DANGLING}"),
+    ("perplexity model --output dangling", rf"--output {DANGLING}"),
+    ("analyze model --output dangling", rf"--output {DANGLING}"),
+    ("bench recall --output dangling", rf"--output {DANGLING}"),
+    ("bench ops --json dangling", rf"--json {DANGLING}"),
+    ("bench decode --png runs", r"--png runs: a folder; name a file"),
+    ("generate model x --save-state dangling", rf"--save-state {DANGLING}"),
+    ("convert model dangling", r"dangling exists; choose another folder"),
+    ("data prepare r.yaml dangling", DANGLING),
+    ("data fetch r.yaml --to dangling", rf"--to {DANGLING}"),
+    ("study run dangling", rf"the study's folder {DANGLING}"),
+    # devices
+    *(
+        (f"{command} --device {device}", rf"--device {device}: not on this machine, which has cpu.*")
+        for device in (["cuda", "meta", "gpu"] if not torch.cuda.is_available() else ["meta", "gpu"])
+        for command in (
+            *("generate model x", "chat model", "eval model --tasks piqa", "perplexity model"),
+            *("analyze model", "analyze r.yaml", "bench recall --output out"),
+        )
+    ),
+]
+
+
+def said(capsys, *arguments: str) -> tuple[int, str]:
+    """The exit code of a command and what it said on stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "line"), TABLE, ids=lambda text: text[:70])
+def test_bad_input_gets_one_line_and_code_2(place, capsys, monkeypatch, fresh_accelerate, command, line):
+    monkeypatch.chdir(place)
+    code, text = said(capsys, *shlex.split(command))
+    assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
+    assert code == 2
+
+
+# ------------------------------ ctrl-C
+
+COMMANDS = (
+    *(
+        "train x",
+        "eval x",
+        "perplexity x",
+        "generate x",
+        "chat x",
+        "info",
+        "export x y",
+        "convert x y",
+        "runs",
+    ),
+    *(
+        "plot x",
+        "analyze x",
+        "bench ops",
+        "bench decode",
+        "bench recall",
+        "data prepare x y",
+        "data inspect x",
+    ),
+    *("data fetch x --to y", "study run x", "study report x"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_interrupt_while_loading_is_one_line(monkeypatch, capsys, command, hidden):
+    """Also where a library that is being imported makes an error of its own of it."""
+    real = builtins.__import__
+
+    def load(name, *arguments, **keywords):
+        if name.split(".")[0] not in ("nalanda", "nalanda_eval"):
+            return real(name, *arguments, **keywords)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            if not hidden:
+                raise
+            raise ImportError("initialization failed") from error
+
+    monkeypatch.setattr(builtins, "__import__", load)
+    try:
+        found = said(capsys, *command.split())
+    finally:
+        monkeypatch.undo()
+    assert found == (130, "nalanda: interrupted\n")
+
+
+def test_a_real_interrupt_while_torch_is_loading(recipe):
+    process = subprocess.Popen([sys.executable, PRETRAIN, recipe], stderr=subprocess.PIPE, text=True)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "nalanda: interrupted\n"
+    assert process.returncode == 130
+
+
+# ------------------------------ memory
+
+
+def asks_for_too_much(*_, **__):
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_too_little_memory_while_training_says_what_would_fit(
+    recipe, tmp_path, monkeypatch, fresh_accelerate
+):
+    """The error is torch's own; the checkpoints stay as they were; the run resumes with what is proposed."""
+    run = tmp_path / "run"
+    training.train(configured(recipe, run, "train.steps=5"))
+    before = latest_checkpoint(run / "checkpoints")
+    real, held = memory.host, []
+
+    def scarce() -> int:  # room for the model, and for fewer rows than the four that are asked for
+        return held[0]
+
+    def summed_loss(*arguments, **keywords):
+        from nalanda.train.estimate import activation_bytes, held_bytes
+
+        config, model = configured(recipe, run), arguments[0]
+        kept = [activation_bytes(model.config, rows, 32, torch.float32, False) for rows in (2, 4)]
+        held[:] = [held_bytes(model, config, 1, 1) + sum(kept) // 2]
+        monkeypatch.setattr(memory, "host", scarce)
+        asks_for_too_much()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "summed_loss", summed_loss)
+        patch.setattr(training, "check_causal", lambda *_: None)
+        with pytest.raises(OutOfMemory) as error:
+            training.train(configured(recipe, run))
+    monkeypatch.setattr(memory, "host", real)
+    assert re.fullmatch(
+        r"out of memory: 1152921504606846976 bytes more were asked for; train\.micro_batch_size=2 needs "
+        r"[\d.]+ MiB of [\d.]+ MiB free; the same command resumes from step-5",
+        str(error.value),
+    )
+    assert error.value.exit_code == 71
+    assert json.loads((run / "run.json").read_text())["reason"].startswith(
+        "out of memory: 1152921504606846976"
+    )
+    assert latest_checkpoint(run / "checkpoints") == before
+    training.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "nalanda: out of memory; take a smaller model, fewer rows at a time or shorter ones"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
+            "nalanda: out of memory: 20.00 MiB more were asked for; take a smaller model, .*",
+        ),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "nalanda: out of memory; take .*"),
+        (RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"), "nalanda: out of memory; .*"),
+    ],
+)
+def test_too_little_memory_elsewhere_has_a_code(monkeypatch, capsys, error, line):
+    import nalanda.report.runs
+
+    def overview(*_):
+        raise error
+
+    monkeypatch.setattr(nalanda.report.runs, "overview", overview)
+    code, text = said(capsys, "runs")
+    assert re.fullmatch(line + "\n", text)
+    assert code == 71
+
+
+# ------------------------------ files that may not grow
+
+
+@pytest.fixture
+def small_files():
+    """Sets the size that files of this process may have; Python ignores the signal of it, as in any run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate, small_files):
+    run = tmp_path / "run"
+    training.train(configured(recipe, run, "train.steps=5"))
+    small_files(50_000)
+    with pytest.raises(DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"):
+        training.train(configured(recipe, run, "train.steps=10"))
+    assert latest_checkpoint(run / "checkpoints").name == "step-5"
+    assert not list((run / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("convert model out --to fla", "analyze model --output out", "data prepare r.yaml out --workers 1"),
+        *("plot drawn", "generate model x --save-state state", "perplexity model --text file --output out"),
+    ],
+)
+def test_a_limit_of_file_sizes_from_other_commands(
+    place, tmp_path, monkeypatch, capsys, small_files, command
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "r.yaml", "file"):
+        (tmp_path / name).symlink_to(place / name)
+    (tmp_path / "drawn").mkdir()
+    lines = [{"step": step, "tokens": step, "loss": 2.0} for step in (1, 2)]
+    (tmp_path / "drawn" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small_files(1000)
+    code, text = said(capsys, *shlex.split(command))
+    assert re.fullmatch(r"nalanda: .*(the file may not grow further|no space left).*", text.strip()), text
+    assert code == 74

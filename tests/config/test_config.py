@@ -1,0 +1,128 @@
+"""Recipes: what is refused, in which words, and that what was saved is what was read."""
+
+from pathlib import Path
+
+import pytest
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import differences, find_recipe, load_config
+from nalanda.config.schema import RunConfig
+
+RECIPE = """
+output_dir: runs/x
+model: {mixer: deltanet, hidden_size: 32, num_hidden_layers: 2, num_heads: 2}
+tokenizer: some/path
+data: {source: python, seq_len: 64}
+optim: {lr: 3e-4}
+train: {steps: 100, tokens_per_step: 512, micro_batch_size: 4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return str(tmp_path / "recipe.yaml")
+
+
+def refusal(recipe: str, *overrides: str) -> str:
+    with pytest.raises(InputError) as error:
+        load_config(recipe, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_reads_numbers_that_yaml_takes_for_text(recipe):
+    config = load_config(
+        recipe,
+        ["schedule.min_lr_ratio=1e-1", "optim.betas=[0.9, 99e-2]", "train.steps=2e2", "model.norm_eps=1e-5"],
+    )
+    assert config.model["norm_eps"] == 1e-5
+    assert config.optim.lr == 3e-4
+    assert config.schedule.min_lr_ratio == 0.1
+    assert config.optim.betas == (0.9, 0.99)
+    assert config.train.steps == 200
+    assert isinstance(config.train.steps, int)
+    assert config.tokenizer.path == "some/path"
+
+
+def test_overrides_reach_every_depth(recipe):
+    config = load_config(
+        recipe,
+        [
+            "tokenizer.train=bpe",
+            "tokenizer.path=null",
+            "model.feature_map_options.power=3",
+            "model.feature_map=nala",
+        ],
+    )
+    assert (config.tokenizer.train, config.tokenizer.path) == ("bpe", None)
+    assert config.model["feature_map_options"] == {"power": 3}
+    assert config.model["mixer"] == "deltanet"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.learning_rat=1", "optim.learning_rat: no such key"),
+        ("optim.weight_decai=1", "did you mean weight_decay?"),
+        ("trian.steps=1", "trian: no such key; did you mean train?"),
+        ("model.hiden_size=1", "hidden_size"),
+        ("model.feature_map_options.powr=1", "powr"),
+        ("train.steps=many", "train.steps: expected an integer, got 'many'"),
+        ("train.steps=1.5", "train.steps: expected an integer, got 1.5"),
+        ("train.steps=true", "train.steps: expected an integer, got True"),
+        ("train.compile=1", "train.compile: expected true or false, got 1"),
+        ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
+        ("optim.lr=nan", "optim.lr: expected a number"),
+        ("optim.betas=[0.9]", "optim.betas: expected 2 values, got 1"),
+        ("optim.betas=[0.9, x]", "optim.betas[1]: expected a number"),
+        ("train.precision=fp16", "train.precision: expected one of bf16, fp32; got 'fp16'"),
+        ("schedule.name=cos", "schedule.name: expected one of cosine"),
+        ("output_dir=7", "output_dir: expected text, got 7"),
+        ("optim=3", "optim: expected a section of keys, got 3"),
+        ("train.steps", "train.steps: expected section.key=value"),
+        ("train.steps=[1", "line 1: not YAML"),
+        ("data.seq_len=0", "seq_len"),
+        ("train.steps=0", "train.steps: expected 1 or more"),
+        ("schedule.warmup_steps=101", "schedule.warmup_steps: 101 is more than train.steps 100"),
+        ("train.tokens_per_step=700", "take 512 or 768"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last"),
+        ("log.every=0", "log.every"),
+        ("model.num_heads=3", "num_heads"),
+    ],
+)
+def test_bad_values_get_one_line(recipe, override, words):
+    assert words in refusal(recipe, override)
+
+
+def test_missing_keys_and_files_get_one_line(tmp_path, recipe):
+    for key in ("output_dir", "model", "train"):
+        lines = [line for line in RECIPE.splitlines() if not line.startswith(key)]
+        (tmp_path / "less.yaml").write_text("\n".join(lines))
+        assert refusal(str(tmp_path / "less.yaml")).startswith(key)
+    (tmp_path / "broken.yaml").write_text("model: {a: 1\ndata: 2\n")
+    assert "line 2: not YAML" in refusal(str(tmp_path / "broken.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "expected sections" in refusal(str(tmp_path / "list.yaml"))
+    assert "no such recipe or file" in refusal(str(tmp_path / "none.yaml"))
+
+
+def test_what_is_saved_reads_back_equal(tmp_path, recipe):
+    config = load_config(recipe, ["model.mixer_options={allow_neg_eigval: true}", "optim.betas=[0.8, 0.9]"])
+    assert isinstance(config, RunConfig)
+    (tmp_path / "saved.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_differences_name_the_keys():
+    old, new = {"optim": {"lr": 1, "eps": 2}, "seed": 0}, {"optim": {"lr": 3, "eps": 2}, "seed": 0, "x": 1}
+    assert differences(old, new) == {"optim.lr": (1, 3), "x": (None, 1)}
+
+
+def test_recipes_are_found_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    assert find_recipe(str(tmp_path / "mine.yaml")) == tmp_path / "mine.yaml"
+    monkeypatch.chdir(tmp_path)
+    recipes = Path(__file__).parents[2] / "recipes"
+    name = min(recipes.glob("*.yaml")).stem
+    assert find_recipe(name).read_text() == (recipes / f"{name}.yaml").read_text()

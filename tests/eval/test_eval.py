@@ -1,0 +1,840 @@
+"""Evaluation through lm-evaluation-harness on a tiny model and documents of our own making; generation."""
+
+import csv
+import errno
+import gzip
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from nalanda_eval import harness as harness_module
+from nalanda_eval import report
+from nalanda_eval.cache import AnswerCache
+from nalanda_eval.harness import evaluate
+from nalanda_eval.task_data import PACKAGED, find_tasks
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.config.model_folder import check_name
+from nalanda.inference.generate import generate
+from nalanda.inference.load import load_model
+
+SENTENCE = "a river runs under the old stone bridge and the miller counts his sacks before dusk"
+WORDS = SENTENCE.split()
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """Seconds to import, so that only the tests that need it wait."""
+    import nalanda_eval.adapter as lm
+
+    return lm
+
+
+def build(tokenizer, path, **options):
+    torch.manual_seed(0)
+    config = NalandaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        intermediate_size=64,
+        initializer_range=0.2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    NalandaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    return build(tokenizer, tmp_path_factory.mktemp("model"))
+
+
+def text(seed: int, words: int = 8) -> str:
+    return " ".join(WORDS[(seed * 7 + i * i + i) % len(WORDS)] for i in range(words))
+
+
+def short(path: str) -> str:
+    return "/".join(path.split("/")[-2:])
+
+
+def write(directory, name, rows):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".gz"):
+        (directory / name).write_bytes(gzip.compress(lines.encode()))
+    else:
+        (directory / name).write_text(lines)
+
+
+def arc(i):
+    return {
+        "query": f"Question: Why does {text(i)}?\nAnswer:",
+        "choices": [text(i + j, 3) for j in range(4)],
+        "gold": i % 4,
+    }
+
+
+def hub_arc(i, question="question"):
+    return {
+        question: f"Why does {text(i)}?",
+        "choices": {"text": [text(i + j, 3) for j in range(4)], "label": list("ABCD")},
+        "answerKey": "ABCD"[i % 4],
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The layout of local data, without WikiText; half of the files compressed."""
+    directory = tmp_path_factory.mktemp("data")
+    six = range(6)
+    write(
+        directory,
+        "lambada_test.jsonl.gz",
+        [{"context": text(i, 12), "continuation": f" {WORDS[i]}"} for i in six],
+    )
+    write(
+        directory,
+        "piqa_val.jsonl",
+        [{"goal": text(i), "sol1": text(i + 1), "sol2": text(i + 2), "label": i % 2} for i in six],
+    )
+    write(
+        directory,
+        "hellaswag_val.jsonl.gz",
+        [
+            {
+                "activity_label": "Milling",
+                "ctx_a": text(i),
+                "ctx_b": "the miller",
+                "endings": [f"then [title] {text(j)}" for j in range(4)],
+                "label": str(i % 4),
+            }
+            for i in six
+        ],
+    )
+    write(
+        directory,
+        "winogrande_xl_val.jsonl",
+        [
+            {
+                "sentence": f"{text(i)} because _ was late.",
+                "option1": "Ann",
+                "option2": "Bea",
+                "answer": str(i % 2 + 1),
+            }
+            for i in six
+        ],
+    )
+    write(directory, "arc_easy_test.jsonl.gz", [arc(i) for i in six])
+    write(directory, "arc_challenge_test.jsonl", [arc(i) for i in six])
+    return directory
+
+
+def requests(lm, tasks: list[str], data) -> dict[str, list[tuple]]:
+    """What the harness asks a model: the arguments of the first document's requests, by task."""
+    loaded = lm.load_tasks(find_tasks(tasks, str(data))[0])["tasks"]
+    for task in loaded.values():
+        task.build_all_requests(limit=1, rank=0, world_size=1)
+    return {name: [instance.args for instance in task.instances] for name, task in loaded.items()}
+
+
+# ------------------------------ table 4 on local data
+
+
+def test_local_prompts_are_the_harness_own(lm, data, tmp_path):
+    write(
+        tmp_path, "wikitext_test.jsonl", [{"page": "= Mill =\n the miller 's sacks , 3 @,@ 000 of them \n"}]
+    )
+    assert requests(lm, ["wikitext"], tmp_path) == {
+        "wikitext": [("= Mill =\nthe miller's sacks, 3,000 of them\n",)]
+    }
+    asked = requests(lm, ["table4"], data)
+    assert list(asked) == [task for task, _, _ in report.TABLE4 if task != "wikitext"]
+    assert asked["lambada_openai"] == [(text(0, 12), f" {WORDS[0]}")]
+    prompt = f"Question: {text(0)}\nAnswer:"
+    assert asked["piqa"] == [(prompt, f" {text(1)}"), (prompt, f" {text(2)}")]
+    prompt = f"Milling: {text(0)} The miller"
+    assert asked["hellaswag"] == [(prompt, f" then. {text(j)}") for j in range(4)]
+    assert asked["winogrande"] == [(f"{text(0)} because {name}", " was late.") for name in ("Ann", "Bea")]
+    prompt = f"Question: Why does {text(0)}?\nAnswer:"
+    assert asked["arc_easy"] == asked["arc_challenge"] == [(prompt, f" {text(j, 3)}") for j in range(4)]
+
+
+def test_the_hubs_own_fields_are_taken_too(lm, data, tmp_path):
+    write(tmp_path, "arc_easy_test.jsonl", [hub_arc(0)])
+    write(tmp_path, "lambada_test.jsonl", [{"text": f"{text(0, 12)} {WORDS[0]}"}])
+    tasks = ["arc_easy", "lambada_openai"]
+    assert requests(lm, tasks, tmp_path) == requests(lm, tasks, data)
+
+
+# task, its file, a compact row, the hub's row, what is asked, the right answer (for the harness)
+MORE = [
+    (
+        "boolq",
+        "boolq_val",
+        {"passage": "Mills grind.", "question": "does a mill grind", "answer": True},
+        {"passage": "Mills grind.", "question": "does a mill grind", "label": 1, "idx": 7},
+        [("Mills grind.\nQuestion: does a mill grind?\nAnswer:", f" {word}") for word in ("no", "yes")],
+        1,
+    ),
+    (
+        "openbookqa",
+        "openbookqa_test",
+        arc(2),
+        hub_arc(2, "question_stem"),
+        [(f"Why does {text(2)}?", f" {text(2 + j, 3)}") for j in range(4)],
+        2,
+    ),
+    (
+        "sciq",
+        "sciq_val",
+        None,
+        {
+            "support": " Mills grind.",
+            "question": "What grinds?",
+            **{f"distractor{i}": WORDS[i] for i in (1, 2, 3)},
+            "correct_answer": "mills",
+        },
+        [("Mills grind.\nQuestion: What grinds?\nAnswer:", f" {word}") for word in (*WORDS[1:4], "mills")],
+        3,
+    ),
+    (
+        "copa",
+        "copa_val",
+        None,
+        {
+            "premise": "The mill ran.",
+            "question": "effect",
+            "choice1": "It sang.",
+            "choice2": "He ate.",
+            "label": 1,
+        },
+        [("The mill ran therefore", "  it sang."), ("The mill ran therefore", "  he ate.")],
+        " he ate.",
+    ),
+    (
+        "social_iqa",
+        "social_iqa_val",
+        None,
+        {
+            "context": "Ann ran.",
+            "question": "Why?",
+            "answerA": "a",
+            "answerB": "b",
+            "answerC": "c",
+            "label": "2",
+        },
+        [("Q: Ann ran. Why?\nA:", f" {letter}") for letter in "abc"],
+        1,
+    ),
+    (
+        "commonsense_qa",
+        "commonsense_qa_val",
+        None,
+        {
+            "question": "Where are sacks? ",
+            "choices": {"label": list("ABCDE"), "text": WORDS[:5]},
+            "answerKey": "D",
+            "question_concept": "sack",
+        },
+        [
+            (
+                "Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:",
+                f" {letter}",
+            )
+            for letter in "ABCDE"
+        ],
+        "D",
+    ),
+]
+
+
+def test_all_further_tasks_are_the_harness_own(lm, checkpoint, tmp_path):
+    compact, hub = tmp_path / "compact", tmp_path / "hub"
+    compact.mkdir()
+    hub.mkdir()
+    for _, file, short_row, row, _, _ in MORE:
+        write(compact, f"{file}.jsonl.gz", [short_row or row])
+        write(hub, f"{file}.jsonl", [row])
+    assert requests(lm, ["all"], compact) == requests(lm, ["all"], hub)
+    assert requests(lm, ["all"], hub) == {task: asked for task, _, _, _, asked, _ in MORE}
+    loaded = lm.load_tasks(find_tasks(["all"], str(compact))[0])["tasks"]
+    for task, *_, target in MORE:
+        (document,) = loaded[task].eval_docs
+        assert loaded[task].doc_to_target(document) == target, task
+    results = evaluate([checkpoint], ["all"], data=str(compact))
+    assert list(results["left_out"]) == [task for task, _, _ in report.TABLE4]
+    metrics = {task: set(scores["metrics"]) for task, scores in results["models"][0]["tasks"].items()}
+    both = {"acc", "acc_norm"}
+    assert metrics == {task: both if task in ("openbookqa", "sciq") else {"acc"} for task, *_ in MORE}
+
+
+def test_table4(lm, checkpoint, data, tmp_path, capfd):
+    results = evaluate([checkpoint], ["table4"], data=str(data), output=str(tmp_path))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert not re.search("warn|INFO|it/s|fatal", err, re.IGNORECASE)
+
+    assert list(results["left_out"]) == ["wikitext"]
+    (model,) = results["models"]
+    assert model["begins_with_bos"]
+    assert model["max_length"] == 64
+    assert model["tasks"]["piqa"]["documents"] == 6
+    share = model["tasks"]["piqa"]["metrics"]["acc"]
+    assert model["tasks"]["piqa"]["stderr"]["acc"] == pytest.approx(math.sqrt(share * (1 - share) / 5))
+    assert model["tasks"]["lambada_openai"]["stderr"]["perplexity"] > 0
+    assert json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
+
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert lines[0] == "| model | Wiki ppl | LMB ppl | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
+    assert "| NaLa + Gated DeltaNet | 25.89 | 32.32 | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |" in lines
+    assert sum(line.startswith("| DeltaNet") for line in lines) == 2
+    assert any("wikitext is left out" in line for line in lines)
+    row = next(i for i, line in enumerate(lines) if line.startswith(f"| **{short(checkpoint)}** |"))
+    ours = lines[row].strip("| ").split(" | ")
+    accuracies = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
+    scores = [
+        model["tasks"][task]["metrics"][metric] for task, metric, _ in report.TABLE4 if task != "wikitext"
+    ]
+    assert ours[1] == "—"
+    assert float(ours[2]) == pytest.approx(scores[0], rel=0.05)
+    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [f"{20 * sum(scores[1:]):.1f}"]
+    errors = [
+        100 * model["tasks"][task]["stderr"][metric]
+        for task, metric, _ in report.TABLE4
+        if task in accuracies
+    ]
+    assert lines[row + 1].split(" | ")[3:8] == [f"±{error:.1f}" for error in errors]
+    assert lines[row + 1].endswith(f" | ±{math.hypot(*errors) / 5:.1f} |")
+
+
+# ------------------------------ log-likelihoods
+
+
+def score(lm, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options):
+    from lm_eval.api.instance import Instance
+
+    model, tokenizer = load_model(checkpoint)
+    tokenizer.padding_side = padding_side
+    scorer = lm.HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
+    kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
+    asked = [Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0) for pair in pairs]
+    return getattr(scorer, kind)(asked)
+
+
+def by_hand(checkpoint, ids: list[int], first: int) -> float:
+    """log P of ids[first:] given what is before."""
+    model, _ = load_model(checkpoint, dtype="float64")
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logp[range(first - 1, len(ids) - 1), ids[first:]].sum().item()
+
+
+def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
+    pairs = [(text(i, 1 + i), f" {text(i + 3, 1 + i % 4)}") for i in range(8)] + [("", "alone")]
+    one = [value for value, _ in score(lm, checkpoint, pairs, batch_size=1)]
+    done = []
+    options = {"batch_size": 7, "padding_side": "left", "advance": done.append}
+    seven = [value for value, _ in score(lm, checkpoint, pairs, **options)]
+    assert sum(done) == pytest.approx(sum(len(part) for pair in pairs for part in pair))
+    assert one == pytest.approx(seven, abs=1e-5 * 20)  # summed over up to twenty-odd tokens
+    tokenizer = load_model(checkpoint)[1]
+    expected = []
+    for context, continuation in pairs:
+        ids = [0, *tokenizer(context + continuation, add_special_tokens=False).input_ids]
+        expected.append(by_hand(checkpoint, ids, 1 + len(context)))
+    assert one == pytest.approx(expected, abs=1e-4)
+
+
+def test_rolling_begins_with_one_bos_and_goes_on_in_windows(lm, checkpoint):
+    long = text(3, 30)
+    tokenizer = load_model(checkpoint)[1]
+    ids = tokenizer(long, add_special_tokens=False).input_ids
+    assert len(ids) > 100
+    whole = by_hand(checkpoint, [0, *ids], 1)
+    assert score(lm, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(whole, abs=1e-3)
+    # Windows of 64 predictions; the last one reaches back, so as to be as long as the others.
+    windows = by_hand(checkpoint, [0, *ids[:64]], 1)
+    for start in range(64, len(ids), 64):
+        end = min(start + 64, len(ids))
+        windows += by_hand(checkpoint, ids[end - 65 : end], 65 - (end - start))
+    assert score(lm, checkpoint, ["b", long])[1] == pytest.approx(windows, abs=1e-3)
+
+
+def test_an_untrained_model_has_infinite_perplexity(lm, tokenizer, data, tmp_path):
+    path = build(tokenizer, tmp_path / "wild")
+    model = NalandaForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.lm_head.weight *= 1e4
+    model.save_pretrained(path)
+    results = evaluate([path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out"))
+    assert results["models"][0]["tasks"]["lambada_openai"]["metrics"]["perplexity"] == math.inf
+    assert "piqa" in results["models"][0]["tasks"]
+    assert "| inf |" in report.results_markdown(results)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=refuse)
+
+
+# ------------------------------ long texts
+
+
+def test_long_texts_are_read_whole_by_recurrent_models(lm, checkpoint, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("nalanda_eval.scoring.COLUMNS", 64)
+    write(tmp_path, "python_docs.jsonl", [{"text": text(i, 40)} for i in range(3)])
+    task = str(PACKAGED / "python_docs" / "python_docs_perplexity.yaml")
+    bits = {}
+    for long in ("window", "whole"):
+        results = evaluate([checkpoint], [task], data=str(tmp_path), long=long)
+        (model,) = results["models"]
+        assert model["max_length"] == (64 if long == "window" else None)
+        bits[long] = model["tasks"]["python_docs_perplexity"]["metrics"]["bits_per_byte"]
+    assert "texts read whole" in report.results_markdown(results)
+    total = 0.0
+    for i in range(3):
+        ids = tokenizer(text(i, 40), add_special_tokens=False).input_ids
+        total -= by_hand(checkpoint, [0, *ids], 1)
+    assert bits["whole"] == pytest.approx(
+        total / sum(len(text(i, 40)) for i in range(3)) / math.log(2), rel=1e-5
+    )
+    assert abs(bits["window"] - bits["whole"]) > 1e-3
+
+    attention = build(tokenizer, tmp_path / "softmax", mixer="softmax")
+    for options, found in {
+        "softmax": {"models": [attention], "long": "whole"},
+        "use window or whole": {"models": [checkpoint], "long": "chunks"},
+        "length of windows": {"models": [checkpoint], "long": "whole", "max_length": 32},
+    }.items():
+        with pytest.raises(InputError, match=options):
+            evaluate(tasks=[task], data=str(tmp_path), **found)
+
+
+def test_what_does_not_fit_is_said(lm, checkpoint):
+    with pytest.raises(InputError, match=r"12 tokens, the model sees 8 at once: raise max_length"):
+        score(lm, checkpoint, [("a", " miller runs")], max_length=8)
+    long = text(1, 20)
+    cut = score(lm, checkpoint, [(long, " dusk")], max_length=16)[0][0]
+    ids = load_model(checkpoint)[1](long + " dusk", add_special_tokens=False).input_ids
+    assert cut == pytest.approx(by_hand(checkpoint, ids[-17:], 12), abs=1e-4)
+
+
+# ------------------------------ the same numbers from the harness's own wrapper
+
+
+def test_the_harness_own_wrapper_gives_the_same_numbers(lm, checkpoint):
+    """Its choices begin with the tokenizer's bos. Of whole texts it counts that twice, unless told not to."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = load_model(checkpoint)
+    pairs = [(text(i), f" {text(i + j, 3)}") for i in range(3) for j in range(2)]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+    answers = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], True)
+    for (value, greedy), (expected, same) in zip(answers, score(lm, checkpoint, pairs), strict=True):
+        assert (value, greedy) == (pytest.approx(expected, abs=1e-4), same)
+
+    long = [text(3, 30), text(4, 3)]
+    asked = [Instance("loglikelihood_rolling", {}, (one,), 0) for one in long]
+    expected = pytest.approx(score(lm, checkpoint, long), abs=1e-3)
+    assert theirs.loglikelihood_rolling(asked, True) != expected
+    theirs.add_bos_token = False
+    assert theirs.loglikelihood_rolling(asked, True) == expected
+
+
+# ------------------------------ answers that are kept
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Counts batches that a model reads; at the number `die_at`, the process is as good as killed."""
+    from nalanda_eval import scoring
+
+    read, counter = scoring._read, types.SimpleNamespace(calls=0, die_at=None)
+
+    def counted(*args, **kwargs):
+        counter.calls += 1
+        if counter.calls == counter.die_at:
+            raise Killed
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(scoring, "_read", counted)
+    return counter
+
+
+def test_a_killed_run_goes_on(lm, checkpoint, data, tmp_path, forwards):
+    def run(path=checkpoint):
+        forwards.calls = 0
+        return evaluate([path], ["table4"], data=str(data), output=str(tmp_path / "out"), batch_size=2)
+
+    whole = evaluate([checkpoint], ["table4"], data=str(data), batch_size=2)["models"][0]
+    needed = forwards.calls
+    forwards.die_at = needed // 2
+    with pytest.raises(Killed):
+        run()
+    forwards.die_at = None
+    assert not (tmp_path / "out" / "results.json").exists()
+    (second,) = run()["models"]
+    assert 0 < second["found"] < second["log_likelihoods"]
+    assert forwards.calls <= needed - needed // 2 + 2  # the batch that was lost: a context's and its endings'
+    assert second["tasks"] == whole["tasks"]
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert f"{second['log_likelihoods']} log-likelihoods ({second['found']} of them kept from before)" in text
+
+    (third,) = run()["models"]
+    assert forwards.calls == 0
+    assert third["found"] == third["log_likelihoods"]
+    assert third["tasks"] == whole["tasks"]
+
+
+def test_answers_are_the_weights_not_the_names(lm, checkpoint, data, tmp_path, forwards):
+    def run(path):
+        results = evaluate([str(path)], ["piqa"], data=str(data), output=str(tmp_path / "out"))
+        return results["models"][0]
+
+    first = run(checkpoint)
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    assert run(tmp_path / "copy")["found"] == first["log_likelihoods"]
+    model = NalandaForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.lm_head.weight[5, 5] += 1e-3
+    model.save_pretrained(tmp_path / "copy")
+    changed = run(tmp_path / "copy")
+    assert changed["found"] == 0
+    assert changed["fingerprint"] != first["fingerprint"]
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"norm_eps": 1e-3}))
+    assert run(tmp_path / "copy")["found"] == 0
+
+    (tmp_path / "out" / "answers.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers"):
+        run(checkpoint)
+
+
+def test_a_damaged_answer_is_named_and_never_given(tmp_path):
+    """A bit flipped anywhere, or an end cut off: what is found is right, or is asked again, or the file is
+    refused by name."""
+    answers = {((1, i), (2, 3 + i)): (-0.5 * i, i % 2 == 0) for i in range(30)}
+    file, refused = tmp_path / "answers.sqlite", []
+    store = AnswerCache(file, {"weights": "w"})
+    store.keep(answers)
+    store.close()
+    content = file.read_bytes()
+    harms = [content[: len(content) * k // 9] for k in range(9)]
+    for place in range(0, len(content), 7):
+        harms.append(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+    for harmed in harms:
+        file.write_bytes(harmed)
+        try:
+            store = AnswerCache(file, {"weights": "w"})
+            found = store.find(answers)
+            store.close()
+        except InputError as error:
+            refused.append(str(error))
+        else:
+            assert found.items() <= answers.items()
+    assert len(refused) > 50
+    assert all(
+        re.fullmatch(r".*sqlite cannot keep answers \(.*\): .*use another directory", r) for r in refused
+    )
+    file.write_bytes(content)
+    assert AnswerCache(file, {"weights": "w"}).find(answers) == answers
+
+
+def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness_module, "load_model", None)  # nothing is loaded
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
+    for name in ("file", "file/below", "dangling"):
+        with pytest.raises(InputError, match=rf"--output .*{name}: ") as error:
+            evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / name))
+        assert "\n" not in str(error.value)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "answers.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers .*: remove it"):
+        evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / "kept"))
+
+
+def test_a_full_disk_costs_no_answer(lm, checkpoint, data, tmp_path, monkeypatch):
+    def full(file, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run():
+        return evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path))["models"][0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness_module, "write_atomically", full)
+        with pytest.raises(DiskFull, match="the disk is full; make room, and start again: answers are kept"):
+            run()
+    assert not (tmp_path / "results.json").exists()
+    again = run()
+    assert again["found"] == again["log_likelihoods"]
+    store = AnswerCache(tmp_path / "answers.sqlite", {})
+    [(pages,)] = store.file.execute("PRAGMA page_count").fetchall()
+    store.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
+    with pytest.raises(DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"):
+        store.keep({((i,), (i,)): (0.0, True) for i in range(2000)})
+
+
+def test_results_as_json_and_csv(checkpoint, data, tmp_path):
+    results = evaluate([checkpoint, checkpoint], ["piqa", "arc_easy"], data=str(data), output=str(tmp_path))
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept == json.loads(json.dumps(results))
+    assert {"nalanda", "lm_eval", "transformers", "torch"} <= set(kept["versions"])
+    with (tmp_path / "results.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 2 * sum(len(task["metrics"]) for task in kept["models"][0]["tasks"].values())
+    for row in rows:
+        model = kept["models"][0]
+        task = model["tasks"][row["task"]]
+        assert float(row["value"]) == task["metrics"][row["metric"]]
+        assert float(row["stderr"]) == task["stderr"][row["metric"]]
+        assert row["model_fingerprint"] == model["fingerprint"]
+        assert row["task_fingerprint"] == task["fingerprint"]
+    prints = [task["fingerprint"] for task in kept["models"][0]["tasks"].values()]
+    assert len(set(prints)) == 2
+    assert kept["models"][1]["found"] == kept["models"][1]["log_likelihoods"]
+
+
+def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
+    def fingerprint(row):
+        write(tmp_path, "arc_easy_test.jsonl", [row, arc(1)])
+        results = evaluate([checkpoint], ["arc_easy"], data=str(tmp_path))
+        return results["models"][0]["tasks"]["arc_easy"]["fingerprint"]
+
+    first = fingerprint(arc(0))
+    assert fingerprint(hub_arc(0)) == first
+    assert fingerprint(arc(0) | {"gold": 1}) != first
+    assert fingerprint(arc(0) | {"choices": arc(0)["choices"][::-1]}) != first
+
+
+# ------------------------------ several processes
+
+
+def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
+    arguments = ["eval", checkpoint, "--tasks", "table4", "--data", str(data), "--output", str(tmp_path)]
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "nalanda_cli"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Transformer++") == 1
+    (expected,) = evaluate([checkpoint], ["table4"], data=str(data))["models"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    (model,) = results["models"]
+    assert results["processes"] == 2
+    assert model["log_likelihoods"] == expected["log_likelihoods"]
+    for task, scores in expected["tasks"].items():
+        assert model["tasks"][task]["fingerprint"] == scores["fingerprint"]
+        for metric, value in scores["metrics"].items():
+            exact = metric.startswith("acc")
+            assert model["tasks"][task]["metrics"][metric] == (
+                value if exact else pytest.approx(value, rel=1e-4)
+            )
+
+
+# ------------------------------ own tasks
+
+
+def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [{"text": text(i, 20)} for i in range(3)]
+    write(tmp_path, "python_docs.jsonl", texts)
+    questions = [
+        {"context": text(i), "choices": [text(i + j) for j in range(4)], "label": i} for i in range(3)
+    ]
+    write(tmp_path, "python_cloze.jsonl", questions)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: context\ndoc_to_choice: choices\ndoc_to_target: label\n"
+    )
+    write(own, "mine.jsonl", questions)
+
+    packaged = evaluate([checkpoint], ["python_docs"], data=str(tmp_path))["models"][0]["tasks"]
+    assert list(packaged) == ["python_docs_cloze", "python_docs_perplexity"]
+    total = sum(score(lm, checkpoint, [row["text"] for row in texts]))
+    size = sum(len(row["text"]) for row in texts)
+    metrics = packaged["python_docs_perplexity"]["metrics"]
+    assert metrics["bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert packaged["python_docs_perplexity"]["stderr"]["word_perplexity"] > 0
+    asked = [(row["context"], choice) for row in questions for choice in row["choices"]]
+    given = torch.tensor([value for value, _ in score(lm, checkpoint, asked)]).view(3, 4)
+    alone = torch.tensor([value for value, _ in score(lm, checkpoint, [("", c) for _, c in asked])]).view(
+        3, 4
+    )
+    labels = torch.tensor([row["label"] for row in questions])
+    for metric, values in {"acc": given, "acc_mutual_info": given - alone}.items():
+        right = (values.argmax(1) == labels).float().mean().item()
+        assert packaged["python_docs_cloze"]["metrics"][metric] == pytest.approx(right)
+
+    results = evaluate([checkpoint], [str(own)])
+    assert results["models"][0]["tasks"]["mine"]["documents"] == 3
+    assert report.suite(results) is None
+    header, rows = report.others(results)
+    assert header == ["task", "metric", short(checkpoint)]
+    metrics = results["models"][0]["tasks"]["mine"]["metrics"]
+    assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
+    assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
+    assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
+
+
+# ------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("tasks", "found"),
+    [
+        (["wikitext"], "has no wikitext_test.jsonl"),
+        (["boolq"], "has no boolq_val.jsonl"),
+        (["mmlu"], "cannot serve mmlu"),
+        (["nowhere.yaml"], "no such task file: nowhere.yaml"),
+        (["python_docs"], "no such data file"),
+        (["."], "holds no task file"),
+        ([], "no task"),
+    ],
+)
+def test_bad_tasks_are_one_line(checkpoint, data, tasks, found, monkeypatch):
+    monkeypatch.chdir(data)
+    with pytest.raises(InputError, match=re.escape(found)) as caught:
+        evaluate([checkpoint], tasks, data=str(data))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_data_at_all(checkpoint, tmp_path):
+    with pytest.raises(
+        InputError, match=r"data for none of the tasks, expected wikitext_test\.jsonl\.gz, lambada"
+    ):
+        evaluate([checkpoint], ["table4"], data=str(tmp_path))
+    with pytest.raises(InputError, match="no such directory"):
+        evaluate([checkpoint], ["table4"], data=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": ', "line 2 is broken"),
+        (b'{"goal": "a", "sol1": "b", "label": 0}\n', "line 1: the field 'sol2' is missing"),
+        (b"", "is empty"),
+    ],
+)
+def test_broken_data_is_named_with_its_line(lm, tmp_path, content, found):
+    (tmp_path / "piqa_val.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=found):
+        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
+    (tmp_path / "piqa_val.jsonl").unlink()
+    (tmp_path / "piqa_val.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
+    with pytest.raises(InputError, match=r"piqa_val\.jsonl\.gz"):
+        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
+
+
+def test_an_unknown_task_brings_the_nearest_name(lm, tmp_path, monkeypatch):
+    import lm_eval.tasks.manager
+
+    (tmp_path / "piqa.yaml").write_text("task: piqa\n")  # indexing all of the harness's takes 17 s
+    monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "manager.py"))
+    with pytest.raises(InputError, match=r"unknown task piqua, did you mean piqa\?"):
+        lm.load_tasks(find_tasks(["piqua"], None)[0])
+
+
+def test_bad_models_are_one_line(checkpoint, tmp_path):
+    for name, found in {
+        "no/such/model": "no such model",
+        str(tmp_path / "nothing"): "no such model",
+        str(tmp_path): "holds no config.json",
+    }.items():
+        with pytest.raises(InputError, match=found):
+            evaluate([name], ["table4"])
+    (tmp_path / "final").symlink_to(checkpoint)
+    with pytest.raises(InputError, match=r"the directory of a run, its model is .*final"):
+        check_name(str(tmp_path))
+    with pytest.raises(InputError, match="unknown dtype"):
+        load_model(checkpoint, dtype="fp8")
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = build(tokenizer, tmp_path / "torn")
+    weights = load_file(f"{path}/model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 of the model's tensors, lm_head\.weight"):
+        load_model(path)
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(InputError, match="cannot load"):
+        load_model(path)
+
+
+# ------------------------------ generation
+
+
+def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
+    network, tokenizer = load_model(checkpoint)
+    ids = [0, *tokenizer("the miller", add_special_tokens=False).input_ids]
+    start = len(ids)
+    while len(ids) < start + 12 and (len(ids) == start or ids[-1] != 0):
+        with torch.no_grad():
+            ids.append(network(torch.tensor([ids])).logits[0, -1].argmax().item())
+    expected = tokenizer.decode(ids[start:], skip_special_tokens=True)
+    assert generate(checkpoint, "the miller", max_new_tokens=12, temperature=0) == expected
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == "the miller" + expected.rstrip("\n")
+    assert re.fullmatch(
+        r"\d+ tokens in [\d.]+ s, \d+ tokens/s; [\d.]+ MiB of state, \d+ MiB resident at most\n", err
+    )
+
+
+def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypatch):
+    first, again, other = (
+        generate(checkpoint, "dusk", max_new_tokens=16, seed=seed, stream=False) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    monkeypatch.setattr("sys.stdin", io.StringIO("dusk"))
+    assert generate(checkpoint, "-", max_new_tokens=16, seed=1, stream=False) == first
+    assert generate(checkpoint, "", max_new_tokens=2, seed=1, top_k=1, stream=False) is not None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("option", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}])
+def test_bad_sampling_is_one_line(option):
+    with pytest.raises(InputError, match=next(iter(option))):
+        generate("anything", "prompt", **option)
+
+
+def test_any_causal_model_generates_and_is_scored(lm, tokenizer, data, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert generate(str(tmp_path), "dusk", max_new_tokens=4, temperature=0, stream=False) is not None
+    results = evaluate([str(tmp_path)], ["arc_easy"], data=str(data), limit=2)
+    assert results["models"][0]["begins_with_bos"]
+    assert results["models"][0]["tasks"]["arc_easy"]["documents"] == 2
+    assert "Only 2 of each task" in report.results_markdown(results)
+    row, _ = report.suite(results)[2]
+    assert (row[1], row[-1]) == ("—", "—")  # no average of fewer than five

@@ -1,0 +1,598 @@
+"""Generation by every mixer: states that are taken back, kept, saved and continued; the commands."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VARIANTS, VOCAB, build, close, ids, logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+from typer.testing import CliRunner
+
+import nalanda.bench.decode
+from nalanda import NalandaCache, NalandaForCausalLM, State
+from nalanda.common.errors import InputError
+from nalanda.inference.chat import Conversation
+from nalanda.inference.generate import Printer
+from nalanda.inference.load import end_tokens
+from nalanda.inference.sampling import sampling_options
+from nalanda.model import MIXERS
+from nalanda_cli import app
+
+ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
+GREEDY = {"do_sample": False}
+ENDLESS = {"eos_token_id": None}  # in the config: `generate` takes None for "as the model has it"
+REPEATING = torch.cat([ids(1, 7), ids(1, 7), ids(1, 7)], 1)
+
+
+@pytest.fixture(params=ROWS.values(), ids=ROWS)
+def model(request) -> NalandaForCausalLM:
+    return build(**request.param, **ENDLESS)
+
+
+@pytest.fixture
+def small() -> NalandaForCausalLM:
+    return build(**ENDLESS)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **special)).double().eval()
+
+
+def almost(model: NalandaForCausalLM) -> NalandaForCausalLM:
+    """A model that agrees with another one now and then."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    other.lm_head.weight.data += 0.1 * torch.randn_like(other.lm_head.weight)
+    return other
+
+
+def same(a: list[dict], b: list[dict]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
+
+
+# Left padding, lengths, splits
+
+
+def test_continued_as_if_alone(model):
+    prompts = [ids(1, n, seed=n) for n in (3, 6)]
+    tokens = torch.cat([F.pad(p, (6 - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([F.pad(torch.ones_like(p), (6 - p.shape[1], 0)) for p in prompts])
+    together = model.generate(tokens, attention_mask=mask, max_new_tokens=8, **GREEDY)
+    for row, prompt in zip(together, prompts, strict=True):
+        alone = model.generate(prompt, max_new_tokens=8, **GREEDY)
+        assert torch.equal(row[6:], alone[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
+def test_prompts_of_any_length(model, length):
+    tokens = ids(1, length)
+    found = model.generate(tokens, max_new_tokens=3, **GREEDY)
+    for _ in range(3):
+        tokens = torch.cat([tokens, logits(model, tokens)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, tokens)
+
+
+@pytest.mark.parametrize("at", [1, 13, 64, 69])
+def test_a_prompt_in_two_calls(model, at):
+    """As a cache beside the whole prompt, and as a state."""
+    tokens = ids(1, 70)
+    whole = model.generate(tokens, max_new_tokens=4, **GREEDY)
+    first = NalandaCache(2)
+    logits(model, tokens[:, :at], past_key_values=first)
+    assert torch.equal(
+        model.generate(tokens, past_key_values=first.fork(), max_new_tokens=4, **GREEDY), whole
+    )
+    state = model.read(tokens[:, :at])
+    continued = model.generate(tokens[:, at:], state=state, max_new_tokens=4, **GREEDY)
+    assert torch.equal(continued, whole[:, at:])
+
+
+def test_prefix_of_a_batch(small):
+    """Read once, for rows of different lengths, for beams and for several samples of each."""
+    tokens = ids(2, 12)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    prefix = NalandaCache(2)
+    logits(small, tokens[:, :9], attention_mask=mask[:, :9], past_key_values=prefix)
+    for strategy in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        options = GREEDY | {"attention_mask": mask, "max_new_tokens": 5} | strategy
+        whole = small.generate(tokens, **options)
+        given = prefix.fork()
+        assert torch.equal(small.generate(tokens, past_key_values=given, **options), whole)
+        assert given.batch_size == 2
+        assert prefix.get_seq_length() == 9
+
+
+# Tokens taken back
+
+
+@pytest.mark.parametrize("draft", ["lookup", "early_exit", "nalanda", "llama"])
+def test_assisted_is_greedy(model, draft):
+    drafts = {
+        "lookup": {"prompt_lookup_num_tokens": 5},
+        "early_exit": {"assistant_early_exit": 1},
+        "nalanda": {"assistant_model": almost(model)},
+        "llama": {"assistant_model": llama()},
+    }[draft]
+    plain = model.generate(REPEATING, max_new_tokens=9, **GREEDY)
+    assert torch.equal(model.generate(REPEATING, max_new_tokens=9, **GREEDY, **drafts), plain)
+
+
+def test_drafts_are_taken_and_refused(small, monkeypatch):
+    """The premise of the test above."""
+    cropped, crop, calls = [], NalandaCache.crop, []
+    monkeypatch.setattr(NalandaCache, "crop", lambda self, n: cropped.append(n) or crop(self, n))
+    drafting = almost(small)
+    small.register_forward_hook(lambda *_: calls.append(1))
+    small.generate(REPEATING, max_new_tokens=20, assistant_model=drafting, **GREEDY)
+    assert min(cropped) < 0
+    assert len(calls) < 15
+
+
+def test_assisted_after_a_left_padded_prompt_and_with_hidden_states(small):
+    tokens, options = F.pad(REPEATING, (4, 0)), GREEDY | {"max_new_tokens": 12}
+    mask = F.pad(torch.ones_like(REPEATING), (4, 0))
+    plain = small.generate(REPEATING, **options)
+    lookup = options | {"attention_mask": mask, "prompt_lookup_num_tokens": 5}
+    assert torch.equal(small.generate(tokens, **lookup)[:, 4:], plain)
+    out = small.generate(tokens, **lookup, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences[:, 4:], plain)
+    assert len(out.hidden_states) == 12
+    assert out.hidden_states[0][0].shape[1] == tokens.shape[1]
+
+
+def test_a_state_assisted_and_what_it_leaves(small):
+    plain = small.generate(REPEATING, max_new_tokens=12, **GREEDY)
+    state, options = small.read(REPEATING[:, :5]), GREEDY | {"return_dict_in_generate": True}
+    out = small.generate(
+        REPEATING[:, 5:], state=state, max_new_tokens=8, prompt_lookup_num_tokens=5, **options
+    )
+    assert torch.equal(out.sequences, plain[:, 5:-4])
+    after = State(small, out.past_key_values, out.sequences[:, -1:])
+    assert len(after) == plain.shape[1] - 4
+    assert torch.equal(small.generate(state=after, max_new_tokens=4, **GREEDY), plain[:, -4:])
+
+
+def test_crop_forgets(model):
+    tokens, other = ids(2, 9), ids(2, 4, seed=5)
+    cache = NalandaCache(2)
+    logits(model, tokens[:, :3], past_key_values=cache)
+    cache.activate_past_recording()
+    for piece in tokens[:, 3:].split([4, 1, 1], 1):
+        logits(model, piece, past_key_values=cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 5
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = torch.cat([tokens[:, :5].flip(0), other], 1)
+    expected = logits(model, swapped)[:, 5:]
+    close(logits(model, other, past_key_values=cache.fork()), expected)  # which takes nothing back any more
+    close(logits(model, other, past_key_values=cache), expected)
+    cache.crop(0)
+    assert cache.get_seq_length() == 9
+    with pytest.raises(ValueError, match="only what it has recorded"):
+        cache.crop(-1)
+
+
+def test_nothing_is_kept_where_nothing_is_taken_back(small):
+    out = small.generate(REPEATING, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
+    cache = out.past_key_values
+    assert (cache.recording, cache.marked, cache.tail, cache.unread) == (False, None, [], None)
+    cache.activate_past_recording()  # as an assisted call leaves it
+    small.generate(out.sequences, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    assert (cache.recording, cache.marked, cache.tail) == (False, None, [])
+
+
+def test_states_are_never_written_to(model):
+    """So that forks, marks and states share their tensors with what goes on."""
+    cache = NalandaCache(2)
+    for piece in ids(1, 90).split([5, 1, 1, 70, 13], 1):
+        before, kept = cache.fork(), [{n: t.clone() for n, t in s.items()} for s in cache.states]
+        logits(model, piece, past_key_values=cache)
+        assert same(before.states, kept)
+
+
+# The state
+
+
+def test_read_in_any_pieces(model):
+    tokens = ids(2, 40)
+    whole = model.read(tokens)
+    for state in (
+        model.read(tokens, chunk_size=7),
+        model.read(tokens[:, 39:], state=model.read(tokens[:, 1:39], state=model.read(tokens[:, :1]))),
+    ):
+        assert (len(state), state.batch_size, state.nbytes) == (40, 2, whole.nbytes)
+        assert torch.equal(state.last, whole.last)
+        for a, b in zip(state.cache.states, whole.cache.states, strict=True):
+            for name in b:
+                close(a[name], b[name])
+
+
+def test_a_state_is_continued_again_and_again(model):
+    tokens, more = ids(1, 20), ids(3, 4, seed=3)
+    state = model.read(tokens)
+    kept = [{n: t.clone() for n, t in s.items()} for s in state.cache.states]
+    whole = model.generate(tokens, max_new_tokens=6, **GREEDY)[:, 20:]
+    for _ in range(2):
+        assert torch.equal(model.generate(state=state, max_new_tokens=6, **GREEDY), whole)
+        questions = model.generate(more, state=state, max_new_tokens=6, **GREEDY)
+        for row, question in zip(questions, more, strict=True):
+            alone = torch.cat([tokens, question[None]], 1)
+            assert torch.equal(row, model.generate(alone, max_new_tokens=6, **GREEDY)[0, 20:])
+    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
+    expected = model.generate(tokens, **beams, **GREEDY)[:, 20:]
+    assert torch.equal(model.generate(state=state, **beams, **GREEDY), expected)
+    assert same(state.cache.states, kept)
+    assert len(state) == 20
+
+
+def test_samples_of_a_state(small):
+    tokens, options = ids(1, 20), {"max_new_tokens": 6, "do_sample": True}
+    torch.manual_seed(3)
+    whole = small.generate(tokens, num_return_sequences=5, **options)[:, 20:]
+    torch.manual_seed(3)
+    assert torch.equal(small.generate(state=small.read(tokens), num_return_sequences=5, **options), whole)
+
+
+def test_states_of_left_padded_rows(small):
+    tokens, mask = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    state = small.read(tokens, attention_mask=mask, chunk_size=3)
+    assert state.lengths.tolist() == [5, 9]
+    more = torch.cat([F.pad(ids(1, 2), (3, 0)), ids(1, 5)])
+    real = F.pad(torch.ones(1, 2), (3, 0)).long()
+    out = small.generate(
+        more,
+        state=state,
+        attention_mask=torch.cat([real, torch.ones(1, 5).long()]),
+        max_new_tokens=4,
+        **GREEDY,
+    )
+    for row, text in enumerate(
+        (torch.cat([tokens[:1, 4:], ids(1, 2)], 1), torch.cat([tokens[1:], ids(1, 5)], 1))
+    ):
+        alone = small.generate(text, max_new_tokens=4, **GREEDY)
+        assert torch.equal(out[row, 5:], alone[0, text.shape[1] :])
+    with pytest.raises(ValueError, match="pad on the left"):
+        small.read(tokens, attention_mask=mask.flip(1))
+
+
+def test_bos_in_mid_text_is_said(small, recwarn):
+    """Tokenised as in the README nothing is said; with the bos that tokenizers add, it is."""
+    state, more = small.read(ids(1, 9)), ids(1, 5).clamp(min=2)
+    begun = F.pad(more, (1, 0), value=small.config.bos_token_id)
+    options = GREEDY | {"max_new_tokens": 2}
+    small.generate(more, state=state, **options)
+    small.read(more, state=state)
+    small.read(begun)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="begins with bos .*add_special_tokens=False"):
+        out = small.generate(begun, state=state, **options)
+    assert torch.equal(out[:, :6], begun)  # nothing is taken away
+    padded, mask = F.pad(begun, (3, 0)), F.pad(torch.ones_like(begun), (3, 0))
+    with pytest.warns(UserWarning, match="begins with bos"):
+        small.read(padded, state=state, attention_mask=mask)
+
+
+def test_saved_and_loaded(model, tmp_path):
+    model.float()
+    state = model.read(ids(2, 30))
+    state.save(tmp_path / "state", note="a word")
+    again = model.load_state(tmp_path / "state")
+    assert same(again.cache.states, state.cache.states)
+    assert (again.lengths.tolist(), again.notes) == (state.lengths.tolist(), {"note": "a word"})
+    options = GREEDY | {"max_new_tokens": 5}
+    assert torch.equal(model.generate(state=again, **options), model.generate(state=state, **options))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_saved_and_continued_in_another_process(small, tmp_path):
+    small.float().save_pretrained(tmp_path / "model")
+    state = small.read(ids(1, 30))
+    state.save(tmp_path / "state")
+    options = GREEDY | {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    torch.save(torch.stack(small.generate(state=state, **options).logits), tmp_path / "expected.pt")
+    program = f"""
+import torch
+from nalanda import NalandaForCausalLM
+model = NalandaForCausalLM.from_pretrained({str(tmp_path / "model")!r}).eval()
+state = model.load_state({str(tmp_path / "state")!r})
+found = torch.stack(model.generate(state=state, **{options!r}).logits)
+assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_state_is_of_the_weights_at_any_precision(tmp_path):
+    path, text = tmp_path / "state", ids(1, 9)
+    wide, narrow = (build(dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for reader, other in ((wide, narrow), (narrow, wide)):
+        reader.read(text).save(path)
+        loaded = other.load_state(path)
+        assert other.generate(state=loaded, max_new_tokens=3, do_sample=False).shape == (1, 3)
+    assert torch.equal(loaded.last, text[:, -1:])
+    narrow.lm_head.weight.data[0, 0] += 1
+    narrow.read(text).save(path)
+    with pytest.raises(ValueError, match=r"other weights, \w+ in bfloat16, than this model has in float32"):
+        wide.load_state(path)
+
+
+def test_what_no_state_is_refused(small, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "state"
+    small.read(ids(1, 5)).save(path)
+    other = build()
+    other.lm_head.weight.data[0, 0] += 1e-9
+    with pytest.raises(ValueError, match="read with other weights") as error:
+        other.load_state(path)
+    assert "\n" not in str(error.value)
+    other = build()
+    other.config.norm_eps = 1e-5
+    with pytest.raises(ValueError, match=r"read with other settings: .*norm_eps"):
+        other.load_state(path)
+    tensors = load_file(path)
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    for name, bad, says in (
+        ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), r"has \[1, 2, 3, 4\] for recurrent of layer 1"),
+        ("layers.0.conv_q", None, "has nothing for conv_q of layer 0"),
+        ("layers.2.recurrent", torch.zeros(1), "knows nothing of: layers.2.recurrent"),
+    ):
+        changed = {n: t for n, t in (tensors | {name: bad}).items() if t is not None}
+        save_file(changed, path, about)
+        with pytest.raises(ValueError, match=says):
+            small.load_state(path)
+    for content in (b"", b"nothing of the kind", None):
+        save_file({"x": torch.ones(1)}, path) if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match="is no state"):
+            small.load_state(path)
+    with pytest.raises(ValueError, match="another model's"):
+        other.generate(state=small.read(ids(1, 5)), max_new_tokens=1)
+    with pytest.raises(ValueError, match="holds 2 texts, the input has 3 rows"):
+        small.read(ids(3, 1), state=small.read(ids(2, 5)))
+    with pytest.raises(ValueError, match="with a token"):
+        small.read(ids(1, 0))
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.bytes = max(
+            [self.bytes, *(x.nbytes for x in tree_leaves(result) if isinstance(x, torch.Tensor))]
+        )
+        return result
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "mala", "diag_attention"])
+def test_long_prompts_take_constant_memory(mixer):
+    """No operator makes anything larger for ten times the text, and nothing is kept."""
+    model, largest, kept = build(mixer, dtype=torch.float32, hidden_size=8, num_hidden_layers=1), [], set()
+    for length in (1_000, 10_000):
+        tokens = ids(1, length)
+        with Largest() as made:
+            kept.add(model.read(tokens, chunk_size=250).nbytes)
+        largest.append(made.bytes)
+    assert len(kept) == 1
+    assert largest[0] == largest[1] > 0
+    with Largest() as made:  # the premise: in one piece it would
+        model.read(tokens, chunk_size=10_000)
+    assert made.bytes > 2 * largest[0]
+
+
+# What else transformers offers
+
+
+def test_processors_criteria_and_constraints(small):
+    class Tenth(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 10)
+
+    out = small.generate(ids(1, 5), max_new_tokens=30, stopping_criteria=[Tenth()], **GREEDY)
+    assert out.shape[1] == 10
+    once = small.generate(ids(1, 5), max_new_tokens=30, no_repeat_ngram_size=1, **GREEDY)[0]
+    assert len(set(once.tolist())) == len(once)
+    allowed = small.generate(
+        ids(1, 5), max_new_tokens=9, prefix_allowed_tokens_fn=lambda *_: [7, 8], **GREEDY
+    )
+    assert set(allowed[0, 5:].tolist()) <= {7, 8}
+    torch.manual_seed(0)
+    beams = {"num_beams": 3, "num_return_sequences": 3, "do_sample": True, "max_new_tokens": 6}
+    whole = small.generate(ids(2, 9), attention_mask=torch.ones(2, 9).long(), **GREEDY | beams)
+    torch.manual_seed(0)
+    again = small.generate(
+        ids(2, 9), attention_mask=torch.ones(2, 9).long(), use_cache=False, **GREEDY | beams
+    )
+    assert torch.equal(whole, again)
+
+
+def test_no_warnings(small, tokenizer, recwarn, caplog):
+    """For ordinary calls, without options for special tokens."""
+    import transformers
+
+    transformers.logging.get_logger("transformers").propagate = True
+    try:
+        for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}):
+            small.generate(ids(1, 5), max_new_tokens=3, **options)
+        small.generate(state=small.read(ids(1, 5)), max_new_tokens=3)
+    finally:
+        transformers.logging.get_logger("transformers").propagate = False
+    assert not recwarn.list, recwarn.list[0]
+    assert not caplog.text
+
+
+# Commands
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    sizes = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+    build(dtype=torch.float32, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*args: str, input: str | None = None):
+    result = CliRunner().invoke(app, list(args), input=input)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
+    options = ("--max-new-tokens", "12", "--temperature", "0")
+    whole = run("generate", checkpoint, "state and gate", *options).stdout
+    (tmp_path / "prompt.txt").write_text("state and")
+    state = str(tmp_path / "read.state")
+    first = run(
+        "generate", checkpoint, "--file", str(tmp_path / "prompt.txt"), "--save-state", state, *options
+    )
+    result = run("generate", checkpoint, " gate", "--state", state, *options)
+    assert "state and" + result.stdout == whole
+    assert "tokens in" in result.stderr
+    assert "MiB of state" in result.stderr
+    assert "MiB resident" in result.stderr
+    piped = run("generate", checkpoint, "-", *options, input="state and gate")
+    assert "state and gate" + piped.stdout == whole
+    alone = run("generate", checkpoint, "--state", state, *options)
+    assert alone.stdout == first.stdout
+
+
+def test_generate_refuses(checkpoint, tmp_path):
+    for args, says in (
+        (("hello", "--file", "x"), "not both"),
+        (("--file", str(tmp_path / "none")), "cannot read"),
+        (("hello", "--state", str(tmp_path / "none")), "none"),
+    ):
+        with pytest.raises(InputError, match=says) as error:
+            run("generate", checkpoint, *args)
+        assert "\n" not in str(error.value)
+
+
+def test_chat(checkpoint, tmp_path):
+    saved = str(tmp_path / "talk")
+    lines = [
+        "hello",
+        f"/save {saved}",
+        "and you",
+        "/reset",
+        "/nonsense",
+        f"/load {saved}",
+        "and you",
+        "/quit",
+    ]
+    result = run(
+        "chat", checkpoint, "--temperature", "0", "--max-new-tokens", "8", input="\n".join(lines) + "\n"
+    )
+    answers = [text for text in result.stdout.split("> ")[1:] if text.strip()]
+    assert len(answers) == 3
+    assert answers[1] == answers[2]
+    assert result.stderr.count("tokens/s") == 3
+    assert result.stderr.count("/reset") == 2  # at the beginning, and where a command is unknown
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def letters(tokenizer) -> dict:
+    """Options under which a model writes letters alone: not all bytes are a text that gives them back."""
+    others = [i for token, i in tokenizer.get_vocab().items() if not (token.isascii() and token.isalpha())]
+    return {"suppress_tokens": others}
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
+@pytest.mark.parametrize("network", ["nalanda", "llama"])
+def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypatch, capsys):
+    """And says what a model says that is given all of it."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    if network == "nalanda":
+        model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
+    else:
+        model = llama()
+        model.resize_token_embeddings(len(tokenizer))
+    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
+    talk, seen, embed = Conversation(model, tokenizer, options), [], model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    talk.answer("one")
+    seen.clear()
+    talk.answer("two and three")
+    assert sum(seen) < 9 + len("two and three") + 40
+    said = capsys.readouterr().out
+    text, prompt = talk.text, talk.text[: talk.text.rindex("ssistant") + len("ssistant") + 1]
+    everything = tokenizer(prompt, return_tensors="pt", add_special_tokens=network == "nalanda").input_ids
+    fresh = model.generate(everything, **{**options, "max_new_tokens": 9})
+    answer = tokenizer.decode(fresh[0, everything.shape[1] :], skip_special_tokens=True)
+    assert text[len(prompt) :] == answer.replace("<|endoftext|>", "")
+    assert said.endswith(answer.split("\nUser:")[0] + "\n")
+
+
+def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
+    model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None)
+    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
+    talk = Conversation(model, tokenizer, options)
+    whole, put = model.read, Printer.put
+
+    def breaking(self, value):
+        put(self, value)
+        if len(self.tokens) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Printer, "put", breaking)
+    talk.answer("one")
+    monkeypatch.setattr(Printer, "put", put)
+    everything = tokenizer(talk.text, return_tensors="pt").input_ids
+    expected = whole(everything)
+    assert len(talk.state) == len(expected)
+    for a, b in zip(talk.state.cache.states, expected.cache.states, strict=True):
+        close(a["recurrent"], b["recurrent"], 1e-6)
+    talk.answer("two")
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+
+
+def test_bench_decode(tmp_path, monkeypatch):
+    sizes = {"LAYERS": 1, "WIDTH": 32, "HEADS": 2, "HEAD_DIM": 16, "INNER": 32, "CONTEXTS": (1024, 2048)}
+    for name, value in sizes.items():
+        monkeypatch.setattr(nalanda.bench.decode, name, value)
+    json_file, png = tmp_path / "decode.json", tmp_path / "decode.png"
+    result = run(
+        "bench", "decode", "--threads", "1", "--rounds", "2", "--json", str(json_file), "--png", str(png)
+    )
+    assert "growth" in result.stdout
+    rows = json.loads(json_file.read_text())["rows"]
+    assert [row["model"] for row in rows[::2]] == [
+        *nalanda.bench.decode.OURS,
+        nalanda.bench.decode.PEER,
+        nalanda.bench.decode.FLOOR,
+    ]
+    assert all(row["ms"] > 0 and row["ratio_to_peer"] > 0 for row in rows)
+    bytes_of = {(row["model"], row["context"]): row["state_bytes"] for row in rows}
+    assert (
+        bytes_of["gated_deltanet", 1024]
+        == bytes_of["gated_deltanet", 2048]
+        == 2 * 16 * 16 * 4 + 3 * 3 * 32 * 4
+    )
+    assert bytes_of["softmax", 2048] == 2 * bytes_of["softmax", 1024] == 2 * 2048 * 32 * 4
+    assert png.stat().st_size > 1000

@@ -1,0 +1,350 @@
+"""The kernels of the short convolution and of the one-token step."""
+
+from kernel_device import DEVICE, INTERPRETED  # isort: skip  (before any kernel)
+import copy
+import math
+import warnings
+
+import nalanda_kernels
+import pytest
+import torch
+import torch.nn.functional as F
+from nalanda_kernels.triton import short_conv as conv_module
+from nalanda_kernels.triton import step as step_module
+from nalanda_kernels.triton.short_conv import short_conv
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.model.base import convolve
+from nalanda.model.layers import ShortConv
+from nalanda.model.mixers import build_mixer
+from nalanda.model.sequences import Sequences
+
+LENGTHS = [1, 15, 0, 63, 64, 65, 2, 127, 200, 0]
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Fills torch.empty with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=not INTERPRETED)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Enables only this file's kernels; returns the list of ops that they served."""
+    served = []
+
+    class Recorded:
+        def __init__(self, op):
+            self.op, self.kernel = op, nalanda_kernels.KERNELS[op]["triton"]
+
+        devices = ("cuda",)
+
+        def serves(self, device):
+            return self.kernel.serves(device)
+
+        def load(self):
+            function = self.kernel.load()
+
+            def call(*inputs, **options):
+                out = function(*inputs, **options)
+                served.append(self.op)
+                return out
+
+            return call
+
+    rows = {op: {"triton": Recorded(op)} for op in ("short_conv", "step")}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+    return served
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def near(a, b, tolerance):
+    """Within `tolerance` of b's largest entry."""
+    assert a.shape == b.shape
+    if b.numel():
+        error, scale = (a.double() - b.double()).abs().max(), b.double().abs().max()
+        assert error <= tolerance * scale, f"{float(error):.3g} of {float(scale):.3g}"
+
+
+# ------------------------------------------------------------------------------------------ the convolution
+
+
+def check_convolution(shape, width, cu=None, silu=True, with_state=True, dtype=torch.float32, tolerance=3e-6):
+    """y, the new state and every gradient against `ShortConv` in float64 on the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    N, D = shape[0] if cu is None else len(cu) - 1, shape[2]
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+    x, weight, state = draw(*shape), draw(D, width), draw(N, width - 1, D) if with_state else None
+    d_y, d_final = draw(*shape), draw(N, width - 1, D)
+
+    def run(function, *tensors):
+        tensors = [None if t is None else t.clone().requires_grad_() for t in tensors]
+        y, final = function(*tensors)
+        given = [t for t in tensors if t is not None]
+        gradients = torch.autograd.grad([y, final], given, [d_y.to(y.dtype), d_final.to(y.dtype)])
+        return [y, final, *gradients]
+
+    def kernel(x, weight, state):
+        options = {"activation": "silu" if silu else None, "output_final_state": True}
+        return short_conv(x, weight, state, cu_seqlens=cu, **options)
+
+    def reference(x, weight, state):
+        conv = ShortConv(D, width).to(DEVICE).double()
+        y, final = torch.func.functional_call(
+            conv, {"weight": weight[:, None]}, (x, Sequences(cu), state, True)
+        )
+        return F.silu(y) if silu else y, final
+
+    wide = [None if t is None else t.double() for t in (x, weight, state)]
+    for mine, theirs in zip(run(kernel, x, weight, state), run(reference, *wide), strict=True):
+        assert mine.dtype == dtype
+        near(mine, theirs, tolerance)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_packed_convolution(silu, with_state):
+    cu = offsets(LENGTHS)
+    check_convolution((1, int(cu[-1]), 20), 4, cu, silu, with_state)
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 130])
+def test_dense_convolution(length):
+    check_convolution((2, length, 20), 4, with_state=length % 2 == 1)
+
+
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_widths_of_the_convolution(width):
+    check_convolution((1, 75, 16), width, offsets([1, 0, 70, 4]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_precision_convolution(dtype, tolerance):
+    check_convolution((1, 69, 20), 4, offsets([3, 66]), dtype=dtype, tolerance=tolerance)
+
+
+def test_the_tiles_of_a_card(monkeypatch):
+    """Few rows per step and two blocks of channels; the interpreter's own tiles hold all of a block."""
+    monkeypatch.setattr(conv_module, "interpreting", lambda: False)
+    check_convolution((1, 6, 130), 3, offsets([5, 0, 1]))
+
+
+def test_what_the_convolution_cannot_serve():
+    x, weight = torch.ones(1, 3, 4, device=DEVICE), torch.ones(4, 2, device=DEVICE)
+    for x_, w, options, message in (
+        (x.double(), weight, {}, "float64"),
+        (x, weight.repeat(1, 5), {}, "10 taps"),
+        (x[:, :0], weight, {}, "no token"),
+        (x, weight, {"activation": "tanh"}, "tanh"),
+    ):
+        with pytest.raises(nalanda_kernels.Unsupported, match=message):
+            short_conv(x_, w, **options)
+    with pytest.raises(ValueError, match="rise from 0 to the 3 tokens"):
+        short_conv(x, weight, cu_seqlens=torch.tensor([0, 2]))
+
+
+def test_the_convolution_is_one_op_to_the_compiler():
+    x, weight, state = torch.randn(1, 5, 4), torch.randn(4, 3), torch.randn(2, 2, 4)
+    inputs = [t.to(DEVICE).requires_grad_() for t in (x, weight, state)]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(conv_module._forward_op, (*inputs, offsets([2, 3]), True), test_utils=tests)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_the_model_takes_the_convolution(served, copies):
+    conv, cu = ShortConv(6, 4, copies), offsets([3, 1, 5])
+    torch.nn.init.normal_(conv.to(DEVICE).weight)
+    x, state = (torch.randn(*n, 6 * copies, device=DEVICE) for n in ((1, 9), (3, 3)))
+
+    def run():
+        y, final = convolve(conv, x, Sequences(cu), state, carry=True, silu=True)
+        return y, final, *torch.autograd.grad(y.square().sum(), conv.weight)
+
+    run()
+    assert served == ([] if INTERPRETED else ["short_conv"])  # no call names the interpreter
+    served.clear()
+    with nalanda_kernels.use_backend("torch"):
+        expected = run()
+    with nalanda_kernels.use_backend("triton"):
+        for mine, theirs in zip(run(), expected, strict=True):
+            near(mine, theirs, 3e-6)
+    assert served == ["short_conv"]
+
+
+# ----------------------------------------------------------------------------------------------- the step
+
+WIDE = {"head_dim": 20, "expand_v": 1.5}  # K = 20 of 32 columns; V = 30 in two programs, the second partial
+STEPS = {
+    "deltanet": {},
+    "deltanet, wide": {"feature_map": "identity", **WIDE},
+    "deltanet, nala": {"feature_map": "nala", "use_gate": True, "conv_size": 0},
+    "gated_deltanet": {"conv_size": 2},
+    "gated_deltanet, nala": {"feature_map": "nala", **WIDE},
+    "gated_deltanet, grouped": {
+        "mixer_options": {"num_v_heads": 4, "allow_neg_eigval": True},
+        "feature_map": "nala_released",
+        "use_gate": False,
+    },
+    "linear_attention": {},
+    "linear_attention, wide": {"feature_map": "nala", "use_gate": True, **WIDE},
+    "linear_attention, sums": {"mixer_options": {"denominator": False}, "feature_map": "elu", **WIDE},
+    "nala": {"conv_size": 0},
+    "retention": {"head_dim": 20},
+}
+
+
+def build(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    mixer = name.split(",")[0]
+    config = NalandaConfig(vocab_size=8, hidden_size=32, num_heads=2, mixer=mixer, **STEPS.get(name, {}))
+    module = build_mixer(mixer, config, 0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.5)
+        for part in module.modules():
+            for name, value in part.initial().items() if hasattr(part, "initial") else ():
+                getattr(part, name).copy_(value)
+    return module.to(DEVICE, dtype)
+
+
+def prefill(module, x):
+    """The state after x, by the torch path."""
+    with nalanda_kernels.use_backend("torch"):
+        return module(x, Sequences(), {})[1]
+
+
+@torch.no_grad()
+def check_steps(name, batch, dtype, tolerance, served):
+    """Two tokens after a prefill: outputs and states against the torch path in float64."""
+    module = build(name, dtype)
+    reference = copy.deepcopy(module).double()
+    x = torch.randn(batch, 8, 32).to(DEVICE, dtype)
+    state = prefill(module, x[:, :6])
+    wide = {name: t.double() for name, t in state.items()}
+    for i in range(6, 8):
+        seq, before = Sequences(past=torch.full((batch,), i)), {n: t.clone() for n, t in state.items()}
+        with nalanda_kernels.use_backend("triton"):
+            y, new = module(x[:, i : i + 1], seq, state)
+        with nalanda_kernels.use_backend("torch"):
+            expected, wide = reference(x[:, i : i + 1].double(), seq, wide)
+        assert y.dtype == dtype
+        assert new.keys() == wide.keys()
+        near(y, expected, tolerance)
+        for n, t in new.items():
+            assert t.dtype == state[n].dtype
+            near(t, wide[n], tolerance)
+            assert torch.equal(state[n], before[n])  # the old state can still be used
+        state = new
+    assert served.count("step") == 2
+    assert not any(t.any() for t in step_module._tickets.values())
+
+
+def test_a_step_of_any_number_of_heads_can_be_launched(monkeypatch):
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(step_module, "step_kernel", Launches())
+    N, HV, V = 35_000, 2, 40
+    heads = {"q": torch.zeros(N, 1, HV), "k": torch.zeros(N, 1, HV), "v": torch.zeros(N, 1, HV * V)}
+    sizes = {"key_dim": 1, "value_dim": V, "num_heads": HV, "num_v_heads": HV, "dtype": torch.float32}
+    step_module.step(lambda: heads, {"recurrent": torch.zeros(N, HV, 1, V)}, **sizes)
+    assert len(grids) == 1
+    assert math.prod(grids[0]) == N * HV * 2  # two tiles of columns
+    assert all(axis <= 65_535 for axis in grids[0][1:])  # CUDA's limit for all but the first
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, served):
+    check_steps(name, 1 if "wide" in name else 2, torch.float32, 5e-6, served)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention", "nala"])
+def test_steps_in_bf16(name, served):
+    check_steps(name, 3 if name == "nala" else 1, torch.bfloat16, 2**-6, served)
+
+
+def empty(module, batch):
+    return {n: torch.zeros(batch, *shape, device=DEVICE) for n, (shape, _) in module.state_spec(6).items()}
+
+
+@torch.no_grad()
+def test_sequences_of_their_own_lengths_and_zeros(served):
+    """Each sequence counts its own tokens; zero inputs and decays of −20 give no NaN."""
+    module = build("linear_attention")
+    x, seq = torch.randn(2, 7, 32).to(DEVICE), Sequences(past=torch.tensor([6, 90_000_000]))
+    state, x = prefill(module, x[:, :6]), x[:, 6:]
+    with nalanda_kernels.use_backend("torch"):
+        expected, _ = module(x, seq, state)
+    with nalanda_kernels.use_backend("triton"):
+        near(module(x, seq, state)[0], expected, 5e-6)
+        module = build("gated_deltanet, nala")
+        state, zero = empty(module, 2), torch.zeros_like(x)
+        y, new = module(zero, Sequences(), state)
+        assert not y.any()
+        assert not any(t.any() for t in new.values())
+        module.decay.A_log.fill_(3.0)
+        module.decay.dt_bias.fill_(1.0)
+        state["recurrent"] += 1
+        _, new = module(zero, Sequences(), state)
+        assert new["recurrent"].abs().max() < 1e-10
+    assert served == ["step"] * 3
+
+
+@pytest.mark.filterwarnings("ignore:short_conv. not by")
+@torch.no_grad()
+def test_where_the_step_does_not_serve(served):
+    x, seq = torch.randn(1, 7, 32).to(DEVICE), Sequences(past=torch.tensor([6]))
+    module = build("deltanet")
+    state, x = prefill(module, x[:, :6]), x[:, 6:]
+    with nalanda_kernels.use_backend("torch"):
+        expected, _ = module(x, seq, state)
+    with nalanda_kernels.use_backend("triton"):
+        with torch.enable_grad():
+            assert module(x, seq, state)[0].requires_grad
+        y, _ = module(x, Sequences(torch.tensor([0, 1])), state)
+        near(y, expected, 5e-6)
+        assert "step" not in served
+        for kernelless in ("mala", "pola", "soft", "gla"):
+            module = build(kernelless)
+            module(x, seq, empty(module, 1))
+        module = build("deltanet").double()
+        state = {name: t.double() for name, t in empty(module, 1).items()}
+        nalanda_kernels._say_once.cache_clear()
+        with pytest.warns(UserWarning, match="step: not by triton, no torch.float64"):
+            module(x.double(), seq, state)
+    assert "step" not in served
+
+
+def test_generation_is_that_of_the_torch_path(served):
+    torch.manual_seed(0)
+    mixers = ["gated_deltanet", "linear_attention"]
+    config = NalandaConfig(
+        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixers, feature_map="nala",
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = NalandaForCausalLM(config).eval().to(DEVICE)
+    tokens, mask = torch.randint(31, (2, 7)).to(DEVICE), torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options |= {"eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    with nalanda_kernels.use_backend("torch"):
+        expected = model.generate(tokens, **options)
+    with nalanda_kernels.use_backend("triton"), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*: not by")
+        out = model.generate(tokens, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    near(torch.stack(out.logits), torch.stack(expected.logits), 2e-5)
+    assert served.count("step") == 2 * 3  # the prefill gives the first of the four
+    assert served.count("short_conv") == 2 * 3

@@ -1,0 +1,532 @@
+"""The recurrences: every mode against the float64 reference, outputs, final state and all gradients."""
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import nalanda_kernels
+import pytest
+import torch
+import torch.nn.functional as F
+from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
+from torch.utils import deterministic
+
+from nalanda import ops
+
+# Largest error relative to the largest entry of the same tensor.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+# Delta rule and linear attention, without decay, with a decay per head, and with one per key channel.
+KINDS = ("delta", "gated_delta", "linear", "gated_linear", "vector_linear")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def assert_same(results, expected, dtype=torch.float64, tolerance=None):
+    assert results.keys() == expected.keys()
+    for name, right in expected.items():
+        error = (results[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-300)
+        assert error <= (tolerance or TOLERANCE[dtype]), f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@every_kind
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_modes_agree_with_the_reference(mode, kind, value_heads, length):
+    for initial in (True, False):
+        inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
+        expected = run(inputs, "reference")
+        for dtype in (torch.float64, torch.float32):
+            assert_same(run(inputs, mode, dtype), expected, dtype)
+
+
+def test_reference_is_the_recurrence():
+    x = {name: t[0, :, 0] if t.ndim > 2 and name != "initial_state" else t for name, t in make(1, 5).items()}
+    state, outputs = x["initial_state"][0, 0], []
+    for q, k, v, beta, g in zip(x["q"], x["k"], x["v"], x["beta"], x["g"], strict=True):
+        state = g.exp() * (torch.eye(8, dtype=torch.float64) - beta * k.outer(k)) @ state + beta * k.outer(v)
+        outputs.append(8**-0.5 * q @ state)
+    results = run(make(1, 5), "reference")
+    torch.testing.assert_close(results["o"][0, :, 0], torch.stack(outputs))
+    torch.testing.assert_close(results["state"][0, 0], state)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])
+def test_linear_attention_is_the_masked_quadratic_form(kind):
+    x = make(2, 9, kind=kind, value_heads=4, initial=False)
+    q, k = (x[name].repeat_interleave(2, 2) for name in ("q", "k"))  # each head serves two of v
+    g = torch.zeros_like(k) if x["g"] is None else x["g"].view(*x["v"].shape[:3], -1).expand_as(k)
+    gamma = g.cumsum(1)
+    decay = (gamma[:, :, None] - gamma[:, None]).exp()  # [B, T, T, H, K]
+    scores = torch.einsum("bihk,bijhk,bjhk->bhij", q, decay, k).tril()
+    o = torch.einsum("bhij,bjhv->bihv", scores, x["v"]) / 8**0.5
+    torch.testing.assert_close(run(x, "reference")["o"], o)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_any_chunk_size_gives_the_same(chunk_size, kind):
+    inputs = make(1, 200, kind=kind, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
+    assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@every_kind
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
+def test_packed_sequences_are_those_alone(mode, kind, value_heads):
+    bounds = [0, 0, 1, 16, 79, 79, 143, 208, 335, 535, 535]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
+    inputs = make(1, bounds[-1], value_heads=value_heads, kind=kind, sequences=len(bounds) - 1)
+    for dtype in (torch.int32, torch.int64):
+        packed = run(inputs, mode, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+        assert_same(packed, run(inputs, "reference", cu_seqlens=torch.tensor(bounds)))
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        alone = {
+            name: None if x is None else x[n : n + 1] if name == "initial_state" else x[:, start:stop]
+            for name, x in inputs.items()
+        }
+        o, state = call(**alone, mode="chunk", output_final_state=True)
+        torch.testing.assert_close(packed["o"][:, start:stop], o)
+        torch.testing.assert_close(packed["state"][n : n + 1], state)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@every_kind
+def test_nothing_but_empty_sequences(mode, kind):
+    inputs = make(1, 0, kind=kind, sequences=3)
+    results = run(inputs, mode, cu_seqlens=torch.zeros(4, dtype=torch.int64))
+    assert results["o"].shape == inputs["v"].shape
+    assert torch.equal(results["state"], inputs["initial_state"])
+    assert results["initial_state"].abs().sum() > 0  # the gradient passes through
+
+
+@pytest.mark.parametrize("kind", ["delta", "gated_delta"])
+def test_identical_keys_with_beta_one(kind):
+    inputs = make(1, 200, k_dim=96, v_dim=160, kind=kind)  # chunks of 64
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    inputs["beta"] = torch.ones_like(inputs["beta"])
+    if inputs["g"] is not None:
+        inputs["g"] = inputs["g"] * 1e-3
+    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
+
+
+def test_beta_two_reflects():
+    inputs = make(1, 200, kind="delta", k_dim=96, v_dim=160)
+    inputs["beta"] = torch.full_like(inputs["beta"], 2.0)
+    assert_same(run(inputs, "chunk", torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize(
+    "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
+)
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_strong_decay(mode, where, kind):
+    inputs = make(1, 200, kind=kind, k_dim=96, v_dim=160)
+    inputs["g"][:, where] = -20.0
+    # The tiny gradients of decays that are strong everywhere have a small relative error too.
+    assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@pytest.mark.parametrize("g", RESETS)
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_resets_cost_no_digits(mode, g, kind):
+    """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
+    inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
+    expected = run(inputs, "reference")
+    assert all(x.isfinite().all() for x in expected.values())
+    assert_same(run(inputs, mode, torch.float32), expected, tolerance=2e-6)
+    assert_same(run(inputs, mode), expected)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+def test_a_reset_begins_a_sequence(mode, kind):
+    inputs, bounds = make(1, 130, kind=kind, sequences=1), [0, 20, 64, 65, 130]
+    inputs["g"][:, bounds[1:-1]] = -torch.inf
+    o, state = call(**inputs, mode=mode, output_final_state=True)
+    start = F.pad(inputs.pop("initial_state"), (0, 0) * 3 + (0, 3))
+    separate, states = call(
+        **inputs, initial_state=start, mode=mode, output_final_state=True, cu_seqlens=torch.tensor(bounds)
+    )
+    torch.testing.assert_close(o, separate)
+    torch.testing.assert_close(state, states[-1:])
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@every_kind
+def test_zero_rows(mode, kind):
+    inputs = make(2, 65, kind=kind)
+    for name in ("q", "k", "v") + ("beta",) * kind.endswith("delta"):
+        inputs[name][:, 10:30] = 0
+    inputs["k"][:, 40] = 0
+    results, expected = (run(inputs, m, qk_norm="l2") for m in (mode, "reference"))
+    assert all(x.isfinite().all() for x in results.values())
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@every_kind
+def test_nothing_is_read_before_it_is_written(packed, kind):
+    cu_seqlens = torch.tensor([0, 3, 3, 70, 130]) if packed else None
+    inputs = make(1, 130, kind=kind, sequences=4 if packed else 1)
+    expected = run(inputs, "reference", cu_seqlens=cu_seqlens)
+    assert deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        assert torch.empty(1).isnan().all()
+        results = run(inputs, "chunk", cu_seqlens=cu_seqlens)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@every_kind
+def test_a_sequence_does_not_see_the_other(packed, kind):
+    inputs = make(2, 100, kind=kind, initial=False)
+    inputs["v"][0, 50:] = torch.nan  # neither the other row, nor this row's past
+    if packed:
+        inputs = {name: None if x is None else x.flatten(0, 1)[None] for name, x in inputs.items()}
+    o, _ = call(**inputs, cu_seqlens=torch.tensor([0, 100, 200]) if packed else None, chunk_size=2)
+    o = o.view(2, 100, *o.shape[2:])
+    assert o[1].isfinite().all()
+    assert o[0, :50].isfinite().all()
+    assert o[0, 50:].isnan().all()
+
+
+def test_initial_state_is_left_alone():
+    inputs = make(2, 70)
+    before = inputs["initial_state"].clone()
+    for mode in ("chunk", "recurrent", "reference"):
+        ops.delta_rule(**inputs, mode=mode)
+        assert torch.equal(inputs["initial_state"], before)
+
+
+@pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
+@pytest.mark.parametrize("modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_state_carries_over(split, modes, kind):
+    inputs = make(2, 129, kind=kind)
+    whole, last = call(**inputs, output_final_state=True)
+    state, parts = inputs["initial_state"], []
+    for mode, piece in zip(modes, (slice(0, split), slice(split, None)), strict=True):
+        some = {n: x[:, piece] for n, x in inputs.items() if x is not None and n != "initial_state"}
+        o, state = call(**some, initial_state=state, output_final_state=True, mode=mode)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+def test_half_precision_inputs_and_fp32_inside(dtype, mode, kind):
+    inputs = {name: x.to(dtype) for name, x in make(2, 130, kind=kind).items() if x is not None}
+    inputs["initial_state"] = inputs["initial_state"].float()
+    results = run(inputs, mode, dtype)
+    assert results["o"].dtype == results["q"].dtype == results["g"].dtype == dtype
+    assert results["state"].dtype == results["initial_state"].dtype == torch.float32
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference")
+    # Only results in half precision are rounded: o and the gradients, not the state.
+    assert (results["state"] - exact["state"]).abs().max() < 2e-5 * exact["state"].abs().max()
+    assert_same(results, exact, torch.bfloat16)
+    assert (results["o"] - exact["o"]).abs().max() < torch.finfo(dtype).eps * exact["o"].abs().max()
+
+
+@every_kind
+def test_autocast_does_not_reach_inside(kind):
+    inputs = {name: x.float() for name, x in make(1, 70, kind=kind).items() if x is not None}
+    expected = run(inputs, "chunk", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = run(inputs, "chunk", torch.float32)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def doubling_map(q, k):
+    return tuple(torch.cat((x.cos() * x.abs(), x.sin() * x.abs()), -1) for x in (q, k))
+
+
+@pytest.mark.parametrize("qk_norm", [None, "l2"])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
+    inputs = make(1, 65, initial=False)
+    inputs["k"] = inputs["k"] * (0.5 if qk_norm is None else 3.0)
+    inputs["initial_state"] = torch.randn(1, 2, 16, 6, dtype=torch.float64)
+    options = {"feature_map": doubling_map, "qk_norm": qk_norm}
+    results = run(inputs, mode, **options)
+    assert_same(results, run(inputs, "reference", **options))
+
+    q, k = doubling_map(inputs["q"], inputs["k"])
+    if qk_norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    mapped = run(inputs | {"q": q, "k": k}, mode, scale=16**-0.5)  # the default scale counts mapped features
+    torch.testing.assert_close(results["o"], mapped["o"])
+
+
+@every_kind
+def test_maps_computed_again_in_the_backward_give_the_same(kind, monkeypatch):
+    """As on a GPU, where the intermediates of maps are not kept."""
+    inputs = make(1, 65, kind=kind, initial=False)
+    if kind == "vector_linear":
+        inputs["g"] = inputs["g"].repeat(1, 1, 1, 2)
+    options = {"feature_map": doubling_map, "qk_norm": "l2"}
+    expected, calls = run(inputs, "chunk", **options), []
+
+    def counted(q, k):
+        calls.append(1)
+        return doubling_map(q, k)
+
+    monkeypatch.setattr(ops, "_scarce_memory", lambda x: True)
+    results = run(inputs, "chunk", **options | {"feature_map": counted})
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert len(calls) == 2
+    calls.clear()
+    with torch.no_grad():
+        call(**inputs, **options | {"feature_map": counted})
+    assert len(calls) == 1
+
+
+def test_map_and_norm_run_in_fp32_with_one_cast():
+    seen = []
+
+    def spy(q, k):
+        seen.extend((q.dtype, k.dtype))
+        return q * 1e6, k * 1e6  # squares leave the range of fp16
+
+    inputs = {name: x.half() for name, x in make(1, 20, initial=False).items() if x is not None}
+    o, _ = ops.delta_rule(**inputs, feature_map=spy, qk_norm="l2")
+    assert seen == [torch.float32, torch.float32]
+    assert o.isfinite().all()
+
+
+def test_l2norm():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ops.l2norm, x)
+    torch.testing.assert_close(
+        ops.l2norm(x).norm(dim=-1), torch.ones(3, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+    zero = torch.zeros(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(ops.l2norm(zero).sum(), zero)
+    assert ops.l2norm(zero).abs().max() == 0
+    torch.testing.assert_close(slope, torch.full((2, 4), 1e3))
+
+
+@every_kind
+def test_gradcheck(kind):
+    inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, kind=kind, sequences=2)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+
+    def function(*tensors):
+        cu_seqlens = torch.tensor([0, 2, 5])
+        given = dict(zip(inputs, tensors, strict=True))
+        return call(**given, chunk_size=2, cu_seqlens=cu_seqlens, output_final_state=True)
+
+    assert torch.autograd.gradcheck(function, tuple(inputs.values()))
+
+
+@every_kind
+def test_gradients_through_one_output_only(kind):
+    inputs = {name: x.requires_grad_() for name, x in make(1, 70, kind=kind).items() if x is not None}
+    for pick in (0, 1):
+        chunk, reference = (
+            torch.autograd.grad(
+                call(**inputs, mode=mode, output_final_state=True)[pick].sum(),
+                list(inputs.values()),
+                materialize_grads=True,
+            )
+            for mode in ("chunk", "reference")
+        )
+        for ours, theirs in zip(chunk, reference, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_final_state_is_returned_only_on_request():
+    inputs = make(1, 20)
+    for mode in ("chunk", "recurrent", "reference"):
+        assert call(**inputs, mode=mode)[1] is None
+
+
+def test_strided_inputs():
+    inputs = make(2, 64)
+    mixed = torch.cat((inputs["q"].flatten(2), inputs["k"].flatten(2)), -1)
+    q, k = (x.unflatten(2, (2, 8)) for x in mixed.split(16, -1))  # views, as projections give them
+    assert not q.is_contiguous()
+    for length in (64, 63):
+        cut = {name: x if name == "initial_state" else x[:, :length] for name, x in inputs.items()}
+        views = cut | {"q": q[:, :length], "k": k[:, :length]}
+        torch.testing.assert_close(ops.delta_rule(**views)[0], ops.delta_rule(**cut, mode="reference")[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@every_kind
+def test_torch_compile_sees_one_operator(packed, kind):
+    inputs = make(1, 130, kind=kind, sequences=3 if packed else 1)
+    options = {"cu_seqlens": torch.tensor([0, 5, 40, 130]) if packed else None, "qk_norm": "l2"}
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    torch._dynamo.reset()
+    expected = run(inputs, "chunk", **options)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(run(inputs, "chunk", function=compiled, **options), expected)
+    assert sum("chunk_recurrence" in target for target in graphs[0]) == 1
+    assert not any("bmm" in target for target in graphs[0])
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same(run(inputs, "chunk", function=compiled, **options), expected)
+
+
+@every_kind
+def test_operators_are_declared_as_they_behave(kind):
+    inputs = [x if x is None else x.requires_grad_() for x in make(1, 70, kind=kind).values()]
+    torch.library.opcheck(ops.chunk_op, (*inputs, None, 1.0, 64, True))
+
+
+def load_copy(monkeypatch, kernels):
+    """The file as copied with a checkpoint: under another name, with other kernels or none."""
+    monkeypatch.setitem(sys.modules, "nalanda_kernels", kernels)
+    package = types.ModuleType("copied_with-a")
+    package.__path__ = [str(Path(ops.__file__).parent)]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    try:
+        return importlib.import_module("copied_with-a.ops")
+    finally:
+        for name in [name for name in sys.modules if name.startswith("copied_with-a.")]:
+            del sys.modules[name]
+
+
+def test_works_without_kernels(monkeypatch, recwarn):
+    module = load_copy(monkeypatch, None)
+    inputs = make(1, 20)
+    assert torch.equal(module.delta_rule(**inputs)[0], ops.delta_rule(**inputs)[0])
+    assert not recwarn.list
+    assert module.chunk_op._qualname != ops.chunk_op._qualname  # copies have operators of their own
+
+
+def fake_kernels(monkeypatch, serves=True, name="fake"):
+    """A backend called `name` that adds the number of gates to v, or raises Unsupported."""
+
+    def kernel(q, k, v, *gates, **options):
+        if not serves:
+            raise nalanda_kernels.Unsupported("it is not in the mood")
+        return v + len(gates), None
+
+    entry = types.SimpleNamespace(
+        devices=("cpu",), load=lambda: kernel, serves=lambda device: device == "cpu"
+    )
+    rows = {op: {name: entry} for op in ("delta_rule", "linear_attention")}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+
+
+def test_a_registered_kernel_is_found(monkeypatch):
+    fake_kernels(monkeypatch, name="triton")
+    module = ops
+    inputs = make(1, 20)
+    for backend in ("auto", "triton"):
+        assert torch.equal(module.delta_rule(**inputs, backend=backend)[0], inputs["v"] + 2)
+        linear = {name: x for name, x in inputs.items() if name != "beta"}
+        assert torch.equal(module.linear_attention(**linear, backend=backend)[0], inputs["v"] + 1)
+    torch.testing.assert_close(
+        module.delta_rule(**inputs, backend="torch")[0], ops.delta_rule(**inputs, mode="reference")[0]
+    )
+
+
+def test_the_choice_of_a_backend(monkeypatch):
+    fake_kernels(monkeypatch)
+    inputs = make(1, 20)
+    fake, torch_path = inputs["v"] + 2, ops.delta_rule(**inputs, mode="recurrent")[0]
+
+    def chosen():
+        return torch.equal(ops.delta_rule(**inputs)[0], fake)
+
+    assert chosen()
+    with nalanda_kernels.use_backend("torch"):
+        assert not chosen()
+        torch.testing.assert_close(ops.delta_rule(**inputs)[0], torch_path)
+        with nalanda_kernels.use_backend("auto"):
+            assert chosen()
+        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], fake)  # the argument overrides all
+    with (
+        nalanda_kernels.use_backend("triton"),
+        pytest.raises(ValueError, match="choose one of auto, torch, fake"),
+    ):
+        ops.delta_rule(**inputs)
+    assert chosen()
+
+
+def test_the_environment_names_a_backend():
+    program = "import nalanda_kernels; print(nalanda_kernels.candidates('delta_rule', 'auto', 'cuda'))"
+    environment = {**os.environ, "NALANDA_BACKEND": "torch"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch):
+    fake_kernels(monkeypatch, serves=False)
+    inputs = make(1, 20)
+    with pytest.warns(UserWarning, match="delta_rule: not by fake, it is not in the mood"):
+        o, _ = ops.delta_rule(**inputs)
+    torch.testing.assert_close(o, ops.delta_rule(**inputs, mode="recurrent")[0])
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], o)
+
+
+def test_kernels_of_another_api_are_refused_once(monkeypatch):
+    with pytest.warns(UserWarning, match="API 7"):
+        module = load_copy(monkeypatch, types.SimpleNamespace(API=7))
+    with warnings.catch_warnings(action="error"):
+        module.delta_rule(**make(1, 20))
+    with pytest.raises(ValueError, match=r"choose one of auto, torch$"):
+        module.delta_rule(**make(1, 20), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 20, 2, 7)}, "both must be"),
+        ({"v": torch.zeros(2, 19, 2, 6)}, "v: .* must be"),
+        ({"v": torch.zeros(2, 20, 3, 6)}, "must be a multiple"),
+        ({"beta": torch.zeros(2, 20, 2, 1)}, "beta: .* must be"),
+        ({"g": torch.zeros(2, 20, 1)}, "g: .* must be"),
+        ({"initial_state": torch.zeros(1, 2, 8, 6)}, "initial_state: .* must be"),
+        ({"initial_state": torch.zeros(2, 2, 9, 6)}, "K = 9; q and k have 8"),
+        ({"cu_seqlens": torch.tensor([0, 20])}, "B = 1"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.0])}, "integers"),
+        ({"chunk_size": 48}, "power of two"),
+        ({"chunk_size": 0}, "power of two"),
+        ({"mode": "parallel"}, "mode=.* must be"),
+        ({"qk_norm": "l1"}, "qk_norm=.* must be"),
+        ({"backend": "cuda"}, "choose one of auto, torch"),
+        ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g: 7 key channels"),
+        ({"beta": None, "g": torch.zeros(2, 20)}, r"\[B, T, HV\] or \[B, T, HV, K\]"),
+        ({"g": torch.zeros(2, 20, 2, 8)}, "g: .* must be"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(change, message):
+    inputs = {name: x.float() for name, x in make(2, 20).items()}
+    with pytest.raises(ValueError, match=message) as error:
+        call(**(inputs | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bounds", [[0, 10, 19], [1, 20], [0, 12, 8, 20], [0, 21]])
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+def test_bad_bounds(bounds, mode):
+    inputs = make(1, 20, initial=False)
+    with pytest.raises(ValueError, match="cu_seqlens: does not rise from 0 to the 20 tokens"):
+        ops.delta_rule(**inputs, cu_seqlens=torch.tensor(bounds), mode=mode)
+
+
+def test_flops_are_those_of_the_products():
+    # Per token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
+    expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
+    assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
+    assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)
+    assert ops.linear_attention_flops(1, 128, 96, 64) == 2 * (2 * 128 * 96 + 64 * 128 + 64 * 96)

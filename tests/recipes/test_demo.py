@@ -1,0 +1,154 @@
+"""The demo's baselines, its questions and its recipe; the demo itself is run by `make demo`."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
+from nalanda.config.load import load_config
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHAPES = {
+    NalandaConfig: {"num_heads": 2},
+    LlamaConfig: {"num_attention_heads": 2, "intermediate_size": 32},
+    MambaConfig: {},
+    GPT2Config: {"num_attention_heads": 2},
+    Qwen3NextConfig: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
+                      "linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16,
+                      "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 32,
+                      "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", RECIPES / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def packed(*documents: list[int]) -> dict[str, torch.Tensor]:
+    """Documents in one row, as `PackedBatches` gives them."""
+    ids = torch.tensor([[token for document in documents for token in document]])
+    labels = ids.clone()
+    starts = np.cumsum([0, *map(len, documents)])
+    labels[0, starts[:-1]] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "cu_seqlens": torch.tensor(starts, dtype=torch.int32),
+        "position_ids": torch.tensor([[i for document in documents for i in range(len(document))]]),
+    }
+
+
+def test_bigram_by_hand():
+    # Pairs 01 ×2, 12, 10, 20 ×3, 03: counts [2, 1, 1, 3, 1], three ones and one two, so d = 3/5. Tokens have
+    # 2, 1, 1 and 1 predecessors (0 from 1 and 2): three ones, one two again, e = 3/5. Five bigrams, V = 5.
+    bigram = Bigram([packed([0, 1, 2, 0], [0, 1, 0, 3]), packed([2, 0], [2, 0])], vocab_size=5)
+    lower = {0: (2 - 0.6) / 5 + 0.6 * 4 / 5 / 5, 3: (1 - 0.6) / 5 + 0.6 * 4 / 5 / 5, 4: 0.6 * 4 / 5 / 5}
+    expected = [
+        (2 - 0.6) / 3 + 0.6 * 2 / 3 * ((1 - 0.6) / 5 + 0.6 * 4 / 5 / 5),  # 1 after 0: c(01) = 2 of c(0) = 3
+        0.6 * 2 / 3 * lower[0],  # 0 after 0: unseen, 0 has two followers
+        (3 - 0.6) / 3 + 0.6 * 1 / 3 * lower[0],  # 0 after 2
+        0.6 * 2 / 3 * lower[4],  # 4 was never seen
+        lower[3],  # nothing was ever seen after 3
+    ]
+    found = bigram.probabilities(np.array([0, 0, 2, 0, 3]), np.array([1, 0, 0, 4, 3]))
+    assert found == pytest.approx(expected)
+
+    row = packed([0, 1], [3, 3])
+    assert bigram.perplexity([row]) == pytest.approx(math.exp(-np.log([expected[0], expected[4]]).mean()))
+
+
+def test_bigram_sums_to_one():
+    ids = torch.randint(0, 9, (4, 64), generator=torch.Generator().manual_seed(0))
+    bigram = Bigram([{"input_ids": ids, "labels": ids}], vocab_size=11)
+    second = np.arange(11)
+    for first in range(11):
+        assert bigram.probabilities(np.full(11, first), second).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig])
+def test_zeroing_is_undone_and_isolates_tokens(kind):
+    torch.manual_seed(0)
+    config = kind(vocab_size=31, hidden_size=32, num_hidden_layers=4, initializer_range=0.5, **SHAPES[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.tensor([[1, 2, 3, 4], [4, 2, 3, 4]])  # they differ in the first token
+    batch = packed([1, 2, 3, 4, 5, 6], [4, 3, 2, 1])
+    with torch.no_grad():
+        whole, ppl = model(ids).logits[:, -1], measure_perplexity(model, [batch])
+        with zeroed_mixers(model):
+            alone, zeroed_ppl = model(ids).logits[:, -1], measure_perplexity(model, [batch])
+    assert torch.allclose(alone[0], alone[1], rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(whole[0], whole[1], rtol=1e-2)
+    assert ppl != pytest.approx(zeroed_ppl, rel=1e-2)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits[:, -1], whole)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_token_mixers_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = NalandaConfig(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="none of mixer, self_attn"), zeroed_mixers(model):
+        pass
+
+
+def test_perplexity_of_packed_documents():
+    torch.manual_seed(0)
+    model = NalandaForCausalLM(
+        NalandaConfig(vocab_size=31, hidden_size=32, num_hidden_layers=1, num_heads=2)
+    ).eval()
+    documents = [1, 2, 3, 4, 5], [6, 7, 8]
+    nll = []
+    for document in documents:
+        ids = torch.tensor([document])
+        logp = model(ids).logits.log_softmax(-1)
+        nll += (-logp[0, :-1].gather(-1, ids[0, 1:, None])).flatten().tolist()
+    assert measure_perplexity(model, [packed(*documents)]) == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
+
+
+def test_recipe_is_whole_and_builds():
+    from nalanda.config.model import build_model_config
+
+    config = load_config(RECIPES / "demo.yaml")
+    assert config.model["feature_map"] == "nala"
+    assert config.model["mixer"] == "gated_deltanet"
+    config.model["vocab_size"] = config.tokenizer.vocab_size
+    with torch.device("meta"):
+        model = NalandaForCausalLM(build_model_config(config))
+    assert 2e6 < model.num_parameters() < 4e6
+
+
+def test_questions_have_one_right_answer(demo, tmp_path):
+    documents = [
+        "".join(f"line {i} of document {name} says nothing else than {i * i}\n" for i in range(60))
+        for name in "abcde"
+    ]
+    demo.write_tasks(documents, tmp_path)
+    rows = [demo.json.loads(line) for line in (tmp_path / "python_cloze.jsonl").read_text().splitlines()]
+    assert len(rows) > 10
+    assert {row["label"] for row in rows} == {0, 1, 2, 3}
+    for row in rows:
+        home = [text for text in documents if row["context"] + row["choices"][row["label"]] in text]
+        assert len(home) == 1
+        assert len(set(row["choices"])) == 4
+        wrong = [choice for i, choice in enumerate(row["choices"]) if i != row["label"]]
+        assert all(choice not in home[0] for choice in wrong)
+    texts = [
+        demo.json.loads(line)["text"] for line in (tmp_path / "python_docs.jsonl").read_text().splitlines()
+    ]
+    assert texts == documents  # short enough to be there as a whole
+    assert demo.cloze(documents, 20) == demo.cloze(documents, 20)
+
+
+def test_excerpts_end_with_a_line(demo):
+    assert demo.excerpts(["ab\ncd\nef", "xy"], characters=8) == ["ab\ncd\n", "xy"]

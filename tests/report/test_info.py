@@ -1,0 +1,182 @@
+"""Every recipe that ships builds, at the size that the literature gives it, and its figures are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import InputError
+from nalanda.common.text import duration, size
+from nalanda.config.load import load_config
+from nalanda.config.model import build_model_config
+from nalanda.report import tables
+from nalanda.report.info import info, print_info
+from nalanda.train.estimate import activation_bytes, estimate, saved_bytes
+from nalanda.train.log import UTILISATION
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+MILLIONS = {
+    "deltanet_340m": 374.4,
+    "nala_deltanet_340m": 374.4,
+    "gated_deltanet_340m": 379.9,
+    "nala_gated_deltanet_340m": 379.9,
+    "mamba_340m": 385.6,
+    "transformer_340m": 373.9,
+    "retnet_340m": 375.5,
+    "gla_340m": 374.5,
+    "linear_attention_340m": 374.2,
+    "nala_340m": 399.4,
+    "mala_340m": 374.2,
+    "pola_340m": 399.4,
+    "soft_340m": 350.5,
+}
+WIKITEXT = {
+    "transnormer_t1_wikitext103": 155.99,
+    "transnormer_t2_wikitext103": 155.99,
+    "transformer_wikitext103": 155.99,
+    "linear_attention_wikitext103": 155.99,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_recipes_build_at_the_literatures_size(recipe):
+    figures = info(str(recipe), [])
+    if recipe.stem in MILLIONS:
+        assert figures["parameters"] / 1e6 == pytest.approx(MILLIONS[recipe.stem], rel=1e-3)
+        assert figures["tokens"] == 28672 * 524288
+    if recipe.stem in WIKITEXT:
+        assert figures["parameters"] / 1e6 == pytest.approx(WIKITEXT[recipe.stem], abs=0.01)
+        assert figures["tokens"] == 100_000 * 128 * 512
+    assert 0 < figures["parameters_without_embeddings"] < figures["parameters"]
+    # 6 a weight that is multiplied, and the recurrence on top
+    flops = figures["training_flops_per_token"]
+    assert 6 * figures["parameters_without_embeddings"] < flops < 12 * figures["parameters"]
+
+
+def test_every_340m_recipe_has_its_literature_figure():
+    assert {p.stem for p in RECIPES if "340m" in p.stem} == set(MILLIONS)
+    assert {p.stem for p in RECIPES if "wikitext" in p.stem} == set(WIKITEXT)
+
+
+def test_state_is_what_generation_carries():
+    figures = info("nala_gated_deltanet_340m", [])
+    heads, features, values, channels = 6, 256, 256, 768 + 768 + 1536
+    assert figures["state_bytes_per_sequence"] == 21 * (4 * heads * features * values + 2 * 3 * channels)
+    half = info("nala_gated_deltanet_340m", ["model.expand_k=0.5"])
+    plain = info("gated_deltanet_340m", [])
+    assert half["state_bytes_per_sequence"] < 1.01 * plain["state_bytes_per_sequence"]
+
+
+def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": "d e f"}\n{"text": "a g"}\n')
+    words = [
+        *(f"output_dir={tmp_path / 'run'}", "model={hidden_size: 64, num_hidden_layers: 1, num_heads: 1}"),
+        *("tokenizer={train: words}", f"data.source={tmp_path}", f"data.validation_source={tmp_path}"),
+    ]
+
+    def table(*overrides: str) -> int:
+        figures = info("deltanet_340m", [*words, *overrides])
+        return (figures["parameters"] - figures["parameters_without_embeddings"]) // (2 * 64)
+
+    assert table() == 64  # 7 words and 3 special tokens, rounded up
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("nalanda.train.estimate.build_tokenizer", None)  # nothing is read
+    assert table("tokenizer.vocab_size=1000") == 1024
+    assert table("model.vocab_size=267744") == 267744
+    assert (
+        table("model={auto: mamba, hidden_size: 64, tie_word_embeddings: false}", "tokenizer.vocab_size=99")
+        == 128
+    )
+
+
+def test_saved_bytes_are_counted():
+    """A linear layer keeps its input and nothing else; its weight is not counted."""
+    x = torch.empty(3, 5, 7, device="meta", requires_grad=True)
+
+    class Block(torch.nn.Linear):
+        def forward(self, x, seq):
+            return super().forward(x)
+
+    assert saved_bytes(Block(7, 11, device="meta"), x) == 3 * 5 * 7 * 4
+
+
+def test_attention_keeps_no_matrix_of_probabilities():
+    config = NalandaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax")
+    counts = [activation_bytes(config, 1, T, torch.float32, False) - 2 * 4 * 2**26 for T in (512, 1024)]
+    assert counts[1] == 2 * counts[0]
+
+
+def test_activations_grow_with_rows_and_shrink_with_checkpointing():
+    config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
+    counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
+    assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
+    assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+
+
+def test_time_is_flops_over_a_share_of_the_peak():
+    figures = info("gla_340m", [], 8, memory=False, device="H100")
+    low, high = UTILISATION
+    for seconds, share in zip(figures["seconds"], (high, low), strict=True):
+        assert seconds == pytest.approx(figures["training_flops"] / (8 * share * 989e12))
+    slow = info("gla_340m", ["train.precision=fp32"], 8, memory=False, device="h100")
+    assert slow["seconds"][0] == pytest.approx(figures["seconds"][0] * 989 / 67)
+    assert info("gla_340m", [], memory=False)["seconds"] is None
+    assert info("gla_340m", [], memory=False, device="cpu")["peak_flops_per_device"] > 1e8
+    with pytest.raises(InputError, match=r"--device: no data sheet of B100; did you mean \w100\?"):
+        info("gla_340m", [], memory=False, device="B100")
+
+
+def test_weights_and_moments_by_how_they_are_shared():
+    def held(*overrides: str, processes: int = 1) -> int:
+        return info("gla_340m", list(overrides), processes, memory=False)["weights_and_optimizer_bytes"]
+
+    n = info("gla_340m", [], memory=False)["parameters"]
+    assert held() == 16 * n
+    assert held(processes=4) == 20 * n  # DDP's buckets
+    muon = held("optim.name=muon")
+    assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, but for embedding and head
+    split = held("train.parallel=fsdp", processes=4)
+    assert 4 * n < split < 8 * n
+    hybrid = held("train.parallel=hybrid", "train.shard_size=2", processes=4)
+    assert split < hybrid < 16 * n
+
+
+def test_the_estimate_before_a_run(tmp_path):
+    config = load_config("demo", ["model.vocab_size=4096"])
+    model = NalandaForCausalLM(build_model_config(config))
+    facts = {"step": 256, "training_flops_per_token": 1e9, "peak_flops": 1e12, "processes": 1}
+    before = torch.get_rng_state()
+    text = estimate(config, facts, model)
+    assert torch.equal(before, torch.get_rng_state())  # the run is about to draw from it
+    tokens = (512 - 256) * 2048
+    longest = duration(tokens * 1e9 / (UTILISATION[0] * 1e12))
+    assert f"to {longest}, assuming 10 to 40 % of the peak; " in text
+    assert f"{size(16 * model.num_parameters())} a device for weights, gradients and moments" in text
+    assert "for activations" in text
+
+
+def test_printed(capsys):
+    print_info(info("deltanet_340m", []))
+    printed = capsys.readouterr().out
+    for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
+        assert figure in printed
+    assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
+
+
+def test_the_readmes_tables_are_the_codes():
+    """`python -m nalanda.tables` prints what belongs there."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for rows in (tables.mixer_rows(), tables.map_rows(), tables.recipe_rows()):
+        assert tables.markdown(rows) in text
+
+
+def test_tables_fit_a_terminal(capsys):
+    tables.print_tables(Console(width=80))
+    out = capsys.readouterr().out
+    assert "κ(Z, Z)" in out
+    assert "[relu(x)^p;" in out  # brackets are no markup
+    assert "transnormer_t1_wikitext103" in out
+    assert all(cell_len(line) <= 80 for line in out.splitlines())

@@ -1,0 +1,385 @@
+"""What a run survives: bad steps, signals, a rank that hangs, data that stops."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from training import configured, outcome
+
+from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
+from nalanda.config.schema import EARLIEST, GuardConfig
+from nalanda.train import checkpoint, guards, loop
+from nalanda.train import log as metrics
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
+from nalanda.train.guards import SpikeDetector
+from nalanda.train.loss import count_labels, summed_loss
+from nalanda.train.run_dir import lock_run_dir
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+def seen(spikes: SpikeDetector, count: int = 40) -> SpikeDetector:
+    for i in range(count):
+        assert spikes.judge(3 + 0.05 * (-1) ** i, 0.5 * 1.1 ** ((-1) ** i)) is None
+    return spikes
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "words"),
+    [
+        (math.nan, 1.0, "loss is nan"),
+        (3.0, math.nan, "gradient norm is nan"),
+        (3.0, math.inf, "gradient norm is inf"),
+        (3.4, 0.5, "the loss 3.4 is .* σ above 3, its mean"),
+        (1e9, 0.5, "the loss 1e"),
+        (3.0, 1e9, "the gradient norm 1e.* above 0.5"),
+        (3.25, 0.5, None),  # five deviations
+        (1.0, 0.01, None),  # a fall is no spike
+    ],
+)
+def test_what_is_a_bad_step(loss, norm, words):
+    spikes = seen(SpikeDetector(GuardConfig()))
+    before = json.dumps(spikes.state_dict())
+    problem = spikes.judge(loss, norm)
+    if words is None:
+        assert problem is None
+        assert spikes.state_dict()["losses"][-1] == loss
+    else:
+        assert re.search(words, problem)
+        assert json.dumps(spikes.state_dict()) == before  # a bad step widens no spread
+
+
+def test_without_sigma_only_what_is_not_finite_is_bad():
+    spikes = seen(SpikeDetector(GuardConfig(sigma=0)))
+    assert spikes.judge(1e9, 1e9) is None
+    assert spikes.judge(math.nan, 1.0) is not None
+
+
+def test_the_window_slides_comes_back_and_begins_late():
+    config = GuardConfig(window=20)
+    spikes = SpikeDetector(config)
+    for _ in range(EARLIEST - 1):
+        assert spikes.judge(3.0, 1.0) is None
+    assert spikes.judge(50.0, 1.0) is None  # too few to tell
+    for i in range(40):
+        spikes.judge(8 - 0.01 * i, 1.0)
+    assert len(spikes.losses) == 20
+    again = SpikeDetector(config)
+    again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
+    assert again.state_dict() == spikes.state_dict()
+    assert again.judge(9.5, 1.0) == spikes.judge(9.5, 1.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sigma", -1), ("window", 3), ("max_bad_steps", 0), ("max_rollbacks", 0), ("hang_timeout", 0)],
+)
+def test_settings_that_cannot_work(key, value):
+    with pytest.raises(InputError, match=f"guard.{key}"):
+        GuardConfig(**{key: value}).check()
+
+
+# ------------------------------ in the loop
+
+
+def poisoned(monkeypatch, steps: dict[int, str]) -> Counter:
+    """Spoils the loss or the gradients of the given optimizer steps, counted as they are tried."""
+    tried: Counter = Counter()
+    summed, judge = summed_loss, SpikeDetector.judge
+
+    def loss(*arguments, **options):
+        kind = steps.get(tried["steps"] + 1)
+        value = summed(*arguments, **options)
+        if kind == "nan loss":
+            return value * math.nan
+        if kind == "spike":
+            return value * 1e9
+        if kind == "nan gradient":
+            value = value.clone()
+            value.register_hook(lambda g: g * math.nan)
+        return value
+
+    def count(self, *values):
+        tried["steps"] += 1
+        return judge(self, *values)
+
+    monkeypatch.setattr(loop, "summed_loss", loss)
+    monkeypatch.setattr(SpikeDetector, "judge", count)
+    return tried
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    files = ("model.safetensors", "optimizer.safetensors")
+    return {k: v for name in files for k, v in safetensors.torch.load_file(folder / name).items()}
+
+
+NO_VALIDATION = ("validation.every=0", "guard.window=16")
+
+
+@pytest.mark.parametrize("kind", ["nan loss", "nan gradient", "spike"])
+def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
+    """Not a bit of weights, moments or their counts, although weight decay alone would move them."""
+    poisoned(monkeypatch, {20: kind})
+    loop.train(
+        configured(recipe, tmp_path / "run", "checkpoint.every=1", "checkpoint.keep_last=24", *NO_VALIDATION)
+    )
+    before = tensors(tmp_path / "run", 19)
+    # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
+    assert not (tmp_path / "run" / "checkpoints" / "step-20").exists()
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    (event,) = [line for line in lines if "event" in line]
+    assert (event["step"], event["event"]) == (20, "skipped")
+    assert ("nan" in event["reason"]) == (kind != "spike")
+    assert [line["step"] for line in lines if "loss" in line] == [s for s in range(1, 25) if s != 20]
+    stopped = tmp_path / "stopped"
+    poisoned(monkeypatch, {20: kind})
+    monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 19, signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        loop.train(configured(recipe, stopped, "checkpoint.every=1", *NO_VALIDATION))
+    after = tensors(stopped, 20)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def kicked(function, step: int, signum: int):
+    def kick(at, *rest):
+        if at == step:
+            signal.raise_signal(signum)
+        return function(at, *rest)
+
+    return kick
+
+
+def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_path, monkeypatch):
+    bad = dict.fromkeys((18, 19, 20), "spike")
+    settings = ("guard.max_bad_steps=3", "train.steps=22", *NO_VALIDATION)
+    with monkeypatch.context() as patch:
+        poisoned(patch, bad)
+        loop.train(configured(recipe, tmp_path / "whole", *settings))
+    with monkeypatch.context() as patch:
+        poisoned(patch, bad)
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 18, signal.SIGUSR1))
+        with pytest.raises(SystemExit) as stop:
+            loop.train(configured(recipe, tmp_path / "run", *settings))
+        assert stop.value.code == 128 + signal.SIGUSR1
+    at = step_of(latest_checkpoint(tmp_path / "run" / "checkpoints"))
+    with monkeypatch.context() as patch:
+        poisoned(patch, {s - at: kind for s, kind in bad.items()})
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkeypatch, capsys):
+    """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
+    read = []
+    monkeypatch.setattr(loop, "count_labels", lambda batch, f=count_labels: read.append(batch) or f(batch))
+    poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
+    loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
+    *skipped, event = [line for line in lines if "event" in line]
+    # The bad steps' own events stay, although the run went back before them.
+    assert [(line["event"], line["step"]) for line in skipped] == [("skipped", s) for s in (17, 18, 19)]
+    assert (event["event"], event["to"], event["at"], len(event["reasons"])) == ("rollback", 15, 19, 3)
+    rows = [tuple(row.tolist()) for batch in read for row in batch["input_ids"]]
+    assert len(rows) == 8 * (24 + 4)
+    assert rows[8 * 15 : 8 * 19] != rows[8 * 19 : 8 * 23]
+    out = capsys.readouterr().out
+    assert "step-15" in out
+    assert out.count("by steps 2 to 11") == out.count(" by steps ") == 1  # the estimate of the launch
+    assert (
+        "causal attention is half of T × T"
+        in json.loads((tmp_path / "run" / "run.json").read_text())["flops"]
+    )
+
+
+def test_a_run_that_does_not_get_past_it_stops(recipe, tmp_path, monkeypatch):
+    poisoned(monkeypatch, dict.fromkeys(range(8, 99), "nan loss"))
+    settings = ("guard.max_bad_steps=2", "guard.max_rollbacks=2", *NO_VALIDATION)
+    with pytest.raises(
+        InputError,
+        match=r"step 7: 2 steps in a row were left out .*nan.*going back to .*step-5.*did not help",
+    ) as e:
+        loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert "\n" not in str(e.value)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["state"] == "failed"
+    assert "left out" in facts["reason"]
+
+
+def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, monkeypatch, capsys):
+    """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
+    poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
+    loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=2", *NO_VALIDATION))
+    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
+    folder = tmp_path / "run" / "checkpoints"
+    assert all(why_unusable(path) is None for path in checkpoint_folders(folder))  # 15 was made again
+
+
+def spoil(model, optimizer, kind: str) -> None:
+    """One value of a weight or of a moment, as a broken machine or kernel leaves it."""
+    weight = next(p for p in model.parameters() if p.ndim == 2)
+    where, _, value = kind.partition(" ")
+    tensor = weight.data if where == "weight" else optimizer.state[weight]["exp_avg_sq"]
+    tensor.view(-1)[5] = float(value)
+
+
+SPOILT = ["weight nan", "weight inf", "weight 1e30", "moment nan", "moment inf", "moment 1e30"]
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatch, kind):
+    """They go bad between the update of step 15 and its save, in which only the save could have seen them."""
+    asked, unsound = [], checkpoint.Saver.unsound
+
+    def struck(saver, model, optimizer):
+        asked.append(1)
+        if len(asked) == 3:
+            spoil(model, optimizer, kind)
+        return unsound(saver, model, optimizer)
+
+    monkeypatch.setattr(checkpoint.Saver, "unsound", struck)
+    run = tmp_path / "run"
+    loop.train(configured(recipe, run, "checkpoint.keep_last=1", *NO_VALIDATION))
+    found = [line for line in metrics.read_metrics(run / "metrics.jsonl") if "event" in line]
+    assert [(line["event"], line["step"]) for line in found] == [("unsound", 15), ("rollback", 11)]
+    assert re.search("exp_avg_sq" if "moment" in kind else "weight", found[0]["reason"])
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 24).values())
+
+
+def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeypatch, capsys):
+    """One that an older version saved, or that went bad on its way to the disk: its sums fit."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "unsound", lambda *_: None)
+        patch.setattr(
+            checkpoint,
+            "_contents",
+            lambda step, m, o, *rest, f=checkpoint._contents: (
+                spoil(m, o, "moment inf") if step == 10 else None,
+                f(step, m, o, *rest),
+            )[1],
+        )
+        loop.train(configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION))
+    assert why_unusable(run / "checkpoints" / "step-10") is None
+    capsys.readouterr()
+    loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
+    out = capsys.readouterr().out
+    assert re.search(r"step-10: unsound, passed over: .*exp_avg_sq has values of inf", out)
+    assert "goes on from step-5" in out
+    loop.train(
+        configured(recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION)
+    )
+    assert outcome(run) == outcome(tmp_path / "other")
+
+
+def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
+    settings = ("train.steps=3", *NO_VALIDATION)
+    poisoned(monkeypatch, dict.fromkeys(range(1, 4), "nan loss"))
+    for _ in range(2):  # and when it is started again
+        with pytest.raises(NothingTrained, match="all 3 steps were left out") as error:
+            loop.train(configured(recipe, tmp_path / "run", *settings))
+        assert error.value.exit_code == 65
+        assert metrics.read_facts(tmp_path / "run")["state"] == "failed"
+        assert not (tmp_path / "run" / "final").exists()
+
+
+def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
+    poisoned(monkeypatch, dict.fromkeys(range(1, 99), "nan loss"))
+    with pytest.raises(InputError, match=r"step 5: 5 steps in a row .*; no checkpoint was saved yet"):
+        loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=1", *NO_VALIDATION))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 7, signum))
+        with pytest.raises(SystemExit) as stop:
+            loop.train(configured(recipe, tmp_path / "run"))
+    assert stop.value.code == 128 + signum
+    loop.train(configured(recipe, tmp_path / "run"))
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):
+    def failing(batches, count, take=loop.take_batches):
+        taken, error = take(batches, count)
+        calls.append(1)
+        return (taken[:1], SourceUnavailable("hub: 9 times")) if len(calls) == 8 else (taken, error)
+
+    calls: list = []
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_batches", failing)
+        with pytest.raises(SourceUnavailable) as error:
+            loop.train(configured(recipe, tmp_path / "run"))
+    assert error.value.exit_code == 75
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 7
+    loop.train(configured(recipe, tmp_path / "run"))
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_process_that_hangs_says_where_and_ends():
+    program = """
+import time
+from nalanda.train.guards import Watchdog
+def asleep_on_purpose():
+    time.sleep(60)
+watch = Watchdog(0.2, rank=3)
+watch.beat("step 7, reading data")
+asleep_on_purpose()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == guards.HUNG
+    assert "rank 3 on " in done.stderr
+    assert "step 7, reading data" in done.stderr
+    assert "asleep_on_purpose" in done.stderr
+
+
+def test_a_process_that_moves_is_left_alone():
+    watch = guards.Watchdog(0.4)
+    for _ in range(20):
+        watch.beat("moving")
+        watch.ended.wait(0.05)
+    watch.close()
+    assert os.getpid()  # still here
+
+
+def test_two_runs_never_share_a_folder(recipe, tmp_path):
+    config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
+    loop.train(config)
+    longer = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
+    # Begun, with nothing saved yet, and another tokenizer: what the refused one would change.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "run.json").write_text('{"saved": 0}')
+    moved = configured(
+        recipe,
+        tmp_path / "run",
+        "train.steps=4",
+        f"data.source={shutil.copytree(recipe.parent, tmp_path / 'copy')}",
+    )
+
+    def content() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+    before = content()
+    for other in (longer, moved):
+        with (
+            lock_run_dir(tmp_path / "run"),
+            pytest.raises(InputError, match="another process is training there"),
+        ):
+            loop.train(other)
+        assert content() == before
+    loop.train(longer)

@@ -1,0 +1,535 @@
+"""DDP, FSDP2 and one process train the same model, and a checkpoint of any of them serves the others.
+
+torchrun starts this file itself as two processes over gloo: `worker` does there whatever needs two.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from nalanda import NalandaConfig
+from nalanda.common.errors import DiskFull, InputError
+from nalanda.common.files import verify_manifest
+from nalanda.config.load import load_config
+from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
+from nalanda.train import checkpoint, parallel
+from nalanda.train import log as metrics
+from nalanda.train.checkpoint import Saver
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
+from nalanda.train.export import export
+from nalanda.train.loop import train
+from nalanda.train.loss import summed_loss
+from nalanda.train.optim import build_optimizer
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ROWS, LENGTH, VOCABULARY, STEPS = 8, 24, 65, 2  # 65 rows of the embedding: the shards are of unequal size
+VARIANTS = {
+    "fp32": ("gated_deltanet", {"precision": "fp32"}),
+    "bf16": ("gated_deltanet", {"precision": "bf16"}),
+    "bf16, recomputed, tied": ("deltanet", {"precision": "bf16", "gradient_checkpointing": True}),
+    "foreign": ("llama", {"precision": "bf16"}),
+}
+"""Mixer (or a foreign model type) and train settings."""
+
+
+def build(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    if name == "llama":
+        config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **shape)
+    else:
+        config = NalandaConfig(num_heads=2, mixer=name, tie_word_embeddings=name == "deltanet", **shape)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def prepared(name: str, kind: str, shard_size: int | None = None, **settings):
+    """(accelerator, bare model, what to call, optimizer)."""
+    AcceleratorState._reset_state()
+    settings = {"precision": "fp32"} | settings
+    accelerator = Accelerator(mixed_precision="bf16" if settings["precision"] == "bf16" else "no")
+    chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings)
+    model = build(name)
+    made = parallel.parallelize(
+        accelerator, model, kind, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
+    )
+    return accelerator, model.train(), *made
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = STEPS) -> dict:
+    """Trains on rows that depend on the step alone, two micro-batches a process and step."""
+    losses, norms, gradients = [], [], {}
+    for step in range(first, first + count):
+        rows = torch.randint(
+            0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)
+        ).chunk(accelerator.num_processes)[accelerator.process_index]
+        loss = torch.zeros(())
+        for i, part in enumerate(rows.chunk(2)):
+            batch = {
+                "input_ids": part,
+                "labels": part,
+                "cu_seqlens": torch.arange(len(part) + 1) * LENGTH,
+                "position_ids": torch.arange(LENGTH).expand(len(part), -1),
+            }
+            with parallel.accumulating(wrapped, last=i == 1):
+                share = summed_loss(wrapped, batch, accelerator.device) / (ROWS * (LENGTH - 1))
+                accelerator.backward(share * accelerator.num_processes)
+            loss += share.detach()
+            if step == first and i == 0 and isinstance(model, FSDPModule):
+                assert all(p.grad is None for p in model.parameters()), "reduced before the last micro-batch"
+        if step == first:
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        norms.append(parallel.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss).item())
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def moments(model, optimizer) -> dict[str, torch.Tensor]:
+    return {k: whole(v) for k, v in checkpoint._optimizer_tensors(model, optimizer).items()}
+
+
+# ------------------------------------------------------------------------------------------ in two processes
+
+
+def worker(folder: Path) -> None:
+    results: dict = {
+        name: {kind: steps(*prepared(mixer, kind, **settings)) for kind in ("ddp", "fsdp")}
+        for name, (mixer, settings) in VARIANTS.items()
+    }
+    rank = dist.get_rank()
+    # Two dimensions of mesh: of replicas only one may be saved.
+    hybrid = prepared("gated_deltanet", "hybrid", shard_size=1, parallel="hybrid")
+    results["hybrid"] = steps(*hybrid)
+    saver = Saver(folder / "hybrid", CheckpointConfig(), rank=rank, processes=2)
+    state = {"data_state": {"position": rank}, "trainer_state": {"tokens": 7}}
+    saver.save(1, model=hybrid[1], optimizer=hybrid[3], **state)
+
+    # A sharded checkpoint, saved while training goes on.
+    saver = Saver(folder / "sharded", CheckpointConfig(asynchronous=True), rank=rank, processes=2)
+    accelerator, model, wrapped, optimizer = prepared("gated_deltanet", "fsdp")
+    steps(accelerator, model, wrapped, optimizer)
+    results["saved"] = {"moments": moments(model, optimizer)}
+    saver.save(2, model=model, optimizer=optimizer, **state)
+    results["on"] = steps(accelerator, model, wrapped, optimizer, first=STEPS)
+    saver.wait()
+
+    # One process's disk is full in the next: both hear of it, and what there was stays.
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    fsync = os.fsync
+    try:
+        os.fsync = full if rank == 1 else fsync
+        saver.save(6, model=model, optimizer=optimizer, **state)
+        saver.wait()
+        results["full"] = "nothing was raised"
+    except DiskFull as error:
+        results["full"] = str(error)
+    finally:
+        os.fsync = fsync
+    results["full, rank 1"] = saver._exchange(results["full"])[1]
+
+    # To one process, and from it to two again.
+    if rank == 0:
+        alone = build("gated_deltanet")
+        optimizer_alone = build_optimizer(alone, OptimConfig(lr=3e-3))
+        checkpoint.load(folder / "sharded" / "step-2", model=alone, optimizer=optimizer_alone)
+        results["alone"] = {
+            "weights": {name: whole(p) for name, p in alone.named_parameters()},
+            "moments": moments(alone, optimizer_alone),
+        }
+        checkpoint.save(folder / "plain", 2, model=alone, optimizer=optimizer_alone, **state)
+    dist.barrier()
+    for source in ("plain", "sharded", "hybrid"):
+        again = prepared("gated_deltanet", "fsdp")
+        step = checkpoint_folders(folder / source)[-1]
+        _, data = checkpoint.load(step, model=again[1], optimizer=again[3], rank=rank)
+        assert data["position"] == (0 if source == "plain" else rank)
+        results["again from " + source] = {"moments": moments(again[1], again[3])} | steps(
+            *again, first=STEPS
+        )
+
+    # What torch.distributed.checkpoint writes itself.
+    theirs = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    (folder / "theirs").mkdir(exist_ok=True)
+    writer = HuggingFaceStorageWriter(str(folder / "theirs"), save_distributed=True)
+    dcp.save(theirs, storage_writer=writer)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+
+    # The trainer itself: whole, and from the middle again.
+    for name in ("whole", "resumed"):
+        if name == "resumed" and rank == 0:
+            halved(folder / "whole", folder / "resumed")
+        dist.barrier()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        train(load_config(folder / "recipe.yaml", [f"output_dir={folder / name}", "train.parallel=fsdp"]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def halved(run_dir: Path, copy: Path) -> Path:
+    """A run as it stood at its checkpoint of step 2."""
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("step-4", "final", "run.json"))
+    return copy
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))
+    sys.exit()
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def launched(*command: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*TORCHRUN, *command], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=draw.choice((1, 2, 60)))) for _ in range(500)]
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {
+        "output_dir": str(folder / "unset"),
+        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
+        "tokenizer": {"train": "bpe", "vocab_size": 320},
+        "data": {"source": str(folder / "corpus"), "seq_len": 32, "max_validation_rows": 7},
+        "optim": {"lr": 3e-3},
+        "train": {"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2, "precision": "fp32"},
+        "validation": {"every": 2},
+        "checkpoint": {"every": 2, "asynchronous": True},
+        "log": {"every": 1, "tensorboard": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    launched(__file__, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> dict:
+    return torch.load(folder / "results.pt", weights_only=True)
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two sets of tensors, relative to the largest value of each tensor."""
+    assert a.keys() == b.keys()
+    return max(
+        ((a[k].float() - b[k].float()).abs().max() / a[k].float().abs().max().clamp(min=1e-12)).item()
+        for k in a
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharded_whole_and_alone_train_the_same(results, variant):
+    mixer, settings = VARIANTS[variant]
+    alone, ddp, fsdp = steps(*prepared(mixer, "ddp", **settings)), *results[variant].values()
+    # FSDP2 has the gradients of DDP to the last bits, under bf16 too: what is gathered in bf16 is what
+    # autocast makes of the weights. Adam then magnifies the last bits of gradients near zero.
+    bf16 = settings["precision"] == "bf16"
+    assert furthest(ddp["gradients"], fsdp["gradients"]) < 1e-6
+    assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-3 if bf16 else 1e-6)
+    assert fsdp["norms"] == pytest.approx(ddp["norms"], rel=1e-2 if bf16 else 1e-6)
+    assert furthest(ddp["weights"], fsdp["weights"]) < (0.1 if bf16 else 1e-4)
+    # One process has other batches in its products, and under bf16 rounds their sums elsewhere.
+    for many in (ddp, fsdp):
+        assert many["losses"] == pytest.approx(alone["losses"], rel=1e-3 if bf16 else 1e-6)
+        assert many["norms"][0] == pytest.approx(alone["norms"][0], rel=1e-2 if bf16 else 1e-6)
+        assert furthest(alone["gradients"], many["gradients"]) < (0.05 if bf16 else 1e-5)
+
+
+def test_decays_stay_fp32_and_move(results):
+    """A bf16 A_log would move in steps of 1 %."""
+    start = dict(build("gated_deltanet").named_parameters())
+    ddp, fsdp = (results["bf16"][kind]["weights"] for kind in ("ddp", "fsdp"))
+    for name in [name for name in start if name.endswith(("A_log", "dt_bias"))]:
+        moved = (ddp[name] - start[name]).abs()
+        assert fsdp[name].dtype == torch.float32
+        assert 0 < moved.max() < 0.02
+        assert not torch.equal(ddp[name], ddp[name].bfloat16().float())
+        assert (fsdp[name] - ddp[name]).abs().max() < 1e-3 * moved.max()
+
+
+def test_replicas_of_shards_train_the_same(results, folder):
+    assert furthest(results["fp32"]["ddp"]["weights"], results["hybrid"]["weights"]) < 1e-4
+    assert furthest(results["hybrid"]["weights"], checkpoint.weights(folder / "hybrid" / "step-1")) == 0
+    files = list((folder / "hybrid" / "step-1" / "model").iterdir())
+    assert sum(file.stat().st_size > 2000 for file in files) == 1
+
+
+def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folder):
+    path = folder / "sharded" / "step-2"
+    assert verify_manifest(path) is None
+    trained = results["fp32"]["fsdp"]["weights"]
+    saved, alone, on = results["saved"]["moments"], results["alone"], results["on"]
+    assert furthest(trained, alone["weights"]) == 0
+    assert furthest(trained, checkpoint.weights(path)) == 0
+    assert furthest(saved, alone["moments"]) == 0
+    assert all(v.ndim == 0 and v == STEPS for k, v in saved.items() if k.endswith(".step"))
+    for source in ("plain", "sharded"):
+        again = results["again from " + source]
+        assert furthest(saved, again["moments"]) == 0
+        assert again["losses"] == on["losses"]  # bit for bit, as if nothing had stopped it
+        assert furthest(on["weights"], again["weights"]) == 0
+    assert results["again from hybrid"]["losses"] == pytest.approx(on["losses"], rel=1e-6)
+
+
+def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folder):
+    for source, expected in (("sharded/step-2/model", results["fp32"]["fsdp"]["weights"]), ("theirs", None)):
+        expected = expected or results["on"]["weights"]
+        read = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+        reader = HuggingFaceStorageReader(str(folder / source))
+        dcp.load(read, storage_reader=reader, no_dist=True)
+        assert furthest(expected, read) == 0
+        ours = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+        checkpoint.read_tensors(folder / source, ours)
+        assert furthest(expected, ours) == 0
+
+
+def test_a_disk_that_is_full_for_one_process_stops_both(results, folder):
+    for said in (results["full"], results["full, rank 1"]):
+        assert "step-2 stays" in said
+        assert "were still to be written" in said
+        assert "\n" not in said
+    assert [p.name for p in (folder / "sharded").iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
+def test_each_file_of_a_sharded_checkpoint_is_held_to_its_sum(folder, tmp_path, damage):
+    names = [p.relative_to(folder) for p in (folder / "sharded").rglob("*") if p.is_file()]
+    assert len([name for name in names if name.suffix == ".safetensors"]) == 4
+    for i, name in enumerate(names):
+        shutil.copytree(folder / "sharded", tmp_path / str(i))
+        file = tmp_path / str(i) / name.relative_to("sharded")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        match damage:
+            case "flip":
+                file.write_bytes(content)
+            case "truncate":
+                file.write_bytes(file.read_bytes()[:-1])
+            case "remove":
+                file.unlink()
+            case "add":
+                shutil.copy(file, file.with_name("more.safetensors"))
+        said: list[str] = []
+        assert latest_checkpoint(tmp_path / str(i), said.append) is None
+        assert "step-2" in said[0]
+
+
+def test_parts_that_are_missing_are_not_taken_for_zeros(folder, tmp_path):
+    shutil.copytree(folder / "sharded" / "step-2" / "model", tmp_path / "model")
+    next(iter(sorted((tmp_path / "model").glob("shard-00001*")))).unlink()
+    with pytest.raises(InputError, match="lacks parts of"):
+        checkpoint.load_weights(tmp_path / "model", build("gated_deltanet"))
+
+
+# ------------------------------------------------------------------------------------------------ the trainer
+
+
+def logged(run_dir: Path, key: str) -> list[float]:
+    return [line[key] for line in metrics.read_metrics(run_dir / "metrics.jsonl") if key in line]
+
+
+def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):
+    manifests = [
+        json.loads((folder / name / "checkpoints" / "step-4" / "manifest.json").read_text())["files"]
+        for name in ("whole", "resumed")
+    ]
+    assert manifests[0] == manifests[1]
+    assert len([name for name in manifests[0] if "shard-" in name]) == 4
+    assert logged(folder / "whole", "loss") == logged(folder / "resumed", "loss")
+    one = halved(folder / "whole", tmp_path / "one")
+    train(load_config(folder / "recipe.yaml", [f"output_dir={one}", "train.parallel=fsdp"]))
+    assert len(logged(one, "loss")) == 4
+    for key in ("loss", "val_loss", "grad_norm"):
+        assert logged(one, key) == pytest.approx(logged(folder / "whole", key), rel=1e-5)
+
+
+def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
+    out = export(folder / "whole", tmp_path / "out", step=2)
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+    path = folder / "whole" / "checkpoints" / "step-2"
+    assert furthest(checkpoint.weights(path), dict(model.named_parameters())) == 0
+    assert (
+        furthest(
+            checkpoint.weights(path.with_name("step-4")),
+            safetensors.torch.load_file(folder / "whole" / "final" / "model.safetensors"),
+        )
+        == 0
+    )
+    assert AutoTokenizer.from_pretrained(out).vocab_size > 100
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["NalandaForCausalLM"]
+    assert json.loads((out / "run.json").read_text())["step"] == 2
+    assert yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"] == 4
+    card = (out / "README.md").read_text()
+    for part in ("gated_deltanet", "512 in 2 steps", f"{logged(folder / 'whole', 'loss')[1]:.4f} at step 2"):
+        assert part in card
+    assert str(tmp_path) not in card.replace(str(folder), "")
+    assert {"modeling.py", "generation_config.json", "tokenizer.json"} <= {p.name for p in out.iterdir()}
+    with pytest.raises(InputError, match="exists"):
+        export(folder / "whole", out)
+    with pytest.raises(InputError, match="no step 3; there are 2, 4"):
+        export(folder / "whole", tmp_path / "other", step=3)
+    with pytest.raises(InputError, match="expected a run's folder"):
+        export(folder / "corpus", tmp_path / "other")
+
+
+# ---------------------------------------------------------------------------------------------- the launchers
+
+
+ACCELERATE = {
+    "one_gpu": ("ddp", 1, 1),
+    "one_node": ("ddp", 8, 1),
+    "one_node_fsdp": ("fsdp", 8, 1),
+    "many_nodes": ("ddp", 32, 4),
+    "many_nodes_hybrid": ("fsdp", 32, 4),
+}
+
+
+def test_accelerate_takes_the_configs(monkeypatch):
+    files = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+    assert [file.stem for file in files] == sorted(ACCELERATE)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for file in files:
+        kind, processes, nodes = ACCELERATE[file.stem]
+        load_config_from_file(str(file))  # refuses unknown keys
+        arguments = ["--config_file", str(file), "recipes/pretrain.py", "recipe.yaml"]
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        assert (args.num_processes, args.num_machines) == (processes, nodes)
+        if processes == 1:
+            env = prepare_simple_launcher_cmd_env(args)[1]
+        else:
+            env = prepare_multi_gpu_env(args)
+            assert int(args.nproc_per_node) == 8
+        env = {key: value for key, value in env.items() if key.startswith(("ACCELERATE", "FSDP"))}
+        assert parallel.choose_parallel("auto", env) == kind
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Stand-ins for Slurm and torchrun, whose process answers USR1 as the trainer does, in an environment to
+    be activated. Gives a function that starts recipes/slurm.sh from a folder elsewhere."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    programs = {
+        "scontrol": 'echo "$@" >> log; echo node1',
+        "srun": 'shift; exec "$@"',
+        "torchrun": f'echo "${{@: -2}}" > asked; {sys.executable} worker.py || exit 1',
+        "python": f'exec {sys.executable} "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / "env" / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "env" / "bin" / name).chmod(0o755)
+    (tmp_path / "env" / "bin" / "activate").write_text(f"PATH={tmp_path}/env/bin:$PATH\n")
+    # Python, as the trainer is: bash cannot trap what was ignored as it started.
+    (tmp_path / "worker.py").write_text("""
+import pathlib, signal
+def stop(*_):
+    with open("log", "a") as log: print("saved", file=log)
+    raise SystemExit(138)
+signal.signal(signal.SIGUSR1, stop)
+signal.alarm(60)
+pathlib.Path("up").touch()
+while True: signal.pause()
+""")
+
+    def start(**more) -> subprocess.Popen:
+        slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+        env = os.environ | slurm | {"NALANDA_ENV": str(tmp_path / "env")} | more
+        command = ["bash", ROOT / "recipes" / "slurm.sh", "recipe.yaml"]
+        return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
+    script = cluster()
+    while not (tmp_path / "up").exists():
+        assert script.poll() is None
+        time.sleep(0.02)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == 0
+    said = (tmp_path / "log").read_text().splitlines()
+    assert said == ["show hostnames node[1-2]", "saved", "requeue 17"]
+    assert (tmp_path / "asked").read_text() == f"{ROOT / 'recipes' / 'pretrain.py'} recipe.yaml\n"
+
+
+def test_slurm_ends_with_its_launchers_code(tmp_path, cluster):
+    """However soon that was: here every shell waits, before each command, until what it started has ended."""
+    (tmp_path / "slow.sh").write_text(
+        "trap '[[ -z \"${!-}\" ]] || while builtin kill -0 $!; do :; done 2>/dev/null' DEBUG\n"
+    )
+    (tmp_path / "env" / "bin" / "torchrun").write_text("#!/bin/bash\nexit 2\n")
+    for more in ({}, {"BASH_ENV": str(tmp_path / "slow.sh")}):
+        assert cluster(**more).wait(timeout=60) == 2
+    assert "requeue" not in (tmp_path / "log").read_text()
+
+
+def test_slurm_without_nalanda_is_told_what_to_set(tmp_path, cluster):
+    (tmp_path / "env" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
+    script = cluster()
+    assert script.communicate()[1].strip() == (
+        f"slurm.sh: no Nalanda in {tmp_path}/env: set NALANDA_ENV to the folder of its environment"
+    )
+    assert script.returncode == 2
+
+
+# ------------------------------------------------------------------------------------------------- the choice
+
+
+def test_auto_is_what_accelerates_config_says():
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert parallel.choose_parallel("auto", {}) == parallel.choose_parallel("ddp", dict(fsdp)) == "ddp"
+    assert parallel.choose_parallel("auto", environ := dict(fsdp)) == "fsdp"
+    assert "ACCELERATE_USE_FSDP" not in environ  # nobody wraps the model once more
+    assert parallel.choose_parallel("hybrid", {}) == "hybrid"
+    with pytest.raises(InputError, match="offload"):
+        parallel.choose_parallel("auto", {**fsdp, "FSDP_OFFLOAD_PARAMS": "true"})
+    with pytest.raises(InputError, match="shard_size"):
+        parallel.choose_parallel("auto", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
+
+
+def test_units_are_blocks():
+    for name, kind in (("gated_deltanet", "Block"), ("llama", "LlamaDecoderLayer")):
+        assert [type(block).__name__ for block in parallel.units(build(name))] == [kind] * 2
+    stack = torch.nn.ModuleDict({"few": torch.nn.ModuleList([torch.nn.Linear(1, 1)])})
+    stack["many"] = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+    assert parallel.units(stack) == list(stack["many"])
