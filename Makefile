@@ -12,9 +12,9 @@ demo: .venv/.ready
 test: .venv/.ready
 	@$(PYTEST) -m "not slow" tests
 
-# Layout, model, ops, data.
+# Layout, model, ops, data: less than 90 seconds on 2 cores.
 test-quick: .venv/.ready
-	@$(PYTEST) -m "not slow" tests/test_layout.py tests/model tests/data
+	@$(PYTEST) -m "not slow" tests/test_layout.py tests/model tests/data/test_data.py tests/data/test_shuffle.py
 
 # After `make test`, the slow ones.
 test-all: test

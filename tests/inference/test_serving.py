@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 

@@ -281,7 +281,9 @@ def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
             fully_shard(layer, mp_policy=half)
         fully_shard(model, mp_policy=half)
         seen, scatter = [], model.model.layers[1].mixer.scatter_states
-        model.model.layers[1].mixer.scatter_states = lambda state, seq: seen.append(state) or scatter(state, seq)
+        model.model.layers[1].mixer.scatter_states = lambda state, seq: (
+            seen.append(state) or scatter(state, seq)
+        )
         first, second, _ = batches()[1]
         states = run(model, first, None).row_states
         run(model, second, states, labels=second["input_ids"]).loss.backward()
