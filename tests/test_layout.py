@@ -95,7 +95,7 @@ def test_imports_point_down(package):
 
 
 def test_model_and_kernels_travel():
-    """`save_pretrained` copies the files of the model: an import that leaves the folder breaks a checkpoint."""
+    """`save_pretrained` copies the model's files: an import from outside breaks a checkpoint."""
     folder = modules()["nalanda.model"].parent
     assert not [path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
     for module, found in imports().items():
@@ -125,7 +125,7 @@ def run(program: str) -> str:
 
 
 def test_import_registers_and_is_light():
-    """No kernels, no peer, no data or evaluation stack; the Auto classes know us; transformers is not patched."""
+    """No kernels, peers, data or evaluation; the Auto classes know us; transformers is not patched."""
     program = """
 import sys, nalanda
 from transformers import AutoConfig
