@@ -60,10 +60,7 @@ def hub(tmp_path, tokenizer, monkeypatch):
 
     home = tmp_path / "hub"
     calls = Calls()
-    files = {
-        "train": ["train/b.jsonl", "train/chunk1/a.json.gz"],
-        "validation": ["validation/c.jsonl"],
-    }
+    files = {"train": ["train/b.jsonl", "train/chunk1/a.json.gz"], "validation": ["validation/c.jsonl"]}
     for path in [path for paths in files.values() for path in paths]:
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         body = jsonl(path, 20)
@@ -216,9 +213,7 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
     whole = file.read_bytes()
     for damage in (lambda: file.write_bytes(whole[:-1]), file.unlink):
         damage()
-        with pytest.raises(
-            InputError, match=r"b\.jsonl is missing or of another size; where there is a network"
-        ):
+        with pytest.raises(InputError, match=r"b\.jsonl is missing or of another size; with a network"):
             use_mirror(recipe(f"offline={root}"))
         hub.clear()
         fill_mirror(recipe(), root)
@@ -479,7 +474,7 @@ def test_what_is_written_down_has_no_password(recipe, tmp_path):
     saved.write_text(config.to_yaml())
     again = load_config(saved)
     assert again.to_dict() == config.to_dict()  # so that the run goes on, with another signature too
-    with pytest.raises(InputError, match=r"never written down; give data.source as it was"):
+    with pytest.raises(InputError, match=r"never stored; give data.source as it was"):
         remote.open_urls(again.data, again.data.source, "train")
     listed = recipe(f"data.source=['{url}', 'https://host/b.jsonl']")
     assert "geheim" not in listed.to_yaml()

@@ -98,7 +98,7 @@ def test_waits_grow_with_jitter_and_end_at_a_minute(waits):
 @pytest.mark.parametrize("status", [404, 401, 403, 410])
 def test_what_will_not_come_is_not_asked_for_again(server, waits, status):
     server.files["a.jsonl"], server.faults["a.jsonl"] = b"x", [str(status)]
-    with pytest.raises(InputError, match=f"a.jsonl: cannot be had .*{status}") as caught:
+    with pytest.raises(InputError, match=f"a.jsonl: cannot be downloaded .*{status}") as caught:
         texts(UrlShard(server.url("a.jsonl"), FIELDS))
     assert not isinstance(caught.value, SourceUnavailable)
     assert waits == []
@@ -124,7 +124,7 @@ def test_reading_goes_on_behind_a_cursor_of_the_same_shard_only(server):
         assert texts(shard, pairs[i][1]) == [text for text, _ in pairs[i + 1 :]]
     server.files["a.jsonl"] = jsonl("a", 31)
     next(remote.cache().glob("*.jsonl")).unlink()
-    with pytest.raises(InputError, match=r"bytes and had \d+ when the run stopped in it"):
+    with pytest.raises(InputError, match=r"bytes, and \d+ when the run stopped in it"):
         texts(shard, pairs[7][1])
 
 
@@ -191,8 +191,8 @@ def test_lists_of_urls_and_their_parts(server):
     for source, message in {
         server.url("none.list"): "lists no shard",
         server.url("no.list"): "404",
-        server.url("a.csv"): r"a\.csv is no URL of a kind",
-        "http://***@host/a.jsonl": "never written down",
+        server.url("a.csv"): r"a\.csv: not the URL of a file",
+        "http://***@host/a.jsonl": "never stored",
     }.items():
         with pytest.raises(InputError, match=message):
             open_corpus(DataConfig(source=source), "train")
