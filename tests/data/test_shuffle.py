@@ -1,4 +1,4 @@
-"""The order of rows: from the seed and the step alone, whatever reads them, wherever it is interrupted."""
+"""The shuffle of rows depends only on the seed and the step, not on processes, workers or interruptions."""
 
 import gc
 import itertools
@@ -111,7 +111,7 @@ def test_a_permutation_gives_every_number_once():
             assert (order == np.arange(size)).mean() < 0.2
             assert (order != Permutation(size, "0/1")(np.arange(size))).mean() > 0.8
         some = np.random.default_rng(size).integers(0, size, 9)
-        assert (Permutation(size, "0/0")(some) == order[some]).all()  # a place alone decides
+        assert (Permutation(size, "0/0")(some) == order[some]).all()  # depends on the position only
 
 
 def test_permutations_are_even_and_of_any_size():
@@ -142,9 +142,9 @@ def test_every_component_has_its_share_to_within_one_row():
     assert whole_weights([2, 1e-2]) == [200, 1]
 
 
-# ------------------------------ the same order, however it is read
+# ------------------------------ the same shuffle for all readers
 
-# processes, workers, micro-batches until the next interruption; then those again that start no process
+# (processes, workers, micro-batches until the next interruption); then those without processes again
 READERS = [(1, 3, 5), (4, 0, 4), (2, 1, 6), (1, 0, 1), (1, 2, 9), (1, 1, 3)]
 
 
@@ -203,7 +203,7 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
             batches.load_state_dict(through_json(state))
         seen += [b["input_ids"][0].numpy().astype(np.int32).tobytes() for b in itertools.islice(batches, 17)]
         state = batches.state_dict()
-        assert state.keys() == {"rows", "identity"}  # the place is one number
+        assert state.keys() == {"rows", "identity"}  # the position is one number
         batches.close()
     epochs = seen[:count], seen[count:]
     assert Counter(epochs[0]) == Counter(epochs[1]) == rows
@@ -216,7 +216,7 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
 
 
 def test_rows_of_a_token_set_have_the_documents_boundaries(folder, tokenizer):
-    """In its own order it is the stream of its files, packed."""
+    """Unshuffled, it equals the packed stream of its files."""
     streamed, prepared = (
         PackedBatches(config(folder, kind), tokenizer, split="validation", batch_size=3)
         for kind in ("web", "web-tokens")
@@ -248,7 +248,7 @@ def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
 # ------------------------------ mixtures
 
 
-def test_a_mixture_is_its_components_by_turns_each_in_its_own_order(folder, tokenizer):
+def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, tokenizer):
     settings = config(folder, "mixture")
     batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, seed=5)
     owners = {}
@@ -280,8 +280,8 @@ def test_a_mixture_is_its_components_by_turns_each_in_its_own_order(folder, toke
     batches.close()
 
 
-def test_a_component_that_is_alone_is_the_source_itself_in_another_order(folder, tokenizer):
-    """Its seed is its name's, so that a source that stands in twice gives different rows."""
+def test_a_source_listed_twice_gives_different_rows(folder, tokenizer):
+    """Its seed contains its name, so a source that is listed twice gives different rows."""
     twice = [Component(name, str(folder / "web-tokens"), 1) for name in ("a", "b")]
     batches = PackedBatches(DataConfig(mixture=twice, seq_len=T), tokenizer, split="train", batch_size=2)
     rows = [batch["input_ids"] for batch in take(batches, 20)]
@@ -353,7 +353,7 @@ def test_mixtures_that_cannot_work(parts, settings, message):
 
 
 def tokens_of(batches: list[dict]) -> list[int]:
-    """Of the rows in order, without padding."""
+    """The tokens of the rows in order, without padding."""
     found = []
     for batch in batches:
         for row, labels, positions in zip(
@@ -489,7 +489,7 @@ def test_a_slot_continues_its_documents_in_the_next_step(long_documents, tokeniz
                 seen.append(row)
     assert carried > len(seen) / 3
     counts = Counter(row // BLOCK for row in seen)
-    assert set(counts.values()) <= {2 * BLOCK, 3 * BLOCK}  # what fills no round at the end is left out
+    assert set(counts.values()) <= {2 * BLOCK, 3 * BLOCK}  # the end that fills no round is left out
     assert sum(count == 2 * BLOCK for count in counts.values()) == 3 * blocks % SLOTS
     order = list(dict.fromkeys(row // BLOCK for row in seen[: blocks // SLOTS * SLOTS * BLOCK]))
     assert order != sorted(order)
@@ -543,7 +543,7 @@ def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):
         DataConfig(source="python", long_documents="kept").check()
 
 
-# ------------------------------ no training on silence
+# ------------------------------ refused data
 
 
 def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
@@ -577,7 +577,7 @@ def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_changes_or_vanishes_is_named(folder, tokenizer, tmp_path, workers):
-    """What was read before it is given first."""
+    """Rows read before the change come first."""
     for how in ("gone", "longer"):
         for i in range(3):
             write(tmp_path / how / f"{i}.jsonl", texts(20, i))
@@ -621,7 +621,7 @@ def test_good_rows_come_before_an_error_for_any_number_of_workers(folder, tokeni
 
 
 def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
-    """Blank lines of a joined text, a tokenizer that has no token for them, and no eos."""
+    """Blank lines of a joined text, a tokenizer without a token for them, and no eos."""
     for split in ("train", "validation"):
         write(tmp_path / split / "a.jsonl", ["", ""])
     settings = DataConfig(source=str(tmp_path), seq_len=T, documents="joined", bos=False, eos=False)
@@ -637,7 +637,7 @@ def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
 
 @pytest.fixture
 def running(monkeypatch):
-    """() → the processes that tokenise and still run, asked of themselves: `ps` differs between places."""
+    """() → the processes that tokenise and still run, by `poll`, since `ps` differs between systems."""
     started = []
 
     class Recorded(subprocess.Popen):
@@ -663,7 +663,7 @@ def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running
     assert not running()
 
 
-def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer, running):
+def test_a_process_that_dies_gives_a_one_line_error(folder, tokenizer, running):
     batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
     next(batches)
     for process in running():
@@ -671,7 +671,7 @@ def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer, running):
     with pytest.raises(InputError, match=r"tokenises ended by itself \(exit code -9.*lower data\.workers"):
         take(batches, 200)
     assert not running()
-    assert len(take(batches, 40)) == 40  # from there on, with others
+    assert len(take(batches, 40)) == 40  # resumes there with new processes
     batches.close()
 
 

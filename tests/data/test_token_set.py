@@ -1,4 +1,4 @@
-"""Prepared sets: what is in them, that nothing but the settings decides it, and that damage is found."""
+"""Token sets: their contents depend only on the settings, and damage is found."""
 
 import gzip
 import hashlib
@@ -71,8 +71,8 @@ def sums(folder: Path) -> dict[str, str]:
     }
 
 
-def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
-    """Document by document `encoder`'s tokens, in the order of the files, held out by `held_out`."""
+def test_documents_are_the_tokens_that_training_reads(tmp_path, tokenizer, byte_tokenizer):
+    """Its documents are the tokens of `encoder`, in the files' order, split by `held_out`."""
     data = DataConfig(source=str(corpus(tmp_path / "in")), validation_share=0.2)
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=4000)
     assert is_token_set(tmp_path / "out")
@@ -98,7 +98,7 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
         for a, b in np.sort(random.integers(0, found.tokens + 1, (300, 2))):
             np.testing.assert_array_equal(found.read(a, b), whole[a:b])
             np.testing.assert_array_equal(found.starts(a, b), starts[(starts >= a) & (starts < b)])
-        for a in starts[:50]:  # at the very edges
+        for a in starts[:50]:  # at the edges
             assert found.starts(a, a + 1) == [a]
             assert not len(found.starts(a + 1, a + 2))
             assert not len(found.starts(a, a))
@@ -118,7 +118,7 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
     assert (settings["vocab_size"], settings["dtype"]) == (257, "uint16")
 
 
-def test_bytes_are_the_same_whoever_wrote_them(tmp_path, byte_tokenizer):
+def test_bytes_are_the_same_for_any_number_of_workers(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
     prepare(data, byte_tokenizer, tmp_path / "three", shard_bytes=3000, workers=3)
@@ -180,7 +180,7 @@ def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.stem not in made)
 
 
-def test_a_record_without_its_file_counts_for_nothing(tmp_path, byte_tokenizer):
+def test_a_record_without_its_file_is_ignored(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
     work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
@@ -195,7 +195,7 @@ def test_a_record_without_its_file_counts_for_nothing(tmp_path, byte_tokenizer):
     assert sums(tmp_path / "out") == sums(tmp_path / "whole")
 
 
-def test_a_killed_worker_is_said_and_the_rest_stays(tmp_path, byte_tokenizer, capsys):
+def test_a_killed_worker_is_reported_and_finished_shards_stay(tmp_path, byte_tokenizer, capsys):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=300)
     made = tmp_path / "out/preparing"
@@ -265,7 +265,7 @@ def test_refuses_another_tokenizer_under_the_same_name(tmp_path, tokenizer):
         begin(data, config, tmp_path / "out")
 
 
-def test_a_source_that_changes_on_the_way_is_refused(tmp_path, byte_tokenizer):
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path, byte_tokenizer):
     source = corpus(tmp_path / "in")
     work = begin(DataConfig(source=str(source)), byte_tokenizer, tmp_path / "out", shard_bytes=3000)
     with (source / "0.jsonl").open("ab") as file:
@@ -275,7 +275,7 @@ def test_a_source_that_changes_on_the_way_is_refused(tmp_path, byte_tokenizer):
 
 
 def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer):
-    """Within a preparation, and between one that was stopped and its next start."""
+    """During a preparation, and between an interrupted one and its next start."""
     source, out = corpus(tmp_path / "in"), tmp_path / "out"
     data = DataConfig(source=str(source))
     work = begin(data, byte_tokenizer, out, shard_bytes=3000)
@@ -298,7 +298,7 @@ def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, workers):
-    """A file that is cut into shards, so that long lines lie across the cuts, and one that cannot be cut."""
+    """A file that is cut into shards, with long lines across the cuts, and one that cannot be cut."""
     rows = records(60)
     for i in (20, 21, 59):
         rows[i]["text"] = "x" * 5000
@@ -406,7 +406,7 @@ def times_ten(index: dict, split: str, key: str) -> None:
 
 
 def shard_times_ten(index: dict, split: str, key: str) -> None:
-    """In the shard, its sources and the split alike."""
+    """In the shard, its sources and the split."""
     index[split]["shards"][0][key] *= 10
     index[split][key] += index[split]["shards"][0][key] * 9 // 10
 
@@ -458,7 +458,7 @@ def prepared_set(tmp_path, byte_tokenizer) -> Path:
 
 
 def with_its_sums(folder: Path, file: Path, change: Callable[[np.ndarray], None], dtype: str) -> None:
-    """Changes a file and the index's sum of it, as somebody who means it would."""
+    """Changes a file and the index's sum of it, so that only the contents are wrong."""
     content = np.fromfile(file, dtype)
     change(content)
     content.tofile(file)
@@ -541,9 +541,9 @@ def test_slimpajamas_layout(tmp_path, byte_tokenizer):
 
 
 def test_a_huge_file_is_cut(tmp_path, byte_tokenizer):
-    """Every line once, wherever the cuts fall: inside a line, inside a character, at its end."""
+    """Every line once, for cuts inside a line, inside a character and at a line's end."""
     rows = records(60)
-    (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # no line end behind the last line
+    (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # the last line has no end
     data = DataConfig(source=str(tmp_path / "in.jsonl"), validation_share=0.01)
     rows = [r for r in rows if not held_out(r["text"], 0.01)]
     sizes = np.cumsum([len(lines([r])) for r in records(60)])
@@ -615,8 +615,8 @@ def test_large_vocabularies_have_four_bytes(tmp_path):
     assert found.sources == [""]
 
 
-def test_documents_without_tokens_are_none(tmp_path):
-    """Blank ones are not read; one whose words all vanish has no tokens, and begins nowhere."""
+def test_documents_without_tokens_are_left_out(tmp_path):
+    """Blank documents are not read; one whose words all vanish has no tokens and no start."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -637,7 +637,7 @@ def test_documents_without_tokens_are_none(tmp_path):
         TokenSet(tmp_path / "out", "validation")
 
 
-def test_an_empty_corpus_is_no_set(tmp_path, byte_tokenizer):
+def test_an_empty_corpus_is_refused(tmp_path, byte_tokenizer):
     (tmp_path / "in.jsonl").write_bytes(lines([{"text": " "}]))
     with pytest.raises(InputError, match="no document with text"):
         prepare(DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out")
@@ -725,8 +725,8 @@ def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
         prepare_with("cloud", data, byte_tokenizer, str(tmp_path / "three"), tasks=2)
 
 
-def test_slurm_gets_an_array_and_an_index_behind_it(tmp_path, byte_tokenizer, monkeypatch):
-    """With a stand-in for Slurm: what it is handed, run task by task, makes the same set."""
+def test_slurm_gets_an_array_and_then_an_index(tmp_path, byte_tokenizer, monkeypatch):
+    """With a stand-in for Slurm: the submitted tasks, run one by one, make the same set."""
     pytest.importorskip("datatrove")
     import dill
 

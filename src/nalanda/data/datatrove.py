@@ -62,20 +62,23 @@ class TokenIndex(TokenShards):
         yield from ()
 
 
-def _settings(directory: str, logs: str | None, part: str) -> dict[str, Any]:
-    # The shards' own records say what is done; datatrove's depend on the number of tasks.
-    return {"logging_dir": str(Path(logs or f"{directory}-logs") / part), "skip_completed": False}
+def _executor(kind: Any, directory: str, logs: str | None, shards: dict, index: dict) -> Any:
+    """The executor of the index, which runs the executor of the shards first."""
+
+    def step(part: str, task: TokenShards, options: dict) -> Any:
+        # The shards' own records say what is done; datatrove's depend on the number of tasks.
+        folder = str(Path(logs or f"{directory}-logs") / part)
+        return kind([task], logging_dir=folder, skip_completed=False, **options)
+
+    depends = step("shards", TokenShards(directory), shards)
+    return step("index", TokenIndex(directory), {"tasks": 1, "depends": depends, **index})
 
 
 def local(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
     """An executor on this machine: `.run()` makes the shards, then the index."""
     cast(Any, multiprocess).set_forkserver_preload(PRELOAD)  # imported once, not by every task
-    shards = LocalPipelineExecutor(
-        [TokenShards(directory)], tasks, workers or tasks, **_settings(directory, logs, "shards")
-    )
-    return LocalPipelineExecutor(
-        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
-    )
+    shards = {"tasks": tasks, "workers": workers or tasks}
+    return _executor(LocalPipelineExecutor, directory, logs, shards, {"workers": 1})
 
 
 def slurm(
@@ -105,36 +108,15 @@ def slurm(
     }
     if sys.prefix != sys.base_prefix:
         settings["venv_path"] = os.path.join(sys.prefix, "bin", "activate")
-    shards = SlurmPipelineExecutor(
-        [TokenShards(directory)],
-        tasks,
-        workers=workers or -1,
-        job_name="nalanda-shards",
-        **settings,
-        **_settings(directory, logs, "shards"),
-    )
-    return SlurmPipelineExecutor(
-        [TokenIndex(directory)],
-        1,
-        job_name="nalanda-index",
-        depends=shards,
-        **settings,
-        **_settings(directory, logs, "index"),
-    )
+    shards = {"tasks": tasks, "workers": workers or -1, "job_name": "nalanda-shards", **settings}
+    index = {"job_name": "nalanda-index", **settings}
+    return _executor(SlurmPipelineExecutor, directory, logs, shards, index)
 
 
 def ray(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
     """An executor on the Ray cluster that this process is connected to or finds."""
-    shards = RayPipelineExecutor(
-        [TokenShards(directory)],
-        tasks,
-        workers or -1,
-        mem_per_cpu_gb=4,
-        **_settings(directory, logs, "shards"),
-    )
-    return RayPipelineExecutor(
-        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
-    )
+    shards = {"tasks": tasks, "workers": workers or -1, "mem_per_cpu_gb": 4}
+    return _executor(RayPipelineExecutor, directory, logs, shards, {"workers": 1})
 
 
 def prepare_with(
@@ -173,9 +155,7 @@ def prepare_with(
     try:
         _BUILD[executor](directory, **options).run()
     except (ImportError, FileNotFoundError) as error:
-        raise InputError(
-            f"executor: {executor} does not start here ({error}); install it, or take another"
-        ) from None
+        raise InputError(f"executor: {executor} does not start here ({error}); install it") from None
 
 
 _BUILD = {"local": local, "slurm": slurm, "ray": ray}

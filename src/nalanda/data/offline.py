@@ -159,24 +159,20 @@ def use_mirror(config: RunConfig) -> RunConfig:
     _close_the_hub()
     root = Path(config.offline).expanduser()
     config = copy.deepcopy(config)
+    again = f"with a network, run nalanda data fetch RECIPE --to {root}"
     for need in needs(config):
-        _check_whole(root, _read_index(root), need)
+        index = _read_index(root)
+        if need.path not in index["whole"]:
+            what = "only a part of" if (root / need.path).exists() else "no"
+            raise InputError(f"offline: {root} has {what} {need.key} {need.title}; {again}")
+        for file in _damaged(root, index, need):
+            raise InputError(f"offline: {root / file} is missing or of another size; {again}")
         path = str(root / need.path)
         if isinstance(need.holder, dict):
             need.holder[need.key.rpartition(".")[2]] = path
         else:
             setattr(need.holder, need.key.rpartition(".")[2], path)
     return config
-
-
-def _check_whole(root: Path, index: dict, need: Need) -> None:
-    """Raises `InputError` unless all of `need` is in the mirror."""
-    again = f"with a network, run nalanda data fetch RECIPE --to {root}"
-    if need.path not in index["whole"]:
-        what = "only a part of" if (root / need.path).exists() else "no"
-        raise InputError(f"offline: {root} has {what} {need.key} {need.title}; {again}")
-    for file in _damaged(root, index, need):
-        raise InputError(f"offline: {root / file} is missing or of another size; {again}")
 
 
 def _damaged(root: Path, index: dict, need: Need) -> list[str]:
@@ -239,7 +235,8 @@ def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | N
             say(f"{need.title}: hashing")
             _record(root, index, need.path)
         index["whole"][need.path] = {"from": need.title, "max_shards": limit}
-        _write_index(root, index)
+        index["files"] = dict(sorted(index["files"].items()))
+        write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
     size = sum(facts["size"] for facts in index["files"].values())
     facts = f"{len(wanted)} things, {len(index['files'])} files, {size / 1e6:,.1f} MB"
     console.print(f"{root}: {facts}", soft_wrap=True, highlight=False)
@@ -258,11 +255,6 @@ def _read_index(root: Path, missing: dict | None = None) -> dict:
         ) from None
     except ValueError:
         raise InputError(f"{file}: damaged; remove it and fetch again") from None
-
-
-def _write_index(root: Path, index: dict) -> None:
-    index["files"] = dict(sorted(index["files"].items()))
-    write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
 
 
 def _record(root: Path, index: dict, path: str) -> None:

@@ -311,9 +311,8 @@ class Preparation:
             OSError: the directory cannot be written.
         """
         if (record := self.record(number)) is not None:
-            report(
-                self.weights[number], sum(entry["text_bytes"] for entry in record_entries(record).values())
-            )
+            text = sum(entry["text_bytes"] for entry in record_entries(record).values())
+            report(self.weights[number], text)
             return record
         units = self.jobs[number]
         skipped = 0
@@ -559,9 +558,7 @@ def prepare(
     except OSError as error:
         if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
-        raise DiskFull(
-            f"{directory}: no space left; make room, and run the same command again to resume"
-        ) from None
+        raise DiskFull(f"{directory}: no space left; make room, and run the same command again") from None
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         finished = f"{len(numbers) - len(errors)} of {len(numbers)} shards are finished and kept"
