@@ -423,7 +423,7 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
         ("llama", {"mixer": "softmax", "scale_embeddings": True}, "scale_embeddings=True"),
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
-        (None, {"mixer": "softmax"}, "can become fla or llama: choose by --to"),
+        (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
         ("fla", {"mixer": ["gla", "softmax"]}, "mixer ['gla', 'softmax'] can become nothing else"),
         ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
@@ -459,7 +459,7 @@ def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(InputError, match="exists; choose another folder"):
         convert(str(source), str(tmp_path))
     (source / "config.json").write_text('{"model_type": "mamba"}')
-    assert "model_type 'mamba' is none of nalanda, delta_net" in refused(source, tmp_path)
+    assert "model_type 'mamba' is not one of nalanda, delta_net" in refused(source, tmp_path)
     (source / "config.json").write_text(json.dumps(config_of("gla")))
     (source / "model.safetensors").write_bytes(b"no")
     assert "model.safetensors: " in refused(source, tmp_path)
@@ -625,6 +625,7 @@ def test_the_commands(tmp_path, monkeypatch):
     run = typer.testing.CliRunner().invoke(nalanda_cli.app, ["convert", str(source), str(tmp_path / "ours")])
     assert run.output.strip() == str(tmp_path / "ours")
     asked = []
+    monkeypatch.setattr("nalanda.train.checkpoint_dir.find_checkpoint", lambda *args, **options: None)
     monkeypatch.setattr(exporting, "push", lambda *args, **options: asked.append((args, options)) or "url")
     command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
     assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).output == "url\n"
