@@ -350,7 +350,7 @@ def test_what_no_state_is_refused(small, tmp_path):
     for name, bad, says in (
         ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), r"has \[1, 2, 3, 4\] for recurrent of layer 1"),
         ("layers.0.conv_q", None, "has nothing for conv_q of layer 0"),
-        ("layers.2.recurrent", torch.zeros(1), "knows nothing of: layers.2.recurrent"),
+        ("layers.2.recurrent", torch.zeros(1), "not in the model: layers.2.recurrent"),
     ):
         changed = {n: t for n, t in (tensors | {name: bad}).items() if t is not None}
         save_file(changed, path, about)
@@ -358,9 +358,9 @@ def test_what_no_state_is_refused(small, tmp_path):
             small.load_state(path)
     for content in (b"", b"nothing of the kind", None):
         save_file({"x": torch.ones(1)}, path) if content is None else path.write_bytes(content)
-        with pytest.raises(ValueError, match="is no state"):
+        with pytest.raises(ValueError, match="is not a state"):
             small.load_state(path)
-    with pytest.raises(ValueError, match="another model's"):
+    with pytest.raises(ValueError, match="another model"):
         other.generate(state=small.read(ids(1, 5)), max_new_tokens=1)
     with pytest.raises(ValueError, match="holds 2 texts, the input has 3 rows"):
         small.read(ids(3, 1), state=small.read(ids(2, 5)))

@@ -511,7 +511,7 @@ def test_xavier_gain():
         ("softmax", {"rope_theta": 0}, "positive"),
         ("softmax", {"windows": 4}, "windows"),
         ("diag_attention", {"block_size": 0}, "from 1 to max_position_embeddings=128"),
-        ("diag_attention", {"block_size": 129}, "could never hold a whole block"),
+        ("diag_attention", {"block_size": 129}, "must be from 1 to max_position"),
         ("diag_attention", {"scores": "gelu"}, "softmax, relu"),
         ("diag_attention", {"norm_eps_placement": "outside"}, "no norm"),
         ("diag_attention", {"positions": "rope"}, "lrpe, none"),
