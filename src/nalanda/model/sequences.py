@@ -203,9 +203,9 @@ class Sequences:
 
 
 class Layout:
-    """How the `[B, T]` columns of a batch lie in what the mixers see.
+    """The mapping between a batch's `[B, T]` columns and what the mixers see.
 
-    `cu_seqlens` None: as they are. Otherwise as one row `[1, ΣT]` with those bounds, without the padding.
+    Mixers see `[B, T]` if `cu_seqlens` is None, otherwise one row `[1, ΣT]` with these bounds and no padding.
     `mask`, bool `[B, T]`, marks tokens; None: all columns are tokens.
 
     Raises ValueError for a mask or bounds that do not fit the batch, or two descriptions of it at once.

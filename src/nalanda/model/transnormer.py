@@ -90,7 +90,7 @@ class NormAttention(LinearAttention):
     Options: `positions`, "lrpe" (default: reflected and rotated after φ, see `LRPE`) or "none";
     `norm_eps_placement`, "inside" (default, ε = norm_eps) or "outside" (as released), see `SimpleRMSNorm`.
     Default map: 1 + ELU (T2); T1 takes `elu`. Xavier initialisation gives q, k and v a gain of 1/√2.
-    Cost a token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V in fp32.
+    Cost per token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V in fp32.
     """
 
     equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"
