@@ -179,7 +179,7 @@ def test_crop_forgets(model):
     close(logits(model, other, past_key_values=cache), expected)
     cache.crop(0)
     assert cache.get_seq_length() == 9
-    with pytest.raises(ValueError, match="only what it has recorded"):
+    with pytest.raises(ValueError, match="only recorded tokens"):
         cache.crop(-1)
 
 
