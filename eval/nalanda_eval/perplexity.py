@@ -36,8 +36,8 @@ from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffixes
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model.state import fingerprint
+from nalanda.report.plot import COLOURS, GREY, MARKERS, STYLE
 from nalanda.train.log import versions
-from nalanda_eval.plots import COLOURS, GREY, MARKERS, STYLE
 
 AT_ONCE = 4096  # tokens whose logits exist at the same time
 LONGEST = 16  # windows in a row, where the text has them

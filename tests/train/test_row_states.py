@@ -325,7 +325,7 @@ def test_rows_without_tokens_between_them():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"carried": [True, False]}, "go on with row_states"),
+        ({"carried": [True, False]}, "carried rows need row_states"),
         ({"row_states": "own"}, "need carried"),
         ({"row_states": "own", "carried": [True]}, "bool \\[2\\]"),
         ({"row_states": "own", "carried": [1, 0]}, "bool \\[2\\]"),
@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_refused(options, says):
 
 def test_states_that_grow_are_refused():
     hybrid = build(["gated_deltanet", "softmax"], feature_map="nala")
-    with pytest.raises(ValueError, match="'softmax' keeps every token"):
+    with pytest.raises(ValueError, match="'softmax': its state grows"):
         hybrid(ids(2, 9), return_row_states=True)
     with pytest.raises(InputError, match="carry: mixer 'softmax'"):
         check(hybrid)
