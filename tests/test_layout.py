@@ -191,3 +191,17 @@ for line, code in {LIGHT!r}.items():
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_package_of_an_extra_is_named():
+    program = """
+import sys
+sys.modules["matplotlib"] = None  # as if it were not there
+import nalanda_cli
+from nalanda.common.errors import explained
+try:
+    import matplotlib.pyplot
+except ImportError as error:
+    print(explained(error))
+"""
+    assert run(program) == "matplotlib: not installed; pip install 'nalanda[eval]'\n"

@@ -36,6 +36,9 @@ class NothingTrained(InputError):
     exit_code = 65
 
 
+EXTRAS = {"lm_eval": "eval", "matplotlib": "eval", "scipy": "eval", "sentencepiece": "sentencepiece"}
+"""Packages that only some commands import, and the extra of `pyproject.toml` that installs each."""
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, and quotas and limits of a file's size, which have the same remedy."""
 
@@ -75,6 +78,9 @@ def explained(error: BaseException) -> InputError | None:
         return DiskFull(f"{f'{name}: ' if name else ''}{what}; make room, and start again")
     if isinstance(error, OSError) and isinstance(name, str | os.PathLike):
         return InputError(f"{name}: {_reason(error)}")
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in EXTRAS:
+        return InputError(f"{missing}: not installed; pip install 'nalanda[{EXTRAS[missing]}]'")
     return None
 
 

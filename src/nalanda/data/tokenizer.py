@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from nalanda.common.errors import InputError, first_line
+from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
@@ -78,6 +78,8 @@ def build_tokenizer(
                 return _load_tokenizer_json(path)
             path = path.parent
         return load_tokenizer(path if path.is_dir() else name)
+    except ModuleNotFoundError as error:
+        raise explained(error) or error from None
     except Exception as error:  # tokenizers, sentencepiece and huggingface_hub share no base class
         raise InputError(
             f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give a directory, a Hub id, a "
