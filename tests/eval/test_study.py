@@ -12,7 +12,17 @@ import yaml
 from nalanda_eval import recall
 from nalanda_eval.plots import STYLE
 from nalanda_eval.studies import report as study_report
-from nalanda_eval.studies import study as module
+from nalanda_eval.studies import run as study_run
+from nalanda_eval.studies.plan import (
+    NEAR,
+    Trial,
+    bigram_settings,
+    chosen,
+    finalists,
+    plan_trials,
+    ranking,
+    screening,
+)
 from nalanda_eval.studies.report import (
     Interval,
     ReportRow,
@@ -24,24 +34,8 @@ from nalanda_eval.studies.report import (
     table,
     verdict,
 )
-from nalanda_eval.studies.study import (
-    NEAR,
-    Claim,
-    Question,
-    Trial,
-    begin_study,
-    bigram_settings,
-    chosen,
-    finalists,
-    folder,
-    language,
-    load_study,
-    plan_trials,
-    prepare_text,
-    ranking,
-    run_study,
-    screening,
-)
+from nalanda_eval.studies.run import prepare_text, run_study, train_lm
+from nalanda_eval.studies.spec import Claim, Question, begin_study, load_study, study_folder
 from nalanda_eval.sweep import key, records
 from typer.testing import CliRunner
 
@@ -199,7 +193,7 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
             rows["model"] += batch["input_ids"].tolist()
         return summed(model, batch, *args, **options)
 
-    class Noted(module.Bigram):
+    class Noted(study_run.Bigram):
         def __init__(self, batches, vocab_size):
             batches = list(batches)
             rows["bigrams"] += [row for batch in batches for row in batch["input_ids"].tolist()]
@@ -211,9 +205,9 @@ def test_bigrams_see_the_tokens_that_the_language_models_see(
             return super().perplexity(batches)
 
     monkeypatch.setattr(trainer, "summed_loss", note)
-    monkeypatch.setattr(module, "Bigram", Noted)
-    language(lms[0], lm, finished / "work" / "text", tmp_path)
-    record = module.measure_bigrams(bigram_settings(1, lm), lm, finished / "work" / "text")
+    monkeypatch.setattr(study_run, "Bigram", Noted)
+    train_lm(lms[0], lm, finished / "work" / "text", tmp_path)
+    record = study_run.measure_bigrams(bigram_settings(1, lm), lm, finished / "work" / "text")
     assert rows["bigrams"] == rows["model"]
     assert len(rows["model"]) * 32 == record["tokens"]
     assert rows["labels"] > 0
@@ -253,7 +247,7 @@ def test_a_run_that_diverges_is_recorded_as_that(tmp_path, text, fresh_accelerat
     study, questions, lm = load_study(folder)
     place = prepare_text(lm, text, folder / "work", 1)
     cell = next(cell for cell in screening(study, questions, lm)[0] if cell.task == "lm")
-    record = language(cell.settings[0], lm, place, folder / "work")
+    record = train_lm(cell.settings[0], lm, place, folder / "work")
     assert "left out" in record["failed"]
     assert "score" not in record
     places = report_rows([cell], {key(cell.settings[0]): record})
@@ -435,7 +429,7 @@ def test_the_default_changes_only_for_a_better_loss_and_no_worse_recall(finished
         noise = (0.0, 0.001)
         base = 5.0 if place[1] == "lm" else 0.5
         records_ = tuple(r | {"score": base + gain + e} for r, e in zip(row.records, noise, strict=True))
-        places[place] = ReportRow(row.cell, records_)
+        places[place] = ReportRow(row.trial, records_)
     # Both seeds shift alike: the differences have no spread.
     lines = study_report.decided(study, questions, first, got, places)
     assert ("changes to nala(power=3)" in lines[1]) is changes
@@ -520,7 +514,7 @@ def test_claims_name_the_chosen_form(finished):
         for claim in ("NaLa wins", "NaLa is as good")
         for place in (("lm", "parameters"), ("lm", "state"), ("recall", "parameters"))
     }
-    with pytest.raises(InputError, match="its question is none of finals"):
+    with pytest.raises(InputError, match="its question is not in finals"):
         study_report.named("deltanet + best:others", best)
 
 
@@ -580,10 +574,10 @@ def test_what_cannot_work_is_said_in_a_line(tmp_path, change, says):
 
 def test_a_new_folder_gets_the_shipped_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert folder(quick=True) == Path("runs/study-quick")
-    assert folder() == Path("runs/study")
-    assert folder("mine") == Path("mine")
-    for place, source in ((folder("mine"), SHIPPED), (folder(quick=True), SHIPPED / "quick")):
+    assert study_folder(quick=True) == Path("runs/study-quick")
+    assert study_folder() == Path("runs/study")
+    assert study_folder("mine") == Path("mine")
+    for place, source in ((study_folder("mine"), SHIPPED), (study_folder(quick=True), SHIPPED / "quick")):
         begin_study(place, quick=place.name == "study-quick")
         assert load_study(place)[0].finals.seeds
         for name in ("study.yaml", "lm.yaml"):
@@ -591,9 +585,9 @@ def test_a_new_folder_gets_the_shipped_study(tmp_path, monkeypatch):
     Path("full").mkdir()
     Path("full/thesis.tex").write_text("")
     with pytest.raises(InputError, match="holds files and no study"):
-        begin_study(folder("full"))
+        begin_study(study_folder("full"))
     monkeypatch.chdir(SHIPPED.parents[1])
-    assert folder() == Path("recipes/study")
+    assert study_folder() == Path("recipes/study")
 
 
 def test_the_command_reports_and_refuses_in_one_line(finished, tmp_path):
