@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 from nalanda_eval import analysis
 from nalanda_eval.analysis import (
     analyze,
@@ -166,12 +165,6 @@ def prose(tmp_path):
     path = tmp_path / "prose.md"
     path.write_text(PROSE)
     return str(path)
-
-
-@pytest.fixture
-def blank(monkeypatch):
-    """Figures are made and written, but nothing is drawn in them: that takes seconds."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: path.touch())
 
 
 def tokens(*shape: int) -> torch.Tensor:

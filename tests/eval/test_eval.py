@@ -629,6 +629,7 @@ def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
 # ------------------------------ several processes
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
     arguments = ["eval", checkpoint, "--tasks", "table4", "--data", str(data), "--output", str(tmp_path)]
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "nalanda_cli"]

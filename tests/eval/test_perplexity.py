@@ -250,7 +250,7 @@ def test_a_character_that_is_cut_counts_whole(tokenizer, tmp_path):
     assert (len(tokens), words, size) == (3, 1, 3)
 
 
-def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys):
+def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys, blank):
     """In parts of long rows too; a text that takes no time says nothing."""
     seconds = itertools.count(step=6)
     arguments = [str(folder / "model")], str(folder / "novel.md")

@@ -399,6 +399,7 @@ def test_finished_runs_are_kept_and_a_killed_grid_goes_on(tmp_path, monkeypatch)
     assert timeless(map(json.loads, file.read_text().splitlines())) == timeless(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_records_of_one(tmp_path):
     one, two = (list(sweep(runs(GRID[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
     assert timeless(one) == sorted(timeless(two), key=lambda record: record["settings"]["seed"])

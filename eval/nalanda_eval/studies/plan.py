@@ -73,15 +73,21 @@ def sized(task: str, match: str, keys: dict[str, Any], study: Study, lm: dict[st
     own = {k: v for k, v in keys.items() if k != "rate"}
     if "mixer" in own:  # settings of the recipe's mixer do not apply to another
         base = {k: v for k, v in base.items() if k not in MIXERS_OWN}
-    model = base | own
-    recall.configured(model)
-    most = most_lm_parameters(key(base))
+    wanted = None
     if match == "state":
-        if task == "recall":
-            model = recall.with_state(model, study.recall["state"])
-        else:
-            model = narrowed(model, recall.configured(lm["model"]).state_bytes(1, torch.float32))
-    return recall.with_parameters(model, most)
+        narrow = recall.configured(lm["model"])
+        wanted = study.recall["state"] if task == "recall" else narrow.state_bytes(1, torch.float32)
+    return json.loads(fitted(key(base), key(base | own), wanted, keep_values=task == "lm"))
+
+
+@cache  # the same system is in several questions and in the finals
+def fitted(base: str, model: str, state: int | None, keep_values: bool) -> str:
+    """The model keys, as JSON, with the parameters of `base`'s largest mixer and `state` bytes, if given."""
+    found = json.loads(model)
+    recall.configured(found)
+    if state is not None:
+        found = narrowed(found, state) if keep_values else recall.with_state(found, state)
+    return json.dumps(recall.with_parameters(found, most_lm_parameters(base)))
 
 
 @cache
