@@ -1,4 +1,4 @@
-"""What `analysis` measured, as figures for a paper and a table for a terminal."""
+"""The palette and style of all pictures of the evaluation; figures and table of `analysis`."""
 
 import math
 from pathlib import Path
@@ -7,19 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by lines and markers.
+# Okabe and Ito's palette, for colour-blind readers; in grey, lines and markers differ.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
-
-
 MARKERS = "os^DvPX"
-
-
 GREY = "#666666"
-
-
 STYLE = {
     "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -29,7 +21,7 @@ STYLE = {
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
-    """One figure a question, each as PNG and PDF, from what `analyze` measured; returns their places."""
+    """Draws the figures of an `analyze` result, each as PNG and PDF, and returns their paths."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -38,7 +30,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     weighed = [layer for layer in layers if "entropy" in layer]
 
     def plot_maps(axes: Any) -> None:
-        # All but softmax lie close together: a second look at them, where softmax leaves room.
+        # All but softmax lie close together: an inset shows them enlarged.
         close, highest = axes.inset_axes((0.1, 0.1, 0.5, 0.62)), math.log(maps["keys"])
         for a in (axes, close):
             for (name, values), colour, line in zip(maps["entropy"].items(), COLOURS, LINES, strict=True):
@@ -116,7 +108,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def print_analysis(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
-    """The table, a row a layer, and the places of the files."""
+    """Prints the table, one row a layer, and where the files are."""
     console = console or Console(highlight=False)
     tenth = result["windows"].index(0.1)
     table = Table("layer", "mixer", box=None, pad_edge=False)
