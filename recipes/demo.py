@@ -1,4 +1,4 @@
-"""`make demo`: trains a small language model on Python's own documentation and streams from it, in minutes.
+"""`make demo`: trains a small language model on the text that ships with Python, in minutes.
 
 It runs the commands of a large run one after another, and compares the model's validation perplexity with two
 baselines. Started again, it resumes. Arguments are settings of the recipe:
