@@ -105,11 +105,7 @@ def asked(labels: Tensor) -> Tensor:
 
 
 def run_recall(
-    model: dict[str, Any],
-    task: Task,
-    seed: int,
-    training: Training | None = None,
-    device: str = "cpu",
+    model: dict[str, Any], task: Task, seed: int, training: Training | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
     """Trains a model on a task and returns a record of JSON values.
 

@@ -251,10 +251,7 @@ MORE = [
             "question_concept": "sack",
         },
         [
-            (
-                "Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:",
-                f" {letter}",
-            )
+            ("Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:", f" {letter}")
             for letter in "ABCDE"
         ],
         "D",

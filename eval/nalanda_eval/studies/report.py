@@ -221,11 +221,7 @@ def spread(record: Record) -> float:
 
 def costs(record: Record) -> list[str]:
     grows = ", grows" if record["state_grows"] else ""
-    return [
-        f"{record['parameters']:,}",
-        size(record["state_bytes"]) + grows,
-        f"{flops(record) / 1e6:.2f}",
-    ]
+    return [f"{record['parameters']:,}", size(record["state_bytes"]) + grows, f"{flops(record) / 1e6:.2f}"]
 
 
 def flops(record: Record) -> float:
