@@ -1,7 +1,7 @@
-"""`make demo`: from the text that every Python brings along to a language model that streams, in minutes.
+"""`make demo`: trains a small language model on the text that ships with Python, in minutes.
 
-It runs the commands that a large run uses, one after another, and at the end sets the model's validation
-perplexity beside two baselines. Run again, it goes on where it stopped. Arguments are settings of the recipe:
+It runs the commands of a large run one after another, and compares the model's validation perplexity with two
+baselines. Started again, it resumes. Arguments are settings of the recipe:
 
     python recipes/demo.py train.steps=100 output_dir=runs/mine
 """
@@ -20,7 +20,8 @@ from rich.table import Table
 
 RECIPES = Path(__file__).parent
 PROMPT = 'def read_lines(path):\n    """Return'
-CONTEXT, ENDING = 400, 100  # characters of a question of the cloze task
+CONTEXT, ENDING = 400, 100
+"""Characters of context and ending in a question of the cloze task."""
 console = Console(highlight=False)
 
 
@@ -55,7 +56,7 @@ def main(overrides: list[str]) -> None:
 
 
 def accelerate(threads: int) -> list[str]:
-    """One process on the GPU or the CPU, with every setting that accelerate would otherwise complain of."""
+    """The command for one process on GPU or CPU, with every setting whose absence accelerate warns about."""
     import torch
 
     command = ["accelerate", "launch", "--quiet", "--num_processes=1", "--num_machines=1"]
@@ -64,7 +65,7 @@ def accelerate(threads: int) -> list[str]:
 
 
 def run(program: str, *arguments: str) -> None:
-    """One command of this environment, shown, with its output as it comes. If it fails, so does the demo."""
+    """Shows and runs a command of this environment. If it fails, the demo exits with its code."""
     shown = [
         argument if argument.isprintable() and " " not in argument else repr(argument)
         for argument in arguments
@@ -75,7 +76,7 @@ def run(program: str, *arguments: str) -> None:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # it got the signal too, and may be saving a checkpoint
+        except KeyboardInterrupt:  # the child got it too, and may be saving a checkpoint
             continue
     if code:
         raise SystemExit(code)
@@ -91,7 +92,7 @@ def held_out_documents(run_dir: Path) -> list[str]:
 
 
 def write_tasks(documents: list[str], directory: Path) -> None:
-    """The data of the task `python_docs`: texts to predict, and questions to answer."""
+    """Writes the data of the task `python_docs`: texts to predict, and questions to answer."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in {
         "python_docs": [{"text": text} for text in excerpts(documents, characters=50_000)],
@@ -108,7 +109,7 @@ def excerpts(documents: list[str], characters: int) -> list[str]:
 
 
 def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
-    """Passages, each with the lines that follow it and three beginnings of lines from other documents."""
+    """Questions: a passage, the text that follows it, and three wrong endings from other documents."""
     draw = random.Random(seed)
     passages = []
     for source, text in enumerate(documents):
@@ -128,8 +129,10 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
 
 
 def compare(run_dir: Path) -> Panel:
-    """The validation perplexity of a finished run, of a bigram model of the tokens that it saw, and of itself
-    with its token mixers zeroed, all on the same rows."""
+    """The validation perplexity of a run, of bigrams of its training tokens, and of the run without mixers.
+
+    All are on the same rows; without mixers means with their outputs zeroed.
+    """
     from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
     from nalanda.config.load import load_config
     from nalanda.inference.load import load_model

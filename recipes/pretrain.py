@@ -2,23 +2,23 @@
 
     accelerate launch recipes/pretrain.py recipes/demo.yaml train.steps=100 output_dir=runs/mine
 
-Every key of a recipe can be given again as `section.key=value`. Started again with the same output_dir, a
-run goes on where it stopped.
+Every key of a recipe can be overridden as `section.key=value`. Started again with the same output_dir, a run
+resumes.
 
-Exit codes; after each but the first three the same command resumes from the last checkpoint:
+Exit codes; after all but the first three, the same command resumes from the last checkpoint:
 
     0    finished
-    2    bad input, or training that diverges: one line on stderr
-    65   every step was left out as bad: no model is written
+    2    bad input, or training that diverged: one line on stderr
+    65   every step was skipped as bad: no model is written
     70   a process made no progress for guard.hang_timeout seconds; its stacks are on stderr
-    71   out of memory: the line says what would fit; the earlier checkpoints are unharmed
-    74   the disk is full, or a file may not grow further: the earlier checkpoints are unharmed
-    75   a server did not give the data, retries included; a checkpoint was saved
+    71   out of memory: the message says what would fit; earlier checkpoints are intact
+    74   the disk is full, or a file may not grow further: earlier checkpoints are intact
+    75   a server did not deliver the data, retries included; a checkpoint was saved
     130, 138, 143   SIGINT, SIGUSR1, SIGTERM: the step was finished and a checkpoint saved
 
-`accelerate launch` and torchrun make each failure a 1; accelerate adds a traceback of its own, which
-`--quiet` stops, and passes SIGTERM on to nobody, so send that to this process or to the group. With one
-process, `python recipes/pretrain.py RECIPE` trains the same without it.
+`accelerate launch` and torchrun turn each failure into exit code 1. accelerate also prints a traceback of its
+own, unless `--quiet` is given, and does not forward SIGTERM: send it to this process or to the process group.
+With one process, `python recipes/pretrain.py RECIPE` trains the same without a launcher.
 
 Several processes on CPUs (accelerate's `--cpu --num_processes 2` would start one):
 

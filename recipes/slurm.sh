@@ -1,12 +1,11 @@
 #!/bin/bash
-# Pretraining on many nodes under Slurm, requeued until it is done:
+# Pretraining on many nodes under Slurm, requeued until it finishes:
 #
 #     sbatch recipes/slurm.sh recipes/nala_340m.yaml output_dir=/shared/runs/nala train.parallel=hybrid
 #
-# It may be submitted from any folder, and a copy of it from anywhere. output_dir must lie on storage that all
-# nodes see. Three minutes before the time is up Slurm signals this script; the trainer finishes its step, saves
-# and exits with 138, and the job returns to the queue, to resume from there. In every other case the script ends
-# with the code of its launcher.
+# Submit it, or a copy of it, from any folder. output_dir must be on storage that all nodes share. Three minutes
+# before the time limit Slurm signals this script; the trainer finishes its step, saves a checkpoint and exits with
+# 138, and the job is requeued and resumes. Otherwise the script exits with the code of its launcher.
 #SBATCH --job-name=nalanda
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -17,17 +16,17 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# Fill in what your cluster asks for, and take one # away:
+# Fill in what your cluster requires, and remove one #:
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
 set -uo pipefail
 
-# The environment that Nalanda is installed in: fill in its folder, set NALANDA_ENV, or submit with it activated.
+# Nalanda's environment: fill in its folder, set NALANDA_ENV, or submit with it activated.
 environment="${NALANDA_ENV:-${VIRTUAL_ENV:-$PWD/.venv}}"
 if [[ -f "$environment/bin/activate" ]]; then
     source "$environment/bin/activate"
 fi
-# Slurm runs a copy of this script from a folder of its own, so the package is asked where its recipes are.
+# Slurm runs a copy of this script from its own folder, so the package tells where its recipes are.
 NALANDA_PRETRAIN=$(python -c '
 import importlib.util, pathlib
 package = pathlib.Path(importlib.util.find_spec("nalanda").origin).parent
@@ -44,15 +43,14 @@ export NALANDA_RENDEZVOUS="$host:$((20000 + SLURM_JOB_ID % 20000))"
 export NALANDA_PROCESSES="${SLURM_GPUS_ON_NODE:-8}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 
-# The exit code of process $1. A trapped signal ends `wait` early, with a code of its own, and the trap sets
-# `woken`: wait again. bash keeps the code of a process that has ended, so none is lost however soon that was.
+# Returns the exit code of process $1. A trapped signal ends `wait` early with another code, and the trap sets
+# `woken`: wait again. bash keeps the code of a process that has already ended.
 ended() {
     while woken=; wait "$1"; code=$?; [[ -n "$woken" ]]; do :; done
     return "$code"
 }
 
-# One task a node. torchrun itself must not die of USR1: it ignores it, and its processes have handlers of their
-# own.
+# One task a node. torchrun ignores USR1, which would end it; its processes have their own handlers.
 srun --kill-on-bad-exit=1 bash -c "$(declare -f ended)"'
     (trap "" USR1; exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NALANDA_PROCESSES" \
         --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$NALANDA_RENDEZVOUS" \
@@ -64,11 +62,11 @@ srun --kill-on-bad-exit=1 bash -c "$(declare -f ended)"'
 step=$!
 
 signalled=
-trap 'signalled=yes woken=yes; kill -USR1 "$step"' USR1  # srun hands it on to its tasks
+trap 'signalled=yes woken=yes; kill -USR1 "$step"' USR1  # srun forwards it to its tasks
 ended "$step"
 code=$?
 
-if [[ -n "$signalled" && "$code" -ne 0 ]]; then  # not 138: torchrun makes every code a 1
+if [[ -n "$signalled" && "$code" -ne 0 ]]; then  # not 138: torchrun turns every code into 1
     echo "out of time: requeued, to resume from the checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

@@ -592,11 +592,14 @@ def study_run(
     Run it again after an interruption, or with more seeds in study.yaml: finished runs are kept. The default
     folder is recipes/study in a checkout, otherwise runs/study; with --quick it is runs/study-quick.
     """
-    from nalanda_eval.studies.report import report
-    from nalanda_eval.studies.study import begin_study, folder, run_study
+    from nalanda_eval.studies.spec import begin_study, load_study, study_folder
 
-    place = folder(directory, quick=quick)
+    place = study_folder(directory, quick=quick)
     begin_study(place, quick=quick)
+    load_study(place)  # reports most mistakes before torch is imported
+    from nalanda_eval.studies.report import report
+    from nalanda_eval.studies.run import run_study
+
     run_study(place, text=text, workers=workers)
     report(place)
 
@@ -607,10 +610,13 @@ def study_report(directory: Folder = None) -> None:
 
     Writes RESULTS.md, keeping the text between its marks, and the pictures beside it.
     """
-    from nalanda_eval.studies.report import report
-    from nalanda_eval.studies.study import folder
+    from nalanda_eval.studies.spec import load_study, study_folder
 
-    report(folder(directory))
+    place = study_folder(directory)
+    load_study(place)  # reports most mistakes before torch is imported
+    from nalanda_eval.studies.report import report
+
+    report(place)
 
 
 @bench.callback()

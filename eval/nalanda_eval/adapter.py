@@ -1,4 +1,4 @@
-"""The harness's model wrapper and task loader, fitted to the house. Importing this imports lm-eval (slow)."""
+"""Adapts lm-evaluation-harness: its model wrapper and task loader. Imports lm-eval, which takes seconds."""
 
 import difflib
 import functools
@@ -30,16 +30,15 @@ from nalanda_eval.task_data import TaskSource, read_rows
 
 __all__ = ["HarnessModel", "characters", "harness", "load_tasks"]
 
-
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
 
 
 class HarnessModel(HFLM):
-    """HFLM, with every text beginning as in training: with exactly one bos token, or with none.
+    """HFLM in which every text begins as in training: with exactly one bos token, or with none.
 
-    (The harness asks the tokenizer, which then counts twice in rolling perplexities and, for a tokenizer that
-    never adds one, not at all.) Log-likelihoods come from `scoring`, or from the store where it has them.
-    Launched as several processes, each of them answers its part and all of them get every answer.
+    (The harness leaves bos to the tokenizer: rolling perplexities then have two, or none if the tokenizer
+    adds none.) Log-likelihoods come from the answer cache, otherwise from `scoring`. With several processes,
+    each answers its part of the requests, and all get every answer.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class HarnessModel(HFLM):
         max_length: int | None = None,
         whole: bool = False,
         share: bool = True,
-        store: Path | None = None,
+        cache: Path | None = None,
         processes: PartialState | None = None,
         advance: Callable[[float], None] = lambda characters: None,
     ) -> None:
         """
         Args:
-            max_length: tokens that the model sees at once; by default what its config says.
-            whole: it sees texts of any length at once instead.
-            share: read contexts once, see `scoring.answers`.
-            store: a file for the answers, see `cache.AnswerCache`.
-            processes: the state of a launch of several.
-            advance: called with the number of characters that were scored.
+            max_length: tokens that the model sees at once; by default its config's.
+            whole: read texts of any length at once instead.
+            share: read shared contexts once, see `scoring.answers`.
+            cache: the file of the answer cache, see `cache.AnswerCache`.
+            processes: accelerate's state, if there are several processes.
+            advance: called with the number of characters scored.
         """
         super().__init__(
             pretrained=model,
@@ -75,9 +74,9 @@ class HarnessModel(HFLM):
         self.bos = bos_token(model, tokenizer)
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)
-        self.store = AnswerCache(store, self.identity)
+        self.cache = AnswerCache(cache, self.identity)
         self.processes, self.advance = processes, advance
-        self.answered = self.found = 0  # log-likelihoods; those of them that the store had
+        self.answered = self.found = 0  # log-likelihoods, and how many of them were cached
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -92,7 +91,7 @@ class HarnessModel(HFLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts in disjoint windows; all of them are sorted and batched together."""
+        """Log-likelihoods of whole texts, in disjoint windows that are sorted and batched together."""
         self._characters = characters(requests)
         windows, owners = [], []
         for owner, request in enumerate(requests):
@@ -116,14 +115,14 @@ class HarnessModel(HFLM):
         asked = [self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         state = self.processes
         own = scoring.part(asked, state.process_index, state.num_processes) if state else asked
-        answers = self.store.find(own)
+        answers = self.cache.find(own)
         found = len(answers)
-        # In tokens of its own, each process shows how far all of them are.
+        # Each process reports its progress as that of all: the parts are similar.
         unit = self._characters / max(sum(map(_length, dict.fromkeys(own))), 1)
         self.advance(unit * sum(map(_length, answers)))
         missing = [request for request in own if request not in answers]
         for batch in self.score(missing):
-            self.store.keep(batch)
+            self.cache.keep(batch)
             self.advance(unit * sum(map(_length, batch)))
             answers |= batch
         if state:
@@ -135,9 +134,11 @@ class HarnessModel(HFLM):
         return [answers[request] for request in asked]
 
     def _cut(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
-        """The request without what is too far left for `max_length` inputs."""
+        """The request with the left of its context cut so that at most `max_length` inputs remain."""
         if not continuation:
-            raise InputError("a continuation has no token of its own: the tokenizer joins it to its context")
+            raise InputError(
+                "a continuation has no token of its own: the tokenizer merges it into the context"
+            )
         if len(continuation) > self.max_length:
             raise InputError(
                 f"a continuation has {len(continuation)} tokens, the model sees {self.max_length} at once: "
@@ -148,7 +149,7 @@ class HarnessModel(HFLM):
 
 
 def characters(requests: Iterable[Instance]) -> int:
-    """Of the texts that are to be scored: what a progress bar counts."""
+    """Characters of the texts to score: the unit of the progress bar."""
     scored = [request for request in requests if request.request_type.startswith("loglikelihood")]
     return sum(len(text) for request in scored for text in request.args)
 
@@ -162,9 +163,9 @@ def load_tasks(sources: list[TaskSource]) -> dict[str, dict]:
     """The harness's task objects, zero-shot unless their file says otherwise.
 
     Raises:
-        InputError: an unknown name, a task file that does not load, or data that are not there.
+        InputError: an unknown name, a task file that does not load, or missing data.
     """
-    # Indexing the harness's 14 000 tasks takes long: only for names whose file is not known.
+    # Indexing the harness's 14 000 tasks is slow: only for names whose file is unknown.
     named = any(not (source.task_file or source.local) for source in sources)
     manager = TaskManager(include_defaults=named)
     tasks: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -187,17 +188,17 @@ def _load(manager: TaskManager, source: TaskSource) -> Any:
     try:
         config = _config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
-            raise InputError(f"unknown task {config}{_nearest(config, manager.all_tasks)}")
+            raise InputError(f"{config}: unknown task{_nearest(config, manager.all_tasks)}")
         return manager.load([config])
     except InputError:
         raise
-    except Exception as error:  # the harness, the hub's client and a task's functions raise what they like
+    except Exception as error:  # the harness, the hub's client and tasks share no error class
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"task {source.name} cannot be loaded{hint}: {reason}") from error
+        raise InputError(f"{source.name}: the task cannot be loaded{hint}: {reason}") from error
 
 
 def _config(source: TaskSource) -> str | dict[str, Any]:
-    """What the harness's loader takes: a name, or a task's configuration with its data where they are."""
+    """The argument of the harness's loader: a name, or a task's configuration with paths to its data."""
     if source.task_file:
         config = load_yaml(source.task_file)
         files = (config.get("dataset_kwargs") or {}).get("data_files")
@@ -228,12 +229,12 @@ def _resolve(files: Any, base: Path) -> Any:
     if "://" in files or "*" in files:
         return files
     if not (base / files).is_file():
-        raise InputError(f"no such data file: {base / files}")
+        raise InputError(f"{base / files}: no such data file")
     return str(base / files)
 
 
 def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
-    """An untrained model's perplexity may not fit a float, which must not cost the run its other results."""
+    """Gives infinity where the perplexity of an untrained model overflows, so that other results survive."""
 
     @functools.wraps(aggregate)
     def aggregate_or_infinity(items: list) -> float:

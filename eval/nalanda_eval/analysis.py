@@ -1,8 +1,8 @@
-"""What a model's token mixers do with a text: how sharp, signed, local and full their weights are.
+"""Measures a model's token mixers on a text: entropy, sign, locality and rank of their weights.
 
-A mixer's weights are the matrix `w[t, j]`, j ≤ t, that it multiplies the values with: `weights` of our own
-mixers, which is exact because each of them is linear in v, and the attention probabilities of a transformer.
-Functions that measure take such matrices, `[..., T, T]` and causal, and know no model.
+A mixer multiplies the values by a matrix of weights `w[t, j]`, j ≤ t: `weights` of our mixers, which is exact
+because each is linear in v, or a transformer's attention probabilities. The measures take such causal
+matrices, `[..., T, T]`, and know no model.
 """
 
 import json
@@ -32,37 +32,44 @@ from nalanda.train.log import versions
 from nalanda_eval.perplexity import documents
 from nalanda_eval.plots import draw_analysis
 
-WINDOWS = [i / 50 for i in range(51)]  # of the local score
-DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)  # of queries; norms in units of √K
-BATCHES = 8  # of the gradients' spread
+WINDOWS = [i / 50 for i in range(51)]
+"""Windows of the local score, as shares of the length."""
+DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)
+"""Number of directions of queries, and their norms in units of √K."""
+BATCHES = 8
+"""Number of batches for the spread of gradients."""
 
 # ------------------------------ measures
 
 
 def positive_entropy(weights: Tensor) -> Tensor:
-    """Positive-sequence entropy (NaLaFormer): the entropy in nats of each row's positive entries, scaled to
-    sum 1; `[..., T]` to `[...]`. NaN for a row without a positive entry."""
+    """Positive-sequence entropy (NaLaFormer) in nats, of each row's positive entries scaled to sum 1.
+
+    `[..., T]` to `[...]`; NaN for a row without a positive entry.
+    """
     p = weights.clamp(min=0)
     return torch.special.entr(p / p.sum(-1, keepdim=True)).sum(-1)
 
 
 def effective_rank(matrix: Tensor) -> Tensor:
-    """exp of the entropy of the singular values, scaled to sum 1 (Roy & Vetterli, 2007): `[..., M, N]` to
-    `[...]`."""
+    """exp of the entropy of the singular values scaled to sum 1 (Roy & Vetterli, 2007).
+
+    `[..., M, N]` to `[...]`.
+    """
     return positive_entropy(torch.linalg.svdvals(matrix)).exp()
 
 
-def negative_share(weights: Tensor) -> Tensor:
-    """Share of the entries at j ≤ t that are below 0: `[..., T, T]` to `[...]`."""
+def share_of_negatives(weights: Tensor) -> Tensor:
+    """Share of negative entries among those at j ≤ t: `[..., T, T]` to `[...]`."""
     T = weights.shape[-1]
     return (weights.tril() < 0).sum((-2, -1)) / (T * (T + 1) / 2)
 
 
 def local_score(weights: Tensor, windows: Iterable[float] = WINDOWS) -> Tensor:
-    """Locally accumulated attention score (TransNormer): the share of a row's |w| at keys at most r·T tokens
-    from the query, averaged over rows; `[..., T, T]` to `[..., R]`, one for each r in `windows`.
+    """Locally accumulated attention score (TransNormer): `[..., T, T]` to `[..., R]`, R = len(windows).
 
-    Rises with r and is 1 at r = 1. Signed weights count by absolute value; rows of zeros do not count.
+    For each r in `windows` it is the share of a row's |w| at keys at most r·T tokens from the query, averaged
+    over rows. It rises with r to 1 at r = 1. Rows of zeros do not count.
     """
     T, p = weights.shape[-1], weights.abs()
     total = p.sum(-1, keepdim=True)
@@ -73,16 +80,16 @@ def local_score(weights: Tensor, windows: Iterable[float] = WINDOWS) -> Tensor:
 
 
 def relative_std(values: Tensor) -> Tensor:
-    """Standard deviation over mean, along the first dimension, which must hold two values or more."""
+    """Standard deviation over mean along the first dimension, which needs at least two values."""
     return values.std(0) / values.mean(0)
 
 
 def measure_layer(weights: Tensor) -> dict[str, Any]:
-    """One layer's weights `[B, H, T, T]`: means over texts, rows and heads, and (`heads`) head by head."""
+    """Measures of one layer's weights `[B, H, T, T]`: means over texts, rows and heads, and by head."""
     weights = weights if weights.dtype == torch.float64 else weights.float()
     heads = {
         "entropy": positive_entropy(weights).nanmean((0, -1)),
-        "negative_share": negative_share(weights).mean(0),
+        "negative_share": share_of_negatives(weights).mean(0),
         "effective_rank": effective_rank(weights).nanmean(0),
     }
     return {
@@ -95,9 +102,9 @@ def measure_layer(weights: Tensor) -> dict[str, Any]:
 def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
     """Positive-sequence entropy of one query's weights over `keys` keys, against the query's norm.
 
-    Keys are N(0, 1) in `head_dim` features; the queries' directions are uniform and the same at every norm,
-    and the entropy is the mean over them. MALA's weights, β φ(q)·φ(k_j) − γ with similarities scaled by
-    K^-½/keys, sum to 1 and may be negative: its entropy is that of the positive ones, rescaled.
+    Keys are N(0, 1) in `head_dim` features. The entropy is the mean over queries of uniform direction, the
+    same directions at every norm. MALA's weights, β φ(q)·φ(k_j) − γ with similarities scaled by K^-½/keys,
+    sum to 1 and may be negative: the entropy is that of the positive ones, rescaled.
     """
     draw = torch.Generator().manual_seed(seed)
     direction = F.normalize(torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1)
@@ -124,14 +131,14 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
     return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
 
 
-# ------------------------------ of a model
+# ------------------------------ measures of a model
 
 
 @torch.no_grad()
 def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]:
-    """`measure_layer` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer that has no weights.
+    """`measure_layer` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer without weights.
 
-    Each layer's `[B, H, T, T]` is measured where it arises and dropped before the next one's.
+    Each layer's `[B, H, T, T]` is measured and dropped before the next layer's exists.
     """
     mixers = token_mixers(model)
     found: dict[nn.Module, dict[str, Any]] = {}
@@ -150,7 +157,7 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
             for mixer in mixers:
                 hooks.enter_context(mixer.register_forward_pre_hook(own))
         else:
-            model.set_attn_implementation("eager")  # no other implementation forms the weights
+            model.set_attn_implementation("eager")  # other implementations do not form the weights
             for mixer in mixers:
                 hooks.enter_context(mixer.register_forward_hook(foreign))
         model.base_model(rows, use_cache=False)
@@ -158,7 +165,7 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
 
 
 def projection_ranks(mixer: nn.Module) -> dict[str, float]:
-    """Effective rank of a mixer's q, k and v projections; of all its matrices, by name, where it has none."""
+    """Effective rank of a mixer's q, k and v projections, or of all its matrices if it has none of them."""
     named = mixer.named_parameters()
     matrices = {n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2}
     usual = {n: matrices[n] for n in ("q_proj", "k_proj", "v_proj") if n in matrices}
@@ -166,11 +173,11 @@ def projection_ranks(mixer: nn.Module) -> dict[str, float]:
 
 
 def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, float]]:
-    """Relative standard deviation of gradient norms over batches, each one of `rows`, layer by layer.
+    """Relative standard deviation of gradient norms over batches of one row each, layer by layer.
 
-    TransNormer compares attentions by the standard deviation of their gradients over the mean in the course
-    of training; here the weights stay and the batches differ. The L2 norms are those of the loss's gradient
-    in the mixer's output, in the mixer's parameters, and in the other parameters of its layer.
+    TransNormer compares attentions by this deviation in the course of training; here the weights are fixed
+    and the batches differ. The L2 norms are of the loss's gradient in the mixer's output, in the mixer's
+    parameters, and in the other parameters of its layer.
     """
     mixers = token_mixers(model)
     layers = [next(m for m in model.modules() if mixer in set(m.children())) for mixer in mixers]
@@ -213,21 +220,21 @@ def analyze(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Measures a model on a text, writes analysis.json and figures; returns what it measured, and where.
+    """Measures a model on a text, writes analysis.json and figures; returns the result and the directory.
 
     Args:
-        name: a checkpoint directory, a hub id, or a recipe: then the model that its run has trained, or
-            where there is none a freshly initialised one.
-        overrides: `section.key=value` for a recipe; the model is then a freshly initialised one.
-        text: a file; by default documents that the `python` corpus holds out.
+        name: a checkpoint directory, a hub id, or a recipe: the model that its run trained, or else a freshly
+            initialised one.
+        overrides: `section.key=value` for a recipe, whose model is then freshly initialised.
+        text: a file; by default held-out documents of the `python` corpus.
         length: tokens in a row; weights are `[rows, heads, length, length]`, one layer at a time.
-        rows: that the weights are averaged over; gradients take 8 where the text has them.
-        output: a directory; by default `analysis` in the run's folder or beside the checkpoint, and
-            `runs/…` where nothing of the model is on this disk.
+        rows: rows that the weights are averaged over; gradients take 8, if the text has them.
+        output: a directory; by default `analysis` in the run's folder or beside the checkpoint, or below
+            `runs` for a model of the hub.
         seed: of a fresh model's weights, of the documents' order and of the map-level figure.
 
     Raises:
-        InputError: no such model, recipe or file; a text that is too short.
+        InputError: a missing model, recipe or file, or a text that is too short.
     """
     if length < 2 or rows < 1:
         raise InputError(f"--length {length} --rows {rows}: take at least 2 tokens and 1 row")
@@ -237,7 +244,7 @@ def analyze(
     config: Any = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if config.model_type != "nalanda" and longest and length > longest:
-        raise InputError(f"--length {length} is more than the model's {longest} positions")
+        raise InputError(f"--length {length}: is more than the model's {longest} positions")
     try:
         mixers = token_mixers(model)
     except ValueError as error:
@@ -288,12 +295,12 @@ def analyze(
 def open_model(
     name: str, overrides: list[str] | None, seed: int, device: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, Path]:
-    """The model in fp32, its tokenizer, what to call it, and where its analysis goes by default."""
+    """The model in fp32, its tokenizer, its title, and the default directory of its analysis."""
     path, device = Path(name).expanduser(), choose_device(device)
     options: Any = {"device": device, "dtype": "float32", "trust_remote_code": trust_remote_code}
     if path.is_dir() or ("/" in name and not path.is_file() and path.suffix not in (".yaml", ".yml")):
         if overrides:
-            raise InputError(f"{overrides[0]}: settings change a recipe, and {name} is a model")
+            raise InputError(f"{overrides[0]}: settings change a recipe; {name} is a model")
         beside = path.parent if path.is_dir() else Path("runs", path.name)
         return *load_model(name, **options), name, beside / "analysis"
     config = use_mirror(load_config(name, overrides or []))
@@ -307,7 +314,7 @@ def open_model(
     model: Any = build_model(config, tokenizer)
     model = model.eval().to(device)
     state = "before training" if config.model.get("init_from") else f"untrained, seed {seed}"
-    # Not in output_dir itself: a run refuses a folder that holds something else.
+    # Not in output_dir: a run refuses a folder with foreign files.
     beside = run.with_name(f"{run.name}-untrained")
     title = f"{' '.join([path.stem, *(overrides or [])])} ({state})"
     return model, tokenizer, title, beside / "analysis"
@@ -316,8 +323,8 @@ def open_model(
 def text_rows(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str | None, length: int, rows: int, seed: int
 ) -> Tensor:
-    """int64 `[≥ rows, length]`: beginnings of documents, then what follows in them; bos as in training."""
-    data = DataConfig(source=text or "python", validation_source=text)  # nothing of a file is held out
+    """int64 `[≥ rows, length]`: beginnings of documents, then their later parts; bos as in training."""
+    data = DataConfig(source=text or "python", validation_source=text)  # all of a file is used
     bos, needed, wanted = bos_token(model, tokenizer), max(rows, 2), max(rows, BATCHES)
     first, later = [], []
     step = length - len(bos)
@@ -330,14 +337,14 @@ def text_rows(
     found = (first + later)[:wanted]
     if len(found) < needed:
         raise InputError(
-            f"{text or 'the python corpus'} has {len(found)} of the {needed} rows of {length} tokens that it "
-            "takes: give a longer text, fewer --rows or a smaller --length"
+            f"{text or 'the python corpus'}: has {len(found)} of the {needed} rows of {length} tokens "
+            "needed; give a longer text, fewer --rows or a smaller --length"
         )
     return torch.tensor(found)
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: what could not be measured is null."""
+    """The value with None for NaN and infinities, because JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):

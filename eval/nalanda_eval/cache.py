@@ -1,4 +1,4 @@
-"""Answers that a file keeps, so that a run that was killed goes on and the next one reads nothing twice."""
+"""The answer cache: log-likelihoods in a file, so that a killed run resumes and no text is read twice."""
 
 import contextlib
 import hashlib
@@ -25,15 +25,15 @@ ANSWER = struct.Struct("<d?")
 
 
 class AnswerCache:
-    """Answers by what decides them: model, device, versions, code and the request's token ids.
+    """Answers by everything that determines them: model, device, versions, code and the request's token ids.
 
-    Where texts begin, how long ones are cut and what the tokenizer does stands in those ids; a model's name
-    does not count. Several processes may hold the same file. An answer is kept with a hash of itself and its
-    request, since SQLite does not see a bit that has flipped.
+    The ids include the effects of the tokenizer, of bos and of truncation; a model's name does not count.
+    Several processes may open the same file. An answer is stored with a hash of itself and its request,
+    because SQLite does not detect flipped bits.
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any]):
-        """path: an SQLite file, new or old; None keeps nothing. identity: see `model_identity`."""
+        """path: an SQLite file, or None to keep answers in memory only. identity: see `model_identity`."""
         self.path = path
         self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
         with _one_line(path):
@@ -41,7 +41,7 @@ class AnswerCache:
             self.file.execute("CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)")
 
     def find(self, requests: Iterable[Request]) -> dict[Request, Answer]:
-        """Those of the answers that are kept."""
+        """The cached answers among those to `requests`."""
         found = {}
         with _one_line(self.path):
             for request in requests:
@@ -54,7 +54,7 @@ class AnswerCache:
         return found
 
     def keep(self, answers: dict[Request, Answer]) -> None:
-        rows = [  # what a broken model answered is asked again
+        rows = [  # NaN, from a broken model, is not cached
             (key := self._key(request), _sealed(key, ANSWER.pack(logp, greedy)))
             for request, (logp, greedy) in answers.items()
             if not math.isnan(logp)
@@ -72,7 +72,7 @@ class AnswerCache:
 
 
 def model_identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What an answer depends on besides its request."""
+    """Everything besides the request that an answer depends on."""
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
     modeling = sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
@@ -101,9 +101,9 @@ def _one_line(path: Path | None) -> Iterator[None]:
             ) from error
         place = code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
         advice = "use another directory" if place else "remove it, or use another directory"
-        raise InputError(f"{path} cannot keep answers ({error}): {advice}") from error
+        raise InputError(f"{path}: cannot keep answers ({error}); {advice}") from error
 
 
 def _sealed(key: bytes, answer: bytes) -> bytes:
-    """An answer with the hash that it is kept with."""
+    """An answer followed by its hash."""
     return answer + hashlib.sha256(key + answer).digest()[:8]

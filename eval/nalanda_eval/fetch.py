@@ -11,20 +11,20 @@ from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, _official
 
 
 def fetch_tasks(tasks: list[str], directory: str) -> None:
-    """Fills `directory` from the Hub with the files that `find` looks for there; those it has are kept.
+    """Downloads the files that `find_tasks` looks for in `directory` from the Hub; existing files are kept.
 
     Raises:
-        InputError: a task whose data is not read from such a file, or data that cannot be had.
-        SourceUnavailable: the Hub failed too often in a row; the same command goes on.
+        InputError: a task that reads no such file, or data that cannot be downloaded.
+        SourceUnavailable: the Hub failed too often in a row; the same command resumes.
     """
     names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
     if unknown := [name for name in names if name not in LOCAL]:
-        raise InputError(f"{unknown[0]}: no data to fetch; there are {', '.join([*GROUPS, *LOCAL])}")
+        raise InputError(f"{unknown[0]}: no data to fetch; choose from {', '.join([*GROUPS, *LOCAL])}")
     root = output_folder(directory, "--fetch")
     for name in names:
         file, local = _official(name, root).documents, LOCAL[name]
         if file:
-            print(f"{file}: there already")
+            print(f"{file}: exists already")
             continue
         rows = _from_hub(name, local)
         half = root / f".{local.file}.partial.jsonl.gz"
@@ -37,7 +37,7 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
 
 
 def _from_hub(name: str, local: LocalData) -> Any:
-    """The dataset that the harness's own task file names."""
+    """The dataset that the harness's task file names."""
     import datasets
 
     from nalanda_eval.adapter import OFFICIAL, load_yaml
@@ -52,6 +52,6 @@ def _from_hub(name: str, local: LocalData) -> Any:
         )
     except InputError:
         raise
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+    except Exception as error:  # datasets, huggingface_hub and httpx share no base class
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{where}: cannot be had from the Hub ({redact(reason)})") from None
+        raise InputError(f"{where}: cannot be downloaded from the Hub ({redact(reason)})") from None

@@ -1,8 +1,8 @@
 """lm-evaluation-harness in process, on our checkpoints and on any causal language model of the hub.
 
-The tasks are the harness's own files with their prompts and metrics; local data only changes where documents
-come from. A directory of it holds, as `.jsonl` or `.jsonl.gz`, any of these files, with the fields of the
-hub's datasets or, where two forms are given, the compact one of published evaluation bundles:
+The tasks are the harness's own files with their prompts and metrics; local data replaces only the documents.
+A data directory holds any of these files, as `.jsonl` or `.jsonl.gz`, with the fields of the hub's datasets
+or, where two forms are listed, the compact form of published evaluation bundles:
 
     wikitext_test         page (a whole article)
     lambada_test          text, or context and continuation
@@ -18,10 +18,10 @@ hub's datasets or, where two forms are given, the compact one of published evalu
     social_iqa_val        context, question, answerA, answerB, answerC, label
     commonsense_qa_val    question, choices {text, label}, answerKey
 
-(Of SciQ this is the validation part; the hub's documents are those of its test part.)
+(SciQ's file has the validation split; from the hub the harness takes the test split.)
 
-Launched as several processes (torchrun, accelerate), each scores its part of the requests, and all return the
-same results; process 0 writes them.
+With several processes (torchrun, accelerate) each scores its part of the requests, and all return the same
+results; process 0 writes them.
 """
 
 import contextlib
@@ -79,49 +79,49 @@ def evaluate(
     trust_remote_code: bool = False,
     output: str | None = None,
 ) -> dict[str, Any]:
-    """Score models with lm-evaluation-harness; `report.print_report` prints what this returns.
+    """Score models with lm-evaluation-harness; `report.print_results` prints the result.
 
     Args:
         models: checkpoint directories or hub ids.
         tasks: `table4` (the literature's suite), `all` (it and the other tasks of the module's docstring),
             `python_docs` (the demo's), names of the harness's tasks, task files (.yaml), or directories of
-            them. A relative `data_files` in a task file is looked up in `data`, else beside the file.
-        data: a directory with local data (see the module's docstring); without it, the hub is asked.
+            them. A relative `data_files` in a task file refers to `data`, or else to the file's folder.
+        data: a directory with local data (see the module's docstring); by default the hub.
         limit: at most so many documents a task, or that share of them if below 1.
-        batch_size: texts read together. It changes the speed and no result.
+        batch_size: texts read together; it affects only the speed.
         max_length: tokens that the model sees at once. By default the config's `max_position_embeddings`,
             else 2048.
-        long: texts beyond that are read in disjoint `window`s (of a prompt, the last one), as the literature
-            does, or `whole`, which takes a recurrent model.
+        long: longer texts are read in disjoint windows (`window`, of a prompt only the last), as in the
+            literature, or in one pass (`whole`, recurrent models only).
         share: read a context once for all its continuations; without it, once for each.
         device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
-        output: a directory for results.json, .md and .csv, and for the answers: the same command, stopped and
-            started again, goes on, and no model is asked twice.
+        output: a directory for results.json, .md and .csv, and the answer cache, from which an interrupted
+            command resumes.
 
     Raises:
         InputError: no such model, task or file, or a text that is too long.
     """
     if not models:
-        raise InputError("no model to evaluate: give a checkpoint directory or a hub id")
+        raise InputError("no model to evaluate; give a checkpoint directory or a hub id")
     if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}: it must be at least 1")
+        raise InputError(f"--batch-size {batch_size}: must be at least 1")
     if limit is not None and limit <= 0:
-        raise InputError(f"limit is {limit:g}: it must be a number of documents, or a share below 1")
+        raise InputError(f"--limit {limit:g}: must be a number of documents, or a share below 1")
     if long not in ("window", "whole"):
-        raise InputError(f"long is {long!r}: use window or whole")
+        raise InputError(f"--long {long}: use window or whole")
     if long == "whole" and max_length is not None:
-        raise InputError("max_length is the length of windows: without --long whole")
+        raise InputError("--max-length: is the length of windows; leave it out with --long whole")
     for model in models:
         check_name(model)
     device = None if device is None else choose_device(device)
-    sources, left_out = find_tasks(tasks, data)  # before the import, which takes many seconds
+    sources, left_out = find_tasks(tasks, data)  # before the slow import
     directory = None if output is None else _directory(Path(output))
 
     processes = launched()
     main = processes is None or processes.is_main_process
     if processes is not None and device is None:
         device = str(processes.device)
-    # Bound now: stderr itself is silenced while the harness works.
+    # Bound now: _quiet replaces sys.stderr while the harness works.
     console = Console(file=sys.stderr, quiet=not main)
     with console.status("importing lm-evaluation-harness …"), _quiet():
         from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
@@ -156,7 +156,7 @@ def evaluate(
         bar = progress.add_task("", total=None)
 
         def advance(count: float) -> None:
-            # What is to be scored is known once the harness has made it, and is the same for all models.
+            # The harness builds the requests during its first run; they are the same for all models.
             requests = (request for task in loaded["tasks"].values() for request in task.instances)
             if progress.tasks[0].total is None:
                 progress.update(bar, total=len(models) * characters(requests))
@@ -179,7 +179,7 @@ def evaluate(
                     max_length=max_length,
                     whole=long == "whole",
                     share=share,
-                    store=None if directory is None else directory / "answers.sqlite",
+                    cache=None if directory is None else directory / "answers.sqlite",
                     processes=processes,
                     advance=advance,
                 )
@@ -211,7 +211,7 @@ def evaluate(
 
 
 def _directory(path: Path) -> Path:
-    """The directory of results, made and tried: answers of hours must not be lost for it."""
+    """The directory of results, created and checked for writing before hours of scoring."""
     with _writing(output_folder(path, "--output")):
         tempfile.TemporaryFile(dir=path).close()
     AnswerCache(path / "answers.sqlite", {}).close()
@@ -231,7 +231,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def launched() -> Any:
-    """accelerate's state of this process among those of a launch; None where there is but one."""
+    """accelerate's state of this process; None if there is only one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from accelerate import PartialState
@@ -241,7 +241,7 @@ def launched() -> Any:
 
 
 def _check_endless(model: Any, name: str) -> None:
-    """Refuse to read texts of any length where a cache grows with them, or positions end."""
+    """Raises `InputError` for a model whose cache grows with the text or whose positions are limited."""
     try:
         if model.config.model_type == "nalanda":
             model.model.check_carries()
@@ -250,11 +250,13 @@ def _check_endless(model: Any, name: str) -> None:
         ):
             raise ValueError
     except ValueError:
-        raise InputError(f"{name} is not recurrent: it reads long texts in windows only") from None
+        raise InputError(
+            f"{name}: is not recurrent; leave out --long whole to read long texts in windows"
+        ) from None
 
 
 def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """One task's metrics and their standard errors from what the harness returns."""
+    """One task's metrics and their standard errors from the harness's results."""
     metrics: dict[str, float] = {}
     stderr: dict[str, float | None] = {}
     for key, value in raw["results"][task].items():
@@ -285,7 +287,7 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _perplexity_stderr(metric: str, items: list, value: float) -> float:
-    """Standard error of exp(−Σℓ/Σw) over documents (delta method); the harness has none where w varies."""
+    """Standard error of exp(−Σℓ/Σw) over documents (delta method); the harness has none if w varies."""
     values, weights = np.array(
         [item if isinstance(item, tuple) else (item, 1) for item in items], dtype=float
     ).T
@@ -294,9 +296,9 @@ def _perplexity_stderr(metric: str, items: list, value: float) -> float:
 
 
 def _fingerprint(samples: list[dict[str, Any]]) -> str:
-    """SHA-256, first 16 hexadecimal digits, of what the documents ask and of their right answers.
+    """The first 16 hexadecimal digits of a SHA-256 over the documents' prompts and targets, in order.
 
-    Other fields, in which local files and the hub's differ, do not count; the order does.
+    Other fields are left out, because local files and the hub's differ in them.
     """
     asked = [[sample["doc_id"], sample["arguments"], sample["target"]] for sample in samples]
     return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:16]
@@ -308,7 +310,7 @@ def _versions() -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities: they become text."""
+    """The value with infinities as text, because JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -318,7 +320,7 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness logs, warns, prints and draws bars of its own: none of it reaches the terminal."""
+    """Silences the harness's logs, warnings, prints and progress bars."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     silence = io.StringIO()

@@ -1,8 +1,8 @@
-"""Perplexity of any text at any length: in one pass through the state, and in windows, token by token.
+"""Perplexity by position, of texts of any length: in one pass through the state, and in windows.
 
-Every token is scored twice: behind all that stands before it in its row, however far that reaches, and in
-disjoint windows as long as the rows of training, each behind one token of context. The two curves are over
-the same tokens, so that what parts them is the context alone, and not that far positions hold other texts.
+Every token is scored twice: after everything before it in its row, and in disjoint windows as long as the
+rows of training, each after one token of context. Both curves are over the same tokens: they differ only in
+the context.
 """
 
 import contextlib
@@ -39,10 +39,12 @@ from nalanda.model.state import fingerprint
 from nalanda.report.plot import COLOURS, GREY, MARKERS, STYLE
 from nalanda.train.log import versions
 
-AT_ONCE = 4096  # tokens whose logits exist at the same time
-LONGEST = 16  # windows in a row, where the text has them
-
-Span = tuple[int, int]  # of a text's tokens: those behind `first` up to `last` are predicted
+AT_ONCE = 4096
+"""Tokens whose logits are in memory at once."""
+LONGEST = 16
+"""Default length of a row, in windows."""
+Span = tuple[int, int]
+"""(first, last) of a text's tokens: those after `first` up to `last` are predicted."""
 
 
 def perplexity(
@@ -59,17 +61,17 @@ def perplexity(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Perplexity of models on a text, with its curve over positions; `print_perplexity` prints it.
+    """Perplexity of models on a text, and its curve over positions; `print_perplexity` prints the result.
 
     Args:
         models: checkpoint directories or hub ids.
-        text: `python` (what the demo holds out), a file, a directory (its validation part, where it has one),
-            a glob, or a recipe: the validation part of its `data`, with its bos, eos and joined lines.
+        text: `python` (the demo's held-out documents), a file, a directory (its validation part, if any), a
+            glob, or a recipe: the validation part of its `data`, with its bos, eos and joined lines.
         overrides: `section.key=value` for a recipe, such as `data.validation_split=test`.
-        joined: documents follow one another as one text, eos between them, for texts that are short alone.
-        length: tokens of a row that is read in one pass; by default 16 windows.
-        window: by default the length of training (`max_position_embeddings`).
-        tokens: how many are scored, where the text has so many; the last document is cut there.
+        joined: join documents into one text, with eos between them, if they are too short alone.
+        length: tokens read in one pass; by default 16 windows.
+        window: tokens of a window; by default the training length (`max_position_embeddings`).
+        tokens: the most tokens to score; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
         device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
 
@@ -77,12 +79,12 @@ def perplexity(
         InputError: no such model or text, or a length that a model cannot read.
     """
     if not models:
-        raise InputError("no model to measure: give a checkpoint directory or a hub id")
+        raise InputError("no model to measure; give a checkpoint directory or a hub id")
     for name, value, least in (("length", length, 2), ("window", window, 2), ("tokens", tokens, 1)):
         if value is not None and value < least:
-            raise InputError(f"--{name} {value}: it must be at least {least}")
+            raise InputError(f"--{name} {value}: must be at least {least}")
     if window and length and window > length:
-        raise InputError(f"--window {window} is longer than --length {length}")
+        raise InputError(f"--window {window}: is longer than --length {length}")
     for model in models:
         check_name(model)
     data = text_data(text, overrides or [], joined)
@@ -95,7 +97,7 @@ def perplexity(
         L = length or LONGEST * T
         texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
         with _progress(name) as advance:
-            found = measure_perplexity(model, texts, min(T, L), L, advance)
+            found = perplexity_by_position(model, texts, min(T, L), L, advance)
         facts: dict[str, Any] = {"name": name, "fingerprint": fingerprint(model), "device": str(model.device)}
         facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
         measured.append(facts | found)
@@ -117,18 +119,18 @@ def perplexity(
 
 
 def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
-    """Where documents come from; nothing of a file or directory is held out."""
+    """The data to score. All of a file is scored; nothing is held out."""
     if text.endswith((".yaml", ".yml")):
         data = load_config(text, overrides).data
         return replace(data, documents="joined", bos=False) if joined else data
     if overrides:
-        raise InputError(f"{overrides[0]}: settings change a recipe, and {text} is none")
+        raise InputError(f"{overrides[0]}: settings change a recipe; {text} is not one")
     how: Any = {"documents": "joined", "bos": False} if joined else {"eos": False}
     return DataConfig(source=text, validation_source=None if text == "python" else text, **how)
 
 
 def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
-    """The validation texts of `data`, in its files' order or a seed's; any other kind of file is one text."""
+    """The validation texts of `data`, in file order or shuffled by a seed; a plain text file is one text."""
     path = Path(str(data.source)).expanduser()
     if path.is_file() and not path.name.endswith(suffixes()):
         try:
@@ -145,16 +147,16 @@ def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
 def tokenise_documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, limit: int
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Texts as `(tokens, words, bytes)`, of which `limit` tokens are predicted: the last text ends there.
+    """Texts as `(tokens, words, bytes)`; the last text is cut where `limit` tokens are predicted.
 
-    A text begins with bos where training wrote one; what a text without one begins with is not predicted.
-    Words are what white space separates, as lm-evaluation-harness counts them for WikiText.
+    A text begins with bos if training wrote one; otherwise its first token is not predicted. Words are
+    separated by white space, as lm-evaluation-harness counts them for WikiText.
     """
     joined = data.documents == "joined"
     bos, eos = bos_token(model, tokenizer), [tokenizer.eos_token_id]
     if joined and eos == [None]:
-        raise InputError("the tokenizer has no eos token to put between joined documents")
-    ids: list[int] = list(eos) if joined else []  # as training begins: what follows an end
+        raise InputError("--joined: the tokenizer has no eos token to put between documents; read them apart")
+    ids: list[int] = list(eos) if joined else []  # as in training: the first text follows an eos
     words, size, left, empty = 0, 0, limit, True
     for text in documents(data):
         found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -175,11 +177,11 @@ def tokenise_documents(
     if joined and len(ids) > 1:
         yield np.array(ids), words, size
     if empty:
-        raise InputError(f"{data.source} holds no text")
+        raise InputError(f"{data.source}: holds no text")
 
 
 def _beginning(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """The part of a text that its first `count` tokens stand for."""
+    """The part of a text that its first `count` tokens encode."""
     if not tokenizer.is_fast:
         return str(tokenizer.decode(tokens[:count]))
     places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -187,7 +189,7 @@ def _beginning(text: str, count: int, tokenizer: PreTrainedTokenizerBase, tokens
 
 
 def spans(tokens: int, length: int) -> list[Span]:
-    """A text of `tokens` tokens as rows of `length` predictions, each behind the last token before it."""
+    """The rows of a text of `tokens` tokens: `length` predictions each, after one token of context."""
     return [(start, min(start + length, tokens - 1)) for start in range(0, tokens - 1, length)]
 
 
@@ -197,8 +199,8 @@ def surprisal(
 ) -> Tensor:
     """−log p of each token but the first, in nats: int64 `[B, L + 1]` to float64 `[B, L]`, in one pass.
 
-    Long rows are read in parts, each from the state or cache that the one before has left; `advance` is told
-    which columns have been read.
+    Long rows are read in parts, each from the state or cache of the previous one; `advance` gets the columns
+    that have been read.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     step, cache, found = max(1, AT_ONCE // len(tokens)), None, []
@@ -207,7 +209,7 @@ def surprisal(
         out = model(input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0))
         cache = out.get("past_key_values")
         if cache is None and not last:
-            raise InputError(f"{model.config.model_type} hands no state on: --length up to {step} works")
+            raise InputError(f"--length: {model.config.model_type} returns no state; take at most {step}")
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="none")
         found.append(loss.double().view(len(tokens), -1))
@@ -221,7 +223,7 @@ def score_spans(
     length: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[np.ndarray]:
-    """−log p of each text's tokens but the first, read in rows of at most `length`; float64."""
+    """−log p of each text's tokens but the first, in rows of at most `length` predictions; float64."""
     found = [np.zeros(len(text) - 1) for text in texts]
     rows = [(i, *span) for i, text in enumerate(texts) for span in spans(len(text), length)]
     rows.sort(key=lambda row: row[1] - row[2])
@@ -229,7 +231,7 @@ def score_spans(
         width = rows[0][2] - rows[0][1]
         many = max(1, AT_ONCE // width)
         batch, rows = rows[:many], rows[many:]
-        # Shorter rows are filled up behind their end, which a causal model does not see.
+        # Shorter rows are padded on the right, which a causal model does not see.
         tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
         for row, (i, first, last) in zip(tokens, batch, strict=True):
             row[: last - first + 1] = torch.from_numpy(texts[i][first : last + 1])
@@ -244,16 +246,16 @@ def score_spans(
     return found
 
 
-def measure_perplexity(
+def perplexity_by_position(
     model: PreTrainedModel,
     texts: list[tuple[np.ndarray, int, int]],
     window: int,
     length: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """What `perplexity` reports of one model: totals, and the curve over positions in rows of `length`.
+    """The result of `perplexity` for one model: totals, and the curve over positions in rows of `length`.
 
-    Standard errors are over texts for the totals and over rows for the curve; None where there is but one.
+    Standard errors are over texts for the totals and over rows for the curve; None for a single one.
     """
     ids = [text[0] for text in texts]
     number, done = sum(len(text) - 1 for text in ids), 0
@@ -267,8 +269,10 @@ def measure_perplexity(
     try:
         whole = score_spans(model, ids, length, progress)
         parts = score_spans(model, ids, window, progress) if window < length else whole
-    except IndexError as error:  # positions that are learnt end somewhere
-        raise InputError(f"the model cannot read rows of {length} tokens: lower --length") from error
+    except IndexError as error:  # learnt positions are limited
+        raise InputError(
+            f"--length {length}: the model cannot read rows of {length} tokens; take fewer"
+        ) from error
     counts = np.array([len(loss) for loss in whole], float)
     words, size = (sum(text[i] for text in texts) for i in (1, 2))
 
@@ -306,8 +310,10 @@ def measure_perplexity(
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]:
-    """Σvalues/Σweights and the standard error of this estimator: that of the mean of values − ratio·weights,
-    over the mean weight; None for a single pair."""
+    """Σvalues/Σweights, and its standard error, None for a single pair.
+
+    The error is that of the mean of values − ratio·weights, divided by the mean weight.
+    """
     mean = values.sum() / weights.sum()
     if len(values) < 2:
         return float(mean), None
@@ -316,7 +322,7 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]
 
 
 def _between(rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int) -> dict[str, Any]:
-    """Nats a token at the positions behind `start` up to `stop`, of the rows that reach there."""
+    """Nats a token at the positions after `start` up to `stop`, over the rows that reach them."""
     reached = [(whole[start:stop], parts[start:stop]) for whole, parts in rows if len(whole) > start]
     counts = np.array([len(whole) for whole, _ in reached], float)
     sums = np.array([(whole.sum(), parts.sum()) for whole, parts in reached]).T
@@ -332,20 +338,19 @@ def _trained_length(model: PreTrainedModel) -> int:
 
 
 def _exp(nats: float) -> float | None:
-    """JSON has no infinities: what an untrained model's perplexity comes to may be null."""
+    """exp(nats), or None where it overflows: JSON has no infinities."""
     return math.exp(nats) if nats < 700 else None
 
 
-# ------------------------------ what a person sees
+# ------------------------------ output
 
-
-PAUSE = 10.0  # seconds between two lines where no terminal shows a bar
+PAUSE = 10.0
+"""Seconds between two lines of progress without a terminal."""
 
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """How many tokens of how many are scored, on stderr: a bar, or where that is no terminal a line now and
-    then."""
+    """Shows the scored tokens on stderr: a bar, or without a terminal a line every `PAUSE` seconds."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
     console = Console(stderr=True)
     start = said = time.monotonic()
@@ -367,7 +372,7 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
-    """Perplexity by position, and what one pass gains over windows at the same tokens, as PNG and PDF."""
+    """Draws perplexity by position, and the gain of one pass over windows, as PNG and PDF."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -412,7 +417,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def _short(names: list[str]) -> list[str]:
-    """Paths without what all of them begin or end with."""
+    """Paths without the parts that all of them begin or end with."""
     parts = [Path(name).parts for name in names]
     while len(names) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
         parts = [p[1:] for p in parts]
@@ -422,7 +427,7 @@ def _short(names: list[str]) -> list[str]:
 
 
 def print_perplexity(result: dict[str, Any], console: Console | None = None) -> None:
-    """The totals, and perplexity by distance from the beginning."""
+    """Prints the totals, and perplexity by distance from the beginning."""
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")

@@ -1,4 +1,4 @@
-"""What `analysis` measured, as figures for a paper and a table for a terminal."""
+"""The palette and style of all pictures of the evaluation; figures and table of `analysis`."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
-    """One figure a question, each as PNG and PDF, from what `analyze` measured; returns their places."""
+    """Draws the figures of an `analyze` result, each as PNG and PDF, and returns their paths."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -20,7 +20,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
     weighed = [layer for layer in layers if "entropy" in layer]
 
     def plot_maps(axes: Any) -> None:
-        # All but softmax lie close together: a second look at them, where softmax leaves room.
+        # All but softmax lie close together: an inset shows them enlarged.
         close, highest = axes.inset_axes((0.1, 0.1, 0.5, 0.62)), math.log(maps["keys"])
         for a in (axes, close):
             for (name, values), colour, line in zip(maps["entropy"].items(), COLOURS, LINES, strict=True):
@@ -98,7 +98,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def print_analysis(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
-    """The table, a row a layer, and the places of the files."""
+    """Prints the table, one row a layer, and where the files are."""
     console = console or Console(highlight=False)
     tenth = result["windows"].index(0.1)
     table = Table("layer", "mixer", box=None, pad_edge=False)

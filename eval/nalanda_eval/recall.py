@@ -1,7 +1,7 @@
-"""What token mixers remember: small decoders, trained on generated tasks at equal parameters and equal state.
+"""Recall of token mixers: small decoders trained on generated tasks at equal parameters and equal state.
 
-A run is one model, task, seed and learning rate: `run_recall` trains it and returns its record. `recall`
-plans a grid of them, trains what DIR/runs.jsonl has no record of, and writes results.json, results.md and
+`run_recall` trains one model on one task with one seed and learning rate, and returns its record. `recall`
+plans a sweep of such runs, trains those without a record in DIR/runs.jsonl, and writes results.json, .md and
 pictures.
 """
 
@@ -50,8 +50,8 @@ from nalanda_eval.synthetic import (
     Task,
 )
 
-# Softmax attention has no convolutions and must first find that a value follows its key. From weights of
-# this size it did within 500 steps of the quick MQAR, from twice the size not in 800.
+# Softmax attention, without convolutions, must first learn that a value follows its key. With this
+# initializer_range it did within 500 steps of the quick MQAR, with twice this range not within 800.
 MODEL = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -61,9 +61,12 @@ MODEL = {
     "initializer_range": 0.06,
 }
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
-STATES = (2048, 8192, 32768)  # bytes of a sequence's state
-CLOSE = 0.02  # parameters, and states where head sizes allow it
-FAR = 0.1  # a model whose state cannot come as near as this is left out
+STATES = (2048, 8192, 32768)
+"""Bytes of a sequence's state."""
+CLOSE = 0.02
+"""Relative tolerance of parameters, and of states if head sizes allow it."""
+FAR = 0.1
+"""Relative distance of the state beyond which a model is left out."""
 
 # ------------------------------ one run
 
@@ -75,15 +78,15 @@ class Training:
     lr: float = 3e-3
     weight_decay: float = 0.1
     rows: int = 512
-    """Of each case, in the tests and in the validation."""
+    """Rows of each case in test and validation."""
     points: int = 10
-    """Of the curve; each is the score of 64 rows of each case."""
+    """Points of the curve, each a score on 64 rows of each case."""
 
 
 class Reader(nn.Module):
-    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` behind a linear read-in.
+    """The decoder on a task's inputs: tokens `[n, T]`, or numbers `[n, T, dim]` through a linear layer.
 
-    Gives the head's outputs where something is asked, `[asked, vocab_size]`.
+    Returns the head's outputs where an answer is asked, `[asked, vocab_size]`.
     """
 
     def __init__(self, config: NalandaConfig, task: Task):
@@ -102,33 +105,29 @@ def asked(labels: Tensor) -> Tensor:
 
 
 def run_recall(
-    model: dict[str, Any],
-    task: Task,
-    seed: int,
-    training: Training | None = None,
-    device: str = "cpu",
+    model: dict[str, Any], task: Task, seed: int, training: Training | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Trains a model on a task and returns the record, which JSON can hold.
+    """Trains a model on a task and returns a record of JSON values.
 
-    The data and their order follow from task, seed and batch size alone: runs of one seed are paired. Tests
-    and validation have the same rows for all seeds. The random state of the caller is left as it is; on a
-    CPU equal calls with equally many threads give equal records, but for `seconds`.
+    Data and their order depend only on task, seed and batch size: runs of one seed are paired. Test and
+    validation rows are the same for all seeds. The caller's random state is restored. On a CPU, equal calls
+    with equally many threads give equal records, except `seconds`.
 
     Args:
         model: keys of `NalandaConfig`, over those of `MODEL`.
-        task: one of `TASKS`, or another of their kinds.
-        seed: of the weights and of the training data.
+        task: one of `TASKS`, or another instance of their classes.
+        seed: seed of the weights and of the training data.
 
     Returns:
-        `recall_settings` (all of the above, and the record's key), `scores` of the test, one for each of
-        `cases`, and their mean `score`: accuracies, or relative errors of a regression, beside those of
-        `reference`, least squares; `validation`, their mean on rows that are neither trained nor tested, for
-        choosing settings; `curve`, [step, training loss since the last, score on a part of the test];
-        `parameters`; `state_bytes` after the longest trained length, and whether the state `grows`;
-        `flops_per_token` of a forward pass at that length; `seconds`, `device`, `versions`.
+        `settings`, from `recall_settings`, the record's key; `scores` of the test, one for each of `cases`,
+        and their mean `score`: accuracies, or relative errors of a regression, with those of least squares in
+        `reference`; `validation`, the mean score on other rows, for choosing settings; `curve`, [step, mean
+        training loss since the last point, score on a part of the test]; `parameters`; `state_bytes` after
+        the longest trained length, and `state_grows`; `flops_per_token` of a forward pass at that length;
+        `seconds`, `device`, `versions`.
 
     Raises:
-        ValueError: no model can be built from these keys.
+        ValueError: the keys give no valid model.
     """
     training = training or Training()
     start, config = time.perf_counter(), configured(model, task.vocab_size)
@@ -139,7 +138,7 @@ def run_recall(
     optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
-    tests = held_out(task, training.rows, "test")
+    tests = fixed_batches(task, training.rows, "test")
     part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
     ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
     data, losses, curve = task.batches(seed, training.batch_size, "train"), [], []
@@ -164,7 +163,7 @@ def run_recall(
         "cases": list(task.cases),
         "scores": scores,
         "score": fmean(scores),
-        "validation": fmean(evaluate_recall(net, held_out(task, training.rows, "validation"))),
+        "validation": fmean(evaluate_recall(net, fixed_batches(task, training.rows, "validation"))),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
         "state_bytes": config.state_bytes(length, torch.float32),
@@ -178,11 +177,11 @@ def run_recall(
         record["reference"] = [
             relative_error(task.least_squares(inputs), labels[:, -1]) for inputs, labels in tests
         ]
-    return json.loads(json.dumps(record))  # as a file gives it back: tuples are lists
+    return json.loads(json.dumps(record))  # as read from a file: tuples become lists
 
 
 def recall_settings(model: dict[str, Any], task: Task, seed: int, training: Training) -> dict[str, Any]:
-    """All that a run follows from; as JSON it is the record's key."""
+    """Everything that determines a run; as JSON it is the record's key."""
     return {
         "task": dataclasses.asdict(task),  # pyrefly: ignore[bad-argument-type]
         "model": MODEL | model,
@@ -200,8 +199,8 @@ def grows(config: NalandaConfig) -> bool:
     return config.state_bytes(2) > config.state_bytes(1)
 
 
-def held_out(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tensor]]:
-    """The batch of each case, the same at every call."""
+def fixed_batches(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tensor]]:
+    """A batch of each case, the same at every call."""
     draw = torch.Generator().manual_seed(0)
     return [task.batch(draw, rows, split, case) for case in task.cases]
 
@@ -219,7 +218,7 @@ def relative_error(guess: Tensor, y: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """The score on each batch: the share of right answers, or the relative error of float ones."""
+    """The score on each batch: the accuracy, or the relative error of float answers."""
     device, scores = net.decoder.device, []
     net.eval()
     for inputs, labels in batches:
@@ -237,7 +236,7 @@ def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[f
 
 
 def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
-    """Model keys of `name` or `name:option=value:option=value`, with a map where the mixer has one."""
+    """Model keys of `name` or `name:option=value:option=value`, with a feature map if the mixer has one."""
     name, *options = mixer.split(":")
     if name not in MIXERS:
         raise InputError(f"--mixers: unknown mixer {name!r}{suggest(name, MIXERS)}")
@@ -261,8 +260,10 @@ def label(model: dict[str, Any]) -> str:
 def models(
     mixers: Iterable[str], maps: Iterable[str], base: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every mixer with every map ("own": its own), and a line for each mixer about maps that its config
-    refuses. Mixers without a map come once."""
+    """Every mixer with every map ("own": its default), and a note for each mixer on the maps it refuses.
+
+    Mixers without a feature map are listed once.
+    """
     found: dict[str, dict] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
     for mixer in mixers:
@@ -285,22 +286,22 @@ def models(
 
 
 def count(model: dict[str, Any]) -> int:
-    """Parameters, those of a task's vocabulary left out: they are the same for all models."""
+    """Parameters without those of the task's vocabulary, which all models share."""
     with torch.device("meta"):
         return sum(p.numel() for p in NalandaForCausalLM(configured(model)).parameters())
 
 
 def most_recall_parameters(base: dict[str, Any]) -> int:
-    """Of the mixers with their own maps: what all models are brought to, whoever takes part."""
+    """Parameters of the largest mixer with its own map: the common target, whichever models are compared."""
     found = []
     for name in MIXERS:
-        with contextlib.suppress(ValueError):  # one that these sizes do not fit
+        with contextlib.suppress(ValueError):  # sizes that do not suit a mixer
             found.append(count(base | {"mixer": name}))
     return max(found)
 
 
 def with_parameters(model: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The model with the GLU's width changed, to as nearly `wanted` parameters as whole columns allow."""
+    """The model with the width of the GLU that comes nearest to `wanted` parameters. Raises `InputError`."""
     config = configured(model)
     column = 3 * config.hidden_size * config.num_hidden_layers
     width = config.intermediate_size + round((wanted - count(model)) / column)
@@ -310,8 +311,11 @@ def with_parameters(model: dict[str, Any], wanted: int) -> dict[str, Any]:
 
 
 def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The model with head sizes K and V, even and at most 1 : 2, whose fp32 state comes nearest to `wanted`
-    bytes; the squarest of those within `CLOSE`. One whose state grows is left as it is."""
+    """The model with the head sizes K and V whose fp32 state comes nearest to `wanted` bytes.
+
+    K and V are even, at most 1 : 2; of several within `CLOSE` the squarest is taken. A model whose state
+    grows is not changed. Raises `InputError`.
+    """
 
     def sized(K: int, V: int) -> dict[str, Any]:
         return model | {"head_dim": K, "expand_v": V / K}
@@ -321,7 +325,7 @@ def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
 
     if grows(configured(model)):
         return model
-    # Bilinear in K and V, whatever the mixer: four sizes tell all.
+    # Bilinear in K and V for every mixer: four sizes determine it.
     b22, b24, b42, b44 = (measured(K, V) for K in (2, 4) for V in (2, 4))
     by_k, by_v, by_both = (b42 - b22) / 2, (b24 - b22) / 2, (b44 - b42 - b24 + b22) / 4
 
@@ -338,12 +342,12 @@ def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
     return sized(K, V)
 
 
-# ------------------------------ the grid
+# ------------------------------ the sweep
 
 
 @dataclass(frozen=True)
 class RecallTrial:
-    """A row of the results: a model on a task, by the name of what it is matched in."""
+    """A row of the results: a model on a task, and what it was matched in."""
 
     task: Task
     match: str
@@ -355,7 +359,7 @@ def plan_recall(
     tasks: Iterable[Task], candidates: list[dict[str, Any]], base: dict[str, Any],
     match: str, states: Iterable[int],
 ) -> tuple[list[RecallTrial], list[str]]:  # fmt: skip
-    """The cells, all of them at equal parameters, and notes on what is left out."""
+    """The trials, all at equal parameters, and notes on what is left out."""
     matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
     if match != "parameters":
         matches += [(f"state {size(wanted)}", wanted) for wanted in states]
@@ -370,11 +374,12 @@ def plan_recall(
     return [RecallTrial(task, *model) for task in tasks for model in matched], notes
 
 
-Job = tuple[dict[str, Any], Task, int, Training]  # the arguments of `run_recall`
+Job = tuple[dict[str, Any], Task, int, Training]
+"""Arguments of `run_recall`."""
 
 
-def runs(jobs: Iterable[Job], device: str) -> Jobs:
-    """The jobs as `grid` takes them."""
+def recall_jobs(jobs: Iterable[Job], device: str) -> Jobs:
+    """The jobs as arguments of `sweep`."""
     return {key(recall_settings(*job)): partial(run_recall, *job, device=device) for job in jobs}
 
 
@@ -387,16 +392,18 @@ def describe_recall(record: dict[str, Any]) -> str:
 
 
 def summary(
-    cells: Iterable[RecallTrial], records: Iterable[dict], seeds: int, trainings: list[Training]
+    trials: Iterable[RecallTrial], records: Iterable[dict], seeds: int, trainings: list[Training]
 ) -> list[dict]:
-    """A row for each cell: means over seeds and standard deviations, at the learning rate with the best
-    validation on average. Every run of the cells must be among the records."""
+    """A row for each trial: means and standard deviations over seeds, at the best learning rate.
+
+    The best rate has the best mean validation. `records` must have every run of the trials.
+    """
     found = {key(record["settings"]): record for record in records}
     rows = []
-    for cell in cells:
-        sign = 1 if cell.task.error else -1
+    for trial in trials:
+        sign = 1 if trial.task.error else -1
         by_lr = {
-            t.lr: [found[key(recall_settings(cell.model, cell.task, seed, t))] for seed in range(seeds)]
+            t.lr: [found[key(recall_settings(trial.model, trial.task, seed, t))] for seed in range(seeds)]
             for t in trainings
         }
         lr = min(by_lr, key=lambda lr: sign * fmean(record["validation"] for record in by_lr[lr]))
@@ -405,7 +412,7 @@ def summary(
         means = [fmean(column) for column in zip(*columns, strict=True)]
         spreads = [stdev(column) if seeds > 1 else 0.0 for column in zip(*columns, strict=True)]
         rows.append(
-            {"task": cell.task.name, "match": cell.match, "model": cell.name, "lr": lr, "seeds": seeds}
+            {"task": trial.task.name, "match": trial.match, "model": trial.name, "lr": lr, "seeds": seeds}
             | {"scores": means[:-1], "spreads": spreads[:-1], "score": means[-1], "spread": spreads[-1]}
             | {name: best[0][name] for name in SHARED if name in best[0]}
         )
@@ -468,7 +475,7 @@ def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) 
 
 
 def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
-    """Print the tables, one for each way of matching, without the learning rates."""
+    """Prints the tables, one for each way of matching, without learning rates."""
     for title, header, lines in tables(rows, tasks):
         console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
         shown = [i for i, head in enumerate(header) if head not in ("equal", "lr")]
@@ -487,8 +494,10 @@ def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], con
 
 
 def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
-    """For each task the score by case, a panel for each way of matching, and, where states were matched, the
-    mean score by state size. Bars are standard deviations over seeds."""
+    """Draws each task's score by case, a panel for each way of matching, and its mean score by state size.
+
+    The second picture is drawn only if states were matched. Bars are standard deviations over seeds.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, PercentFormatter
@@ -528,7 +537,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(3.4 + 3.2 * len(matches), 3.6), layout="constrained")
             axes = figure.subplots(1, len(matches), sharey=True, squeeze=False)[0]
-            places = range(len(task.cases))  # evenly spaced: cases double, or are bands
+            places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
             for a, match in zip(axes, matches, strict=True):
                 for row in (row for row in mine if row["match"] == match):
                     a.errorbar(places, row["scores"], row["spreads"], **looks[row["model"]])
@@ -543,9 +552,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
             figure = Figure(figsize=(6.4, 3.6), layout="constrained")
             a = figure.subplots()
             for name in dict.fromkeys(row["model"] for row in matched):
-                line = {
-                    row["state_bytes"]: row for row in matched if row["model"] == name
-                }  # one that grows: once
+                line = {row["state_bytes"]: row for row in matched if row["model"] == name}
                 x = sorted(line)
                 y, bars = ([line[place][part] for place in x] for part in ("score", "spread"))
                 look = looks[name]
@@ -577,8 +584,8 @@ QUICK: dict[str, Task] = {
     )
 }
 QUICK_STATES, QUICK_STEPS = (2048, 4096), 500
-# (tasks, mixers, maps, match): what separates most in a few minutes, and one run of each other task.
-QUICK_GRID = (
+# (tasks, mixers, maps, match): the most telling comparisons for a few minutes, one run of the rest.
+QUICK_SWEEP = (
     (["mqar"], ["linear_attention", "deltanet", "softmax"], ["own"], "state"),
     (["parity"], ["deltanet", SIGNED[0]], ["own"], "parameters"),
     ([name for name in QUICK if name not in ("mqar", "parity")], ["deltanet"], ["own"], "parameters"),
@@ -601,30 +608,31 @@ def recall(
     device: str | None = None,
     quick: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains every mixer × map on every task, prints the tables, and leaves in `output`: runs.jsonl (a line a
-    run, which is never trained again), results.json, results.md and the pictures.
+    """Trains every mixer × map on every task, prints tables, and writes results.json, .md and pictures.
+
+    `output` also gets runs.jsonl, a line for each finished run, which is not trained again.
 
     Args:
-        tasks: names from `TASKS`; by default all but the published size of ListOps.
-        mixers: names from `MIXERS`, with options as `deltanet:allow_neg_eigval=true`; by default all, and the
-            delta rules with negative eigenvalues.
-        maps: names from `FEATURE_MAPS`, or "own", each mixer's own; by default all.
-        seeds: 0 to seeds − 1; by default 3. Models are paired: a seed's data are the same for all.
+        tasks: names from `TASKS`; by default all except ListOps of the published size.
+        mixers: names from `MIXERS`, with options such as `deltanet:allow_neg_eigval=true`; by default all,
+            and the delta rules with negative eigenvalues.
+        maps: names from `FEATURE_MAPS`, or "own", each mixer's default map; by default all.
+        seeds: number of seeds, from 0; by default 3. All models see the same data of a seed.
         match: "parameters", "state", or by default "both". All models of a task have equal parameters, by the
-            GLU's width; "state" chooses head sizes for equal bytes of state as well.
-        states: these bytes, of a sequence in fp32; a model once for each.
-        lrs: learning rates; the best by validation counts.
-        steps: of each run.
-        overrides: `SECTION.KEY=VALUE`, the section a task's name, `model` or `training`.
-        workers: processes, of a thread each.
-        device: the GPU if there is one, else the CPU.
-        quick: small tasks, one seed, and, unless mixers or maps are named, a few telling models.
+            GLU's width; "state" also chooses head sizes for equal bytes of state.
+        states: bytes of a sequence's fp32 state; each model is trained once for each.
+        lrs: learning rates, of which the best by validation is reported.
+        steps: steps of each run.
+        overrides: `SECTION.KEY=VALUE`, where the section is a task's name, `model` or `training`.
+        workers: processes, of one thread each.
+        device: by default the GPU if there is one, else the CPU.
+        quick: small tasks, one seed, and, unless mixers or maps are given, a few models.
 
     Returns:
         The rows of results.json.
 
     Raises:
-        InputError: an unknown name, or values that cannot work.
+        InputError: an unknown name, or invalid values.
     """
     console, output = Console(), output_folder(output, "--output")
     device = choose_device(device)
@@ -633,23 +641,25 @@ def recall(
         if name not in known:
             raise InputError(f"--tasks: unknown task {name!r}{suggest(name, known)}")
     if match not in (None, "parameters", "state", "both"):
-        raise InputError(f"--match: {match!r} is none of parameters, state, both")
+        raise InputError(f"--match: {match!r}: use parameters, state or both")
     training = dataclasses.replace(training, steps=steps or (QUICK_STEPS if quick else training.steps))
     trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
     seeds = seeds or (1 if quick else 3)
-    grid = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
-    cells: list[RecallTrial] = []
+    full = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
+    trials: list[RecallTrial] = []
     notes: dict[str, None] = {}
-    for every, some_mixers, some_maps, default in QUICK_GRID if quick and not (mixers or maps) else grid:
+    for every, some_mixers, some_maps, default in QUICK_SWEEP if quick and not (mixers or maps) else full:
         asked_for = [known[name] for name in tasks or every if name in every or not quick]
         sizes = states or (QUICK_STATES if quick else STATES)
         candidates, refused = models(some_mixers, some_maps, base)
         found, left_out = plan_recall(asked_for, candidates, base, match or default, sizes)
-        cells += found
+        trials += found
         notes |= dict.fromkeys(refused + left_out)
-    jobs = [(cell.model, cell.task, seed, t) for seed in range(seeds) for cell in cells for t in trainings]
-    records = follow(runs(jobs, device), output / "runs.jsonl", workers, console, describe_recall)
-    rows, lines = summary(cells, records, seeds, trainings), list(notes)
+    jobs = [
+        (trial.model, trial.task, seed, t) for seed in range(seeds) for trial in trials for t in trainings
+    ]
+    records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, console, describe_recall)
+    rows, lines = summary(trials, records, seeds, trainings), list(notes)
     figures = draw_recall(rows, known, output)
     results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}
     write_atomically(output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
@@ -662,22 +672,22 @@ def recall(
 def override(
     tasks: dict[str, Task], overrides: Iterable[str]
 ) -> tuple[dict[str, Task], dict[str, Any], Training]:
-    """Tasks, model keys and training as `SECTION.KEY=VALUE` changes them."""
+    """Tasks, model keys and training, changed by `SECTION.KEY=VALUE`. Raises `InputError`."""
     changes: dict[str, dict[str, Any]] = {}
     for text in overrides:
         path, equals, value = text.partition("=")
         section, _, name = path.partition(".")
         if not equals or not name:
-            raise InputError(f"{text!r}: write SECTION.KEY=VALUE")
+            raise InputError(f"{text}: write SECTION.KEY=VALUE")
         if section not in (*tasks, "model", "training"):
-            raise InputError(f"unknown section {section!r}{suggest(section, [*tasks, 'model', 'training'])}")
+            raise InputError(f"{section}: no such section{suggest(section, [*tasks, 'model', 'training'])}")
         changes.setdefault(section, {})[name] = listless(parse_yaml(value, text))
 
     def changed(section: str, thing: Any) -> Any:
         known = {field.name: field.type for field in dataclasses.fields(thing)}
         for name in changes.get(section, {}):
             if name not in known:
-                raise InputError(f"unknown setting {section}.{name}{suggest(name, known)}")
+                raise InputError(f"{section}.{name}: no such setting{suggest(name, known)}")
         try:
             check_types(changes.get(section, {}), known, f"{section}.")
             return dataclasses.replace(thing, **changes.get(section, {}))
@@ -692,5 +702,5 @@ def override(
 
 
 def listless(value: Any) -> Any:
-    """Tuples in the place of lists: the settings of tasks do not change."""
+    """The value with tuples in place of lists: tasks are hashable."""
     return tuple(map(listless, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Results as tables: one row a model, under the literature's rows where the tasks are the literature's."""
+"""Tables of results: one row a model, for the literature's tasks below published rows."""
 
 import math
 from pathlib import Path
@@ -18,8 +18,8 @@ TABLE4 = (
     ("arc_easy", "acc", "ARC-e"),
     ("arc_challenge", "acc_norm", "ARC-c"),
 )
-# NaLaFormer, table 4. Its DeltaNet row is, by its figures, the variant without short convolutions; the row
-# with them is that of the DeltaNet paper, and MALA's that of its own, which has no other of these columns.
+# NaLaFormer, table 4. By its numbers, its DeltaNet row is the variant without short convolutions; the row
+# with them is from the DeltaNet paper, and MALA's from its own, which lacks the other columns.
 LITERATURE: dict[str, tuple[float | None, ...]] = {
     "Transformer++": (28.39, 42.69, 63.3, 34.0, 50.4, 44.5, 24.2),
     "RetNet": (32.33, 49.19, 63.5, 33.5, 52.5, 44.5, 23.4),
@@ -36,10 +36,10 @@ PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_by
 
 
 def suite(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
-    """Table 4: header, the literature's rows and two rows a model, as text; None if no task of it was asked.
+    """Table 4 as text: header, the literature's rows and two rows a model; None if none of its tasks ran.
 
-    A model's second row has the standard errors. Accuracies are in percent. What was not measured is a dash;
-    `avg` is the mean of the five accuracies, and a dash if one is missing.
+    A model's second row has the standard errors. Accuracies are in percent. A dash marks what was not
+    measured; `avg` is the mean of the five accuracies, a dash if one is missing.
     """
     names = {task for task, _, _ in TABLE4}
     if not names & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
@@ -54,9 +54,9 @@ def suite(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[lis
 
 
 def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
-    """All other tasks: header, and one row a metric with its standard error; None if there are none."""
+    """All other tasks: header, and one row a metric with its standard error; None without such tasks."""
     names = {task for task, _, _ in TABLE4}
-    asked = {  # a dict keeps the order in which tasks and metrics came
+    asked = {  # a dict keeps the order of tasks and metrics
         (task, metric): [task, metric.replace("_", " ")]
         for model in results["models"]
         for task, scores in model["tasks"].items()
@@ -72,7 +72,7 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What a reader of the tables has to know: where their rows come from, what is left out, a limit."""
+    """Notes on the tables: sources of the rows, what is left out, a limit, each model's cost."""
     lines = []
     if table4 := suite(results):
         lines.append(
@@ -93,7 +93,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def result_rows(results: dict[str, Any]) -> list[list[Any]]:
-    """A header, and one row a model, task and metric, figures as they are, none rounded."""
+    """A header, and one row a model, task and metric, without rounding."""
     of_model = ("fingerprint", "parameters", "dtype", "max_length", "begins_with_bos")
     of_task = ("documents", "fingerprint", "version")
     header = ["model", "task", "metric", "value", "stderr"]
@@ -123,7 +123,7 @@ def results_markdown(results: dict[str, Any]) -> str:
 
 
 def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> str:
-    """A table in Markdown, its columns to the right but for the first `left`."""
+    """A table in Markdown; all columns but the first `left` are right-aligned."""
     marks = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
 
@@ -152,7 +152,7 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
 
 
 def _titles(results: dict[str, Any]) -> list[str]:
-    """The models' names, of long paths as many of the last parts as tell them apart, but two at least."""
+    """The models' names; of long paths only as many last parts as distinguish them, at least two."""
     parts = [Path(model["name"]).parts for model in results["models"]]
     for count in range(2, max(map(len, parts))):
         if len({part[-count:] for part in parts}) == len(set(parts)):
@@ -161,7 +161,7 @@ def _titles(results: dict[str, Any]) -> list[str]:
 
 
 def _table(header: list[str], left: int) -> Table:
-    # Spare padding, so that the suite fits into 80 columns.
+    # Little padding, so that the suite fits into 80 columns.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for i, title in enumerate(header):
         table.add_column(title, justify="left" if i < left else "right", overflow="fold")
@@ -169,7 +169,7 @@ def _table(header: list[str], left: int) -> Table:
 
 
 def _suite_row(name: str, figures: list[float | None]) -> list[str]:
-    """A model's figures, or without a name their standard errors."""
+    """A row of a model's figures, or without a name of their standard errors."""
     known = [value for value in figures[2:] if value is not None]
     average = (sum(known) if name else math.hypot(*known)) / 5 if len(known) == 5 else None
     metrics = [*(metric for _, metric, _ in TABLE4), "acc"]

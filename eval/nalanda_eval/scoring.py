@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations, on token ids.
 
-A context that several continuations share is read once, and each of them goes on from a copy of the state (of
-the keys and values, in another library's transformers). No answer depends on the batch or on the order of the
-requests beyond the rounding of a sum.
+A context that several continuations share is read once, and each continuation starts from a copy of the state
+(of the keys and values, in a transformer of another library). Answers do not depend on the batch or on the
+order of the requests, up to rounding.
 """
 
 import copy
@@ -18,23 +18,26 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids: a context and its continuation, neither of them empty."""
+"""Token ids of a context and of its continuation, both non-empty."""
 Answer = tuple[float, bool]
-"""log P(continuation | context) in nats, and whether greedy decoding would give the continuation."""
+"""log P(continuation | context) in nats, and whether greedy decoding gives the continuation."""
 
-COLUMNS = 2048  # that our models read at once: longer rows go on from the state
-POSITIONS = 1024  # whose logits exist at once
+COLUMNS = 2048
+"""Tokens of a row that our models read at once; longer rows continue from the state."""
+POSITIONS = 1024
+"""Positions whose logits are in memory at once."""
 
 
-class Row(NamedTuple):
-    """Tokens that are read in one go, and what follows some of them: (position, next token, request)."""
+class Reading(NamedTuple):
+    """Tokens to read in one pass, and the predictions to score."""
 
     tokens: Sequence[int]
     wanted: list[tuple[int, int, int]]
+    """Predictions as (position, next token, request)."""
 
 
 Tally = list[Answer]
-"""What has been read so far of each request's answer."""
+"""Partial answer of each request."""
 
 
 def score(
@@ -51,33 +54,33 @@ def score(
 def answers(
     model: PreTrainedModel, requests: Sequence[Request], *, batch_size: int = 8, share: bool = True
 ) -> Iterator[dict[Request, Answer]]:
-    """The answers to `requests` batch by batch, the longest first; equal requests are answered once.
+    """The answers to `requests` batch by batch, longest first; equal requests are answered once.
 
-    Sums are float64, of log-probabilities in fp32 (float64 for a float64 model).
+    Log-probabilities are fp32 (float64 for a float64 model), their sums float64.
 
     Args:
         model: in eval mode; our own, or any causal language model of transformers.
-        batch_size: rows that are read together; up to four times as many where short ones go on from states.
-        share: read a context once for all its continuations. Models whose cache is not known to go on
-            exactly read it again for each.
+        batch_size: rows read together; up to four times as many for short continuations of states.
+        share: read a context once for all its continuations. Models whose cache does not surely resume
+            exactly read it for each.
     """
     asked = list(dict.fromkeys(requests))
     tally: Tally = [(0.0, True)] * len(asked)
     groups = defaultdict(list)
     for i, (context, _) in enumerate(asked):
         groups[context].append(i)
-    share = share and _goes_on(model)
+    share = share and _resumes_exactly(model)
 
     alone, shared = [], []
     for context, members in groups.items():
         if share and len(members) > 1:
-            shared.append(Row(context, [(len(context) - 1, asked[i][1][0], i) for i in members]))
+            shared.append(Reading(context, [(len(context) - 1, asked[i][1][0], i) for i in members]))
         else:
             alone += [_row(context + asked[i][1], len(context), i) for i in members]
     for rows in _batches(alone, batch_size):
         _read(model, rows, tally)
         yield _settled(rows, asked, tally)
-    # Without padding between context and continuation, every other cache and position is as in one reading.
+    # Batches of equal length: padding between context and continuation would shift positions and caches.
     for rows in _batches(shared, batch_size, even=not _ours(model)):
         cache = _read(model, rows, tally, keep=True)
         endings = [
@@ -96,24 +99,24 @@ def answers(
 
 
 def part(requests: Sequence[Request], rank: int, processes: int) -> list[Request]:
-    """What process `rank` answers: all requests of its contexts, whose lengths are those of the others'."""
+    """The requests of process `rank`: those of every `processes`-th context, sorted by length."""
     contexts = sorted({context for context, _ in requests}, key=lambda ids: (-len(ids), ids))
     own = set(contexts[rank::processes])
     return [request for request in requests if request[0] in own]
 
 
-def _row(tokens: Sequence[int], first: int, request: int) -> Row:
-    """A row that is asked for its tokens from `first` on."""
-    return Row(tokens[:-1], [(i - 1, tokens[i], request) for i in range(first, len(tokens))])
+def _row(tokens: Sequence[int], first: int, request: int) -> Reading:
+    """A row whose tokens from `first` on are predicted."""
+    return Reading(tokens[:-1], [(i - 1, tokens[i], request) for i in range(first, len(tokens))])
 
 
-def _longest_first(row: Row) -> tuple[int, Sequence[int]]:
-    """Memory runs out at once or never, and the order of the requests does not reach the batches."""
+def _longest_first(row: Reading) -> tuple[int, Sequence[int]]:
+    """Sort key: memory is exhausted at once or never, and batches do not depend on the requests' order."""
     return -len(row.tokens), row.tokens
 
 
-def _batches(rows: list[Row], size: int, even: bool = False) -> Iterator[list[Row]]:
-    """even: only rows of one length in a batch."""
+def _batches(rows: list[Reading], size: int, even: bool = False) -> Iterator[list[Reading]]:
+    """Batches of up to `size` rows, longest first; if `even`, all of a batch have one length."""
     rows = sorted(rows, key=_longest_first)
     for _, equal in itertools.groupby(rows, lambda row: len(row.tokens) if even else 0):
         same = list(equal)
@@ -121,7 +124,7 @@ def _batches(rows: list[Row], size: int, even: bool = False) -> Iterator[list[Ro
             yield same[start : start + size]
 
 
-def _settled(rows: Sequence[Row], asked: list[Request], tally: Tally) -> dict[Request, Answer]:
+def _settled(rows: Sequence[Reading], asked: list[Request], tally: Tally) -> dict[Request, Answer]:
     return {asked[i]: tally[i] for row in rows for _, _, i in row.wanted}
 
 
@@ -129,8 +132,8 @@ def _ours(model: PreTrainedModel) -> bool:
     return model.config.model_type == "nalanda"
 
 
-def _goes_on(model: PreTrainedModel) -> bool:
-    """Whether reading on from the model's cache is exact: our states, or keys and values and nothing else."""
+def _resumes_exactly(model: PreTrainedModel) -> bool:
+    """Whether the cache surely resumes exactly: it is our state, or holds only keys and values."""
     if _ours(model):
         return True
     if "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -140,15 +143,15 @@ def _goes_on(model: PreTrainedModel) -> bool:
 
 
 def _fork(cache: Any, rows: Tensor) -> Any:
-    """A cache of its own for each of `rows`, which may repeat."""
-    fork = copy.copy(cache)  # selecting replaces tensors and writes into none
+    """A copy of the cache with the given `rows`, which may repeat."""
+    fork = copy.copy(cache)  # selecting replaces tensors, it writes into none
     fork.layers = [copy.copy(layer) for layer in cache.layers]
     fork.batch_select_indices(rows)
     return fork
 
 
-def _read(model: Any, rows: Sequence[Row], tally: Tally, cache: Any = None, keep: bool = False) -> Any:
-    """Adds to the tally what `rows`, padded on the right, are asked for; the cache after them, if kept."""
+def _read(model: Any, rows: Sequence[Reading], tally: Tally, cache: Any = None, keep: bool = False) -> Any:
+    """Reads `rows`, padded on the right, into the tally; returns the cache after them if `keep`."""
     width = max(len(row.tokens) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -161,7 +164,7 @@ def _read(model: Any, rows: Sequence[Row], tally: Tally, cache: Any = None, keep
         kept, column = position.unique(return_inverse=True)
         limited = "logits_to_keep" in inspect.signature(model.forward).parameters
         some = {"logits_to_keep": kept.to(model.device)} if limited else {}
-        # No mask: what stands right of a row's tokens reaches none of them.
+        # No mask: padding on the right reaches no token.
         out = model(ids.to(model.device), past_key_values=cache, use_cache=keep, **some)
         hidden, head = out.logits[row, column if limited else position], lambda logits: logits
         _add(hidden, head, token, request, tally)
@@ -182,7 +185,7 @@ def _read(model: Any, rows: Sequence[Row], tally: Tally, cache: Any = None, keep
 
 
 def _add(x: Tensor, head: Any, token: Tensor, request: Tensor, tally: Tally) -> None:
-    """x `[N, …]`: what `head` makes logits of; token, request `[N]`."""
+    """Adds log P(token) under `head(x)` to each request; x `[N, …]`, token and request `[N]`."""
     for part in torch.arange(len(x)).split(POSITIONS):
         logits = head(x[part])
         logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,4 +1,4 @@
-"""Runs that are trained once: records in a file of lines, and processes for those that it does not have."""
+"""Sweeps over runs: finished ones are read from a file of records, the others are run in processes."""
 
 import contextlib
 import json
@@ -19,12 +19,9 @@ from nalanda.common.files import write_atomically
 from nalanda.train.log import read_metrics
 
 Record = dict[str, Any]
-"""What a run gave; `settings` is what it follows from, and its key."""
-
-
+"""Results of a run; its `settings` determine them, and are its key."""
 Jobs = Mapping[str, Callable[[], Record]]
-"""Runs by `key` of the settings that their records will have; other processes must be able to unpickle
-them."""
+"""Runs by `key` of the settings in their future records. Each must be picklable."""
 
 
 def key(settings: dict[str, Any]) -> str:
@@ -32,14 +29,14 @@ def key(settings: dict[str, Any]) -> str:
 
 
 def records(file: Path) -> dict[str, Record]:
-    """The records of a file by key, none where there is no file; a line that a killed run tore is none."""
+    """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
     return {key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())}
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
-    """The jobs' records: those that the file has, then the others as their runs end.
+    """The jobs' records: first those in the file, then the others as their runs end.
 
-    A finished run is a line of the file; one that was killed leaves none, and is run again.
+    Each finished run appends a line to the file. A killed run leaves no line and is run again.
     """
     known = records(file)
     yield from (known[name] for name in jobs if name in known)
@@ -47,7 +44,9 @@ def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
     if not todo:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(json.dumps(record) + "\n" for record in known.values()))  # no torn line
+    write_atomically(
+        file, "".join(json.dumps(record) + "\n" for record in known.values())
+    )  # drops a torn line
     with file.open("a", encoding="utf-8") as stream, contextlib.closing(trained(todo, workers)) as new:
         for record in new:
             stream.write(json.dumps(record) + "\n")
@@ -57,7 +56,7 @@ def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
 
 
 def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]:
-    """Records in the order in which runs end; each runs on one thread, here or in a process of its own."""
+    """Records in the order in which the runs end. Each run has one thread, in this process or its own."""
     if min(workers, len(jobs)) < 2:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -69,7 +68,7 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
         return
     context = get_context("spawn")  # a fork would inherit torch's threads
     with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_begin_worker) as pool:
-        # Processes inherit what is ignored: an interrupt while they load must not give a traceback from each.
+        # Child processes inherit the ignored signal: an interrupt while they load prints no tracebacks.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             futures = [pool.submit(job) for job in jobs]
@@ -87,15 +86,15 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
 
 
 def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted grid is said once, by the parent,
-    warnings.simplefilter("ignore")  # and so is what a map warns of
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # only the parent reports an interrupt,
+    warnings.simplefilter("ignore")  # and warnings of feature maps
     torch.set_num_threads(1)
 
 
 def follow(
     jobs: Jobs, file: Path, workers: int, console: Console, tell: Callable[[Record], str]
 ) -> list[Record]:
-    """The records of `sweep`, behind a progress bar; without a terminal, a line for each run."""
+    """The records of `sweep`, with a progress bar; without a terminal, with a line for each run."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

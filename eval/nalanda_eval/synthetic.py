@@ -1,12 +1,11 @@
-"""Generated tasks that ask what a token mixer remembers and tracks.
+"""Generated tasks that test what a token mixer remembers and tracks.
 
-`task.batch(draw, n, split, case)` gives inputs `[n, T]` and labels `[n, T]`: what the model must say at each
-place, −100 where nothing is asked. A label stands at the place that answers, it is not shifted: the answer
-itself is no input. Batches follow from the generator's state alone.
+`task.batch(draw, n, split, case)` gives inputs `[n, T]` and labels `[n, T]`, −100 where nothing is asked. A
+label is at the position that must predict it, not shifted; the answer itself is not in the input. Batches
+depend only on the generator's state.
 
-Train, validation and test never meet. The part of an instance that its answers come from is hashed, and the
-hash says which split it belongs to: `Task.kept` throws away what belongs elsewhere. Which part that is, each
-task says.
+Train, validation and test are disjoint. The part of an instance that determines its answers is hashed to
+select its split, and `Task.kept` drops instances of other splits. Each task's docstring names that part.
 """
 
 import functools
@@ -24,7 +23,7 @@ SPLITS = {"test": (0,), "validation": (1,), "train": (2, 3, 4, 5, 6, 7)}  # of e
 
 
 def hash_rows(rows: Tensor) -> Tensor:
-    """0 to 7 for each row of integers `[n, L]`, evenly spread; a polynomial in the entries, then mixed."""
+    """A hash from 0 to 7 of each row of integers `[n, L]`: a polynomial in the entries, then mixed."""
     h = torch.zeros(len(rows), dtype=torch.int64)
     for column in rows.to(torch.int64).unbind(1):
         h = h * 6364136223846793005 + column + 1442695040888963407  # wraps around
@@ -37,12 +36,14 @@ class Task:
     """A frozen dataclass of sizes. `trained` and `cases` are the cases of training and of the tests."""
 
     name: str
-    axis: ClassVar[str]  # what a case is the size of, with its unit
-    error: ClassVar[bool] = False  # scores are relative squared errors, not accuracies
+    axis: ClassVar[str]
+    """Quantity that a case gives, with its unit."""
+    error: ClassVar[bool] = False
+    """Whether scores are relative squared errors, not accuracies."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, of questions and answers together."""
+        """Number of tokens of questions and answers together."""
         raise NotImplementedError
 
     @property
@@ -55,19 +56,21 @@ class Task:
 
     @property
     def chance(self) -> float:
-        """The score of a guess among all answers that the task knows."""
+        """The score of guessing among all possible answers."""
         raise NotImplementedError
 
     def length(self, case) -> int:
-        """T of a batch of this case, at most."""
+        """The largest T of a batch of this case."""
         raise NotImplementedError
 
     def batch(self, draw: torch.Generator, n: int, split: str, case) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def batches(self, seed: int, n: int, split: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training batches without end, each of one of the trained cases. They depend on the task, the seed
-        and the split alone: models trained with the same seed see the same data in the same order."""
+        """Endless batches, each of one trained case.
+
+        They depend only on task, seed, n and split: models trained with one seed see the same data in order.
+        """
         draw = torch.Generator().manual_seed(seed)
         while True:
             case = self.trained[int(torch.randint(len(self.trained), (), generator=draw))]
@@ -75,7 +78,7 @@ class Task:
 
     @staticmethod
     def kept(rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
-        """The first n that belong to the split of what `rows(m)`, m integers or floats a row, gives."""
+        """The first n rows of the split; `rows(m)` makes m candidates of integers or floats."""
         found, missing = [], n
         while missing > 0:
             new = rows(max(16, missing * 9 // len(SPLITS[split])))
@@ -92,17 +95,18 @@ def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MQAR(Task):
-    """Multi-query associative recall (Zoology, arXiv 2312.04927): P keys, each followed by its value; then
+    """Multi-query associative recall (Zoology, arXiv 2312.04927).
 
-    every key once more, its value asked there, among blanks. The gaps before the queries follow a power law
-    with density ∝ x^(power − 1). Case: P. Keys and values are two halves of the vocabulary, and no key or
-    value comes twice. Split by the pairs in their order: no list of pairs is trained and tested.
+    P keys, each followed by its value; then every key again among blanks, where its value is asked. The gaps
+    before these queries follow a power law with density ∝ x^(power − 1). Case: P. Keys and values are two
+    halves of the vocabulary, without repetition. Split by the ordered list of pairs.
     """
 
     name: str = "mqar"
     pairs: tuple[int, ...] = (2, 4, 8, 16)
     sequence: int = 64
-    values: int = 32  # and as many keys
+    values: int = 32
+    """Number of values, and of keys."""
     power: float = 0.01
     axis: ClassVar[str] = "key–value pairs"
 
@@ -139,14 +143,14 @@ class MQAR(Task):
 class Needle(Task):
     """One key and its value in noise; the sequence ends with the key, and its value is asked.
 
-    Case: the depth, the share of the noise that stands before the needle. Split by the pair: a tested key was
-    never trained with that value.
+    Case: the depth, the share of the noise before the needle. Split by the pair of key and value.
     """
 
     name: str = "needle"
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     sequence: int = 128
-    values: int = 32  # and as many keys and kinds of noise
+    values: int = 32
+    """Number of values, of keys and of noise tokens."""
     axis: ClassVar[str] = "depth (share of the noise before the needle)"
 
     vocab_size = property(lambda self: 3 * self.values)
@@ -176,14 +180,15 @@ class Needle(Task):
 
 @dataclass(frozen=True)
 class Copying(Task):
-    """A random string, a separator, and the string again: from the separator on, the next symbol is asked.
+    """A random string, a separator, and the string again; from the separator on, the next symbol is asked.
 
     Case: the string's length. Split by the string.
     """
 
     name: str = "copying"
     lengths: tuple[int, ...] = (8, 16, 32)
-    longer: tuple[int, ...] = (48,)  # tested only
+    longer: tuple[int, ...] = (48,)
+    """Lengths that are only tested."""
     symbols: int = 32
     axis: ClassVar[str] = "symbols to copy"
 
@@ -203,8 +208,10 @@ class Copying(Task):
 
 @functools.cache
 def cayley(group: str) -> Tensor:
-    """The table `[G, G]` of a group: entry (a, b) is a·b. "Zp" for the numbers mod p; "S5" and the like for
-    the permutations in lexicographic order, (a·b)(i) = b(a(i)): a acts first."""
+    """The multiplication table `[G, G]` of a group: entry (a, b) is a·b.
+
+    "Zp" is the numbers mod p, "S5" the permutations of 5 in lexicographic order, with (a·b)(i) = b(a(i)).
+    """
     order = int(group[1:])
     if group[0] == "Z":
         return (torch.arange(order)[:, None] + torch.arange(order)) % order
@@ -215,23 +222,25 @@ def cayley(group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class StateTracking(Task):
-    """The word problem of a group (arXiv 2404.08819): after each element the product of all so far.
+    """The word problem of a group (arXiv 2404.08819): after each element, the product so far is asked.
 
-    parity is that of Z2, modular addition of Zp; S5 is the smallest symmetric group that is not solvable.
-    Case: the length. Training asks at every place of the trained length; tests ask behind the first half of
-    that length only, up to the case's, which may be beyond it. Split by that first half: no word that is
-    asked in a test was asked in training.
+    Z2 is parity, Zp modular addition; S5 is the smallest symmetric group that is not solvable. Case: the
+    length. Training asks at every position of the trained length. Tests ask only after the first half of that
+    length (of longer cases, of the case), so that no word is asked in both. Split by that first half.
     """
 
     name: str
     group: str
     trained_length: int = 32
-    times: tuple[int, ...] = (1, 2, 4)  # tested lengths, in trained ones
+    times: tuple[int, ...] = (1, 2, 4)
+    """Tested lengths in units of the trained one."""
     axis: ClassVar[str] = "length (elements)"
 
     def __post_init__(self):
         if self.group[:1] not in ("Z", "S") or not self.group[1:].isdecimal() or int(self.group[1:]) < 2:
-            raise ValueError(f"{self.name}: group={self.group!r} must be Z or S and a number, as Z2 or S5")
+            raise ValueError(
+                f"{self.name}: group={self.group!r}: must be Z or S and a number, such as Z2 or S5"
+            )
 
     vocab_size = property(lambda self: len(cayley(self.group)))
     cases = property(lambda self: tuple(k * self.trained_length for k in self.times))
@@ -248,7 +257,7 @@ class StateTracking(Task):
         products = list(itertools.accumulate(ids.unbind(1), lambda a, b: table[a, b]))
         labels = torch.stack(products, 1)
         if split != "train":
-            labels[:, : max(head, case // 2)] = IGNORED  # of longer ones what training never reached
+            labels[:, : max(head, case // 2)] = IGNORED  # longer: only what training never reached
         return ids, labels
 
 
@@ -256,10 +265,9 @@ class StateTracking(Task):
 class Regression(Task):
     """In-context linear regression (arXiv 2208.01066): x₁, y₁, x₂, y₂, … with y = w·x, w and x ~ N(0, I).
 
-    Inputs are float `[n, T, dim]`: an x, or a y in the first of the features. Labels are float, the y that
-    each x has, NaN where nothing is asked: training asks for every y, tests for the last. Case: the examples
-    before the one that is asked. Split by the bits of w. Scores are relative errors: Σ(ŷ − y)² / Σy², that of
-    predicting 0 is 1.
+    Inputs are float `[n, T, dim]`: an x, or a y in the first feature. Labels are float: the y of each x, NaN
+    where nothing is asked. Training asks for every y, tests for the last. Case: the number of examples before
+    that. Split by the bits of w. Scores are relative errors Σ(ŷ − y)² / Σy²; predicting 0 has 1.
     """
 
     name: str = "regression"
@@ -268,7 +276,7 @@ class Regression(Task):
     axis: ClassVar[str] = "examples"
     error: ClassVar[bool] = True
 
-    vocab_size = property(lambda self: 1)  # the head's one output is ŷ
+    vocab_size = property(lambda self: 1)  # the head's only output is ŷ
     cases = property(lambda self: self.examples)
     trained = property(lambda self: self.examples[-1:])
     chance = property(lambda self: 1.0)
@@ -289,7 +297,7 @@ class Regression(Task):
 
     @staticmethod
     def least_squares(inputs: Tensor) -> Tensor:
-        """What the shortest w that fits the examples says of the last x, `[n]`."""
+        """The prediction for the last x by the shortest w that fits the examples, `[n]`."""
         x, y = inputs[:, :-1:2].double(), inputs[:, 1::2, :1].double()
         return (inputs[:, -1:].double() @ (torch.linalg.pinv(x) @ y)).flatten().float()
 
@@ -308,10 +316,9 @@ class ListOps(Task):
     """Long Range Arena's ListOps (arXiv 2011.04006): the value of nested MIN, MAX, MED and SM (sum mod 10).
 
     The published grammar: a node above `max_depth` is an operator of 2 to `max_arguments` arguments with
-    probability 0.25 and a digit otherwise; MED rounds a half down; the brackets of pairs are left out, as the
-    published reader does. Case: (low, high), expressions of more than low and fewer than high tokens; the
-    published size is (500, 2000). The digit is asked at the last bracket, and padding follows. Split by the
-    expression.
+    probability 0.25, otherwise a digit; MED rounds a half down; the brackets of pairs are left out, as by the
+    published reader. Case: (low, high), expressions of more than low and fewer than high tokens; published is
+    (500, 2000). The value is asked at the last bracket; padding follows. Split by the expression.
     """
 
     name: str = "listops"
@@ -328,7 +335,7 @@ class ListOps(Task):
         return case[1] - 1
 
     def expression(self, draw: random.Random, depth: int, room: int) -> tuple[list[int], int] | None:
-        """(tokens, value) of a node; None for one of more than `room` tokens, given up as soon as known."""
+        """(tokens, value) of a node; None as soon as it exceeds `room` tokens."""
         if depth == self.max_depth or draw.random() > 0.25:
             digit = draw.randrange(10)
             return [digit], digit
@@ -348,7 +355,7 @@ class ListOps(Task):
         source = random.Random(int(torch.randint(2**62, (), generator=draw)))
 
         def rows(m: int) -> Tensor:
-            """Tokens, padding, and the value in the last column: its expression decides it."""
+            """Tokens, padding, and in the last column the value, which the expression determines."""
             out = torch.full((m, high), len(LISTOPS_TOKENS) - 1)
             for row in out:
                 made = None

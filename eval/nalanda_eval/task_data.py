@@ -1,4 +1,4 @@
-"""Which tasks, and where their documents come from. Nothing here is slow to import."""
+"""Names of tasks and the files of their documents. Importing this is fast."""
 
 import gzip
 import json
@@ -17,11 +17,15 @@ PACKAGED = Path(__file__).parent / "tasks"
 class LocalData:
     """Local documents for one of the harness's own task files, which expects the hub's field names."""
 
-    official: str  # the task file, relative to the harness's
-    file: str  # in the data directory, with .jsonl or .jsonl.gz
+    official: str
+    """Path of the task file in the harness's folder of tasks."""
+    file: str
+    """Name in the data directory, without .jsonl or .jsonl.gz."""
     split: str
-    fields: tuple[str, ...]  # the hub's
-    convert: Callable[[dict], dict] = dict  # a row of the file to one with the hub's fields
+    fields: tuple[str, ...]
+    """Names of the hub's fields."""
+    convert: Callable[[dict], dict] = dict
+    """Function from a row of the file to one with the hub's fields."""
 
 
 def _lambada(row: dict) -> dict:
@@ -48,23 +52,11 @@ def _boolq(row: dict) -> dict:
 
 
 _ARC = ("question", "choices", "answerKey")
-
-
 _OPENBOOKQA = ("question_stem", "choices", "answerKey")
-
-
 _SCIQ = ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
-
-
 _COPA = ("premise", "question", "choice1", "choice2", "label")
-
-
 _SIQA = ("context", "question", "answerA", "answerB", "answerC", "label")
-
-
 _HELLASWAG = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
-
-
 _WINOGRANDE = ("sentence", "option1", "option2", "answer")
 
 
@@ -94,24 +86,26 @@ GROUPS = {"table4": [task for task, _, _ in TABLE4], "all": list(LOCAL)}
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A task to run: one of the harness's names, or a task file; its documents, if they are local."""
+    """A task to run: one of the harness's names or a task file, with its local documents, if any."""
 
     name: str
     task_file: Path | None = None
     local: LocalData | None = None
-    documents: Path | None = None  # with `local`, the file to read
-    data: Path | None = None  # with `task_file`, where its relative data_files are
+    documents: Path | None = None
+    """File to read, with `local`."""
+    data: Path | None = None
+    """Folder of the relative data_files, with `task_file`."""
 
 
 def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], dict[str, str]]:
-    """The tasks that `tasks` names, and those of groups that have no local data, with the reason.
+    """The tasks named in `tasks`, and the members of groups that lack local data, with the reason.
 
     Raises:
-        InputError: a file or directory that is not there, or a task that `data` cannot serve.
+        InputError: a missing file or directory, or a task for which `data` has no documents.
     """
     directory = None if data is None else Path(data).expanduser()
     if directory is not None and not directory.is_dir():
-        raise InputError(f"no such directory of evaluation data: {data}")
+        raise InputError(f"--data {data}: no such directory")
     found: dict[str, TaskSource] = {}
     left_out: dict[str, str] = {}
     for task in tasks:
@@ -119,15 +113,14 @@ def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], di
             if source.local and directory and not source.documents:
                 reason = f"{data} has no {source.local.file}.jsonl or .jsonl.gz"
                 if task not in GROUPS:
-                    raise InputError(f"no data for {task}: {reason}")
+                    raise InputError(f"{task}: no data: {reason}")
                 left_out[source.name] = reason
             else:
                 found[source.name] = source
     if not found:
-        names = ", ".join(f"{LOCAL[name].file}.jsonl.gz" for name in left_out) or "a name, a file or table4"
-        raise InputError(
-            f"{data} has data for none of the tasks, expected {names}" if left_out else f"no task: {names}"
-        )
+        names = ", ".join(f"{LOCAL[name].file}.jsonl.gz" for name in left_out)
+        lacking = f"--data {data}: has data for none of the tasks, expected {names}"
+        raise InputError(lacking if left_out else "no task; give a name, a task file or table4")
     return list(found.values()), left_out
 
 
@@ -138,14 +131,14 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
     if path.is_dir():
         files = sorted(path.glob("*.yaml"))
         if not files:
-            raise InputError(f"the directory {task} holds no task file (*.yaml)")
+            raise InputError(f"{task}: the directory holds no task file (*.yaml)")
     elif path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise InputError(f"no such task file: {task}")
+            raise InputError(f"{task}: no such task file")
         files = [path]
     elif data is not None:
         raise InputError(
-            f"{data} cannot serve {task}: local data is for task files and for {', '.join(LOCAL)}"
+            f"--data {data}: cannot serve {task}; local data is for task files and for {', '.join(LOCAL)}"
         )
     else:
         return [TaskSource(task)]
@@ -164,7 +157,7 @@ def read_rows(file: Path, local: LocalData) -> list[dict]:
     """The documents of `file`, each with the hub's fields.
 
     Raises:
-        InputError: a broken line or a missing field, named with its line.
+        InputError: a broken line or a missing field, with its line number.
     """
     rows: list[dict] = []
     try:

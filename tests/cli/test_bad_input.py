@@ -173,7 +173,7 @@ TABLE = [
     ("plot run/none --output x.png", r"run/none: no such directory; .*"),
     ("data inspect runs/none", r"runs/none.* does not exist; .*"),
     ("study report runs/none", r"runs/none/study\.yaml: no such file; .*"),
-    ("eval model --tasks piqa --data runs/none", r"no such directory of evaluation data: runs/none"),
+    ("eval model --tasks piqa --data runs/none", r"--data runs/none: no such directory"),
     ("generate model --file none", r"cannot read none: No such file or directory"),
     ("generate model --state none", r".*none.*"),
     ("perplexity model --text none --output out", r".*none.*"),

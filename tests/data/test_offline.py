@@ -386,8 +386,8 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
         == [{"text": "a b c é"}] * 2
     )
     monkeypatch.setattr(datasets, "load_dataset", None)
-    assert "there already" in CliRunner().invoke(nalanda_cli.app, arguments).output
-    with pytest.raises(InputError, match="mmlu: no data to fetch; there are table4, all, wikitext"):
+    assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
+    with pytest.raises(InputError, match="mmlu: no data to fetch; choose from table4, all, wikitext"):
         CliRunner().invoke(nalanda_cli.app, [*arguments[:-1], "mmlu"], catch_exceptions=False)
 
 

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 from nalanda_eval import analysis
 from nalanda_eval.analysis import (
     analyze,
@@ -16,9 +15,9 @@ from nalanda_eval.analysis import (
     local_score,
     map_entropy,
     measure_layer,
-    negative_share,
     positive_entropy,
     relative_std,
+    share_of_negatives,
 )
 from nalanda_eval.plots import print_analysis
 from rich.console import Console
@@ -63,8 +62,8 @@ def test_effective_rank():
 
 def test_negative_share_counts_the_causal_entries():
     weights = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 2.0, 0.0], [0.0, -0.5, 3.0]])
-    close(negative_share(weights), 2 / 6)
-    close(negative_share(torch.stack([weights, -weights])), [2 / 6, 3 / 6])
+    close(share_of_negatives(weights), 2 / 6)
+    close(share_of_negatives(torch.stack([weights, -weights])), [2 / 6, 3 / 6])
 
 
 def test_local_score_by_hand():
@@ -168,12 +167,6 @@ def prose(tmp_path):
     return str(path)
 
 
-@pytest.fixture
-def blank(monkeypatch):
-    """Figures are made and written, but nothing is drawn in them: that takes seconds."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: path.touch())
-
-
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(0))
 
@@ -263,7 +256,7 @@ def test_analyze_models_of_transformers(tokenizer, tmp_path, prose, blank):
     found, _ = analyze(name, text=prose, length=32, output=str(tmp_path / "a"))
     assert found["notes"] == []
     assert found["layers"][0]["mixer"] == "LlamaAttention"
-    with pytest.raises(InputError, match=r"--length 65 is more than the model's 64 positions"):
+    with pytest.raises(InputError, match=r"--length 65: is more than the model's 64 positions"):
         analyze(name, text=prose, length=65)
 
     name = saved(theirs("mamba", state_size=4), tokenizer, tmp_path / "mamba")

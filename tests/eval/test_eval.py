@@ -33,11 +33,11 @@ WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="module")
-def lm():
-    """Seconds to import, so that only the tests that need it wait."""
-    import nalanda_eval.adapter as lm
+def adapter():
+    """Imported only by the tests that need it: it takes seconds."""
+    from nalanda_eval import adapter
 
-    return lm
+    return adapter
 
 
 def build(tokenizer, path, **options):
@@ -143,9 +143,9 @@ def data(tmp_path_factory):
     return directory
 
 
-def requests(lm, tasks: list[str], data) -> dict[str, list[tuple]]:
+def requests(adapter, tasks: list[str], data) -> dict[str, list[tuple]]:
     """What the harness asks a model: the arguments of the first document's requests, by task."""
-    loaded = lm.load_tasks(find_tasks(tasks, str(data))[0])["tasks"]
+    loaded = adapter.load_tasks(find_tasks(tasks, str(data))[0])["tasks"]
     for task in loaded.values():
         task.build_all_requests(limit=1, rank=0, world_size=1)
     return {name: [instance.args for instance in task.instances] for name, task in loaded.items()}
@@ -154,14 +154,14 @@ def requests(lm, tasks: list[str], data) -> dict[str, list[tuple]]:
 # ------------------------------ table 4 on local data
 
 
-def test_local_prompts_are_the_harness_own(lm, data, tmp_path):
+def test_local_prompts_are_the_harness_own(adapter, data, tmp_path):
     write(
         tmp_path, "wikitext_test.jsonl", [{"page": "= Mill =\n the miller 's sacks , 3 @,@ 000 of them \n"}]
     )
-    assert requests(lm, ["wikitext"], tmp_path) == {
+    assert requests(adapter, ["wikitext"], tmp_path) == {
         "wikitext": [("= Mill =\nthe miller's sacks, 3,000 of them\n",)]
     }
-    asked = requests(lm, ["table4"], data)
+    asked = requests(adapter, ["table4"], data)
     assert list(asked) == [task for task, _, _ in report.TABLE4 if task != "wikitext"]
     assert asked["lambada_openai"] == [(text(0, 12), f" {WORDS[0]}")]
     prompt = f"Question: {text(0)}\nAnswer:"
@@ -173,11 +173,11 @@ def test_local_prompts_are_the_harness_own(lm, data, tmp_path):
     assert asked["arc_easy"] == asked["arc_challenge"] == [(prompt, f" {text(j, 3)}") for j in range(4)]
 
 
-def test_the_hubs_own_fields_are_taken_too(lm, data, tmp_path):
+def test_the_hubs_own_fields_are_taken_too(adapter, data, tmp_path):
     write(tmp_path, "arc_easy_test.jsonl", [hub_arc(0)])
     write(tmp_path, "lambada_test.jsonl", [{"text": f"{text(0, 12)} {WORDS[0]}"}])
     tasks = ["arc_easy", "lambada_openai"]
-    assert requests(lm, tasks, tmp_path) == requests(lm, tasks, data)
+    assert requests(adapter, tasks, tmp_path) == requests(adapter, tasks, data)
 
 
 # task, its file, a compact row, the hub's row, what is asked, the right answer (for the harness)
@@ -251,10 +251,7 @@ MORE = [
             "question_concept": "sack",
         },
         [
-            (
-                "Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:",
-                f" {letter}",
-            )
+            ("Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:", f" {letter}")
             for letter in "ABCDE"
         ],
         "D",
@@ -262,16 +259,16 @@ MORE = [
 ]
 
 
-def test_all_further_tasks_are_the_harness_own(lm, checkpoint, tmp_path):
+def test_all_further_tasks_are_the_harness_own(adapter, checkpoint, tmp_path):
     compact, hub = tmp_path / "compact", tmp_path / "hub"
     compact.mkdir()
     hub.mkdir()
     for _, file, short_row, row, _, _ in MORE:
         write(compact, f"{file}.jsonl.gz", [short_row or row])
         write(hub, f"{file}.jsonl", [row])
-    assert requests(lm, ["all"], compact) == requests(lm, ["all"], hub)
-    assert requests(lm, ["all"], hub) == {task: asked for task, _, _, _, asked, _ in MORE}
-    loaded = lm.load_tasks(find_tasks(["all"], str(compact))[0])["tasks"]
+    assert requests(adapter, ["all"], compact) == requests(adapter, ["all"], hub)
+    assert requests(adapter, ["all"], hub) == {task: asked for task, _, _, _, asked, _ in MORE}
+    loaded = adapter.load_tasks(find_tasks(["all"], str(compact))[0])["tasks"]
     for task, *_, target in MORE:
         (document,) = loaded[task].eval_docs
         assert loaded[task].doc_to_target(document) == target, task
@@ -282,7 +279,7 @@ def test_all_further_tasks_are_the_harness_own(lm, checkpoint, tmp_path):
     assert metrics == {task: both if task in ("openbookqa", "sciq") else {"acc"} for task, *_ in MORE}
 
 
-def test_table4(lm, checkpoint, data, tmp_path, capfd):
+def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     results = evaluate([checkpoint], ["table4"], data=str(data), output=str(tmp_path))
     out, err = capfd.readouterr()
     assert out == ""
@@ -324,12 +321,12 @@ def test_table4(lm, checkpoint, data, tmp_path, capfd):
 # ------------------------------ log-likelihoods
 
 
-def score(lm, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options):
+def score(adapter, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options):
     from lm_eval.api.instance import Instance
 
     model, tokenizer = load_model(checkpoint)
     tokenizer.padding_side = padding_side
-    scorer = lm.HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
+    scorer = adapter.HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
     kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
     asked = [Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0) for pair in pairs]
     return getattr(scorer, kind)(asked)
@@ -343,12 +340,12 @@ def by_hand(checkpoint, ids: list[int], first: int) -> float:
     return logp[range(first - 1, len(ids) - 1), ids[first:]].sum().item()
 
 
-def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
+def test_loglikelihoods_do_not_depend_on_the_batch(adapter, checkpoint):
     pairs = [(text(i, 1 + i), f" {text(i + 3, 1 + i % 4)}") for i in range(8)] + [("", "alone")]
-    one = [value for value, _ in score(lm, checkpoint, pairs, batch_size=1)]
+    one = [value for value, _ in score(adapter, checkpoint, pairs, batch_size=1)]
     done = []
     options = {"batch_size": 7, "padding_side": "left", "advance": done.append}
-    seven = [value for value, _ in score(lm, checkpoint, pairs, **options)]
+    seven = [value for value, _ in score(adapter, checkpoint, pairs, **options)]
     assert sum(done) == pytest.approx(sum(len(part) for pair in pairs for part in pair))
     assert one == pytest.approx(seven, abs=1e-5 * 20)  # summed over up to twenty-odd tokens
     tokenizer = load_model(checkpoint)[1]
@@ -359,22 +356,22 @@ def test_loglikelihoods_do_not_depend_on_the_batch(lm, checkpoint):
     assert one == pytest.approx(expected, abs=1e-4)
 
 
-def test_rolling_begins_with_one_bos_and_goes_on_in_windows(lm, checkpoint):
+def test_rolling_begins_with_one_bos_and_goes_on_in_windows(adapter, checkpoint):
     long = text(3, 30)
     tokenizer = load_model(checkpoint)[1]
     ids = tokenizer(long, add_special_tokens=False).input_ids
     assert len(ids) > 100
     whole = by_hand(checkpoint, [0, *ids], 1)
-    assert score(lm, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(whole, abs=1e-3)
+    assert score(adapter, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(whole, abs=1e-3)
     # Windows of 64 predictions; the last one reaches back, so as to be as long as the others.
     windows = by_hand(checkpoint, [0, *ids[:64]], 1)
     for start in range(64, len(ids), 64):
         end = min(start + 64, len(ids))
         windows += by_hand(checkpoint, ids[end - 65 : end], 65 - (end - start))
-    assert score(lm, checkpoint, ["b", long])[1] == pytest.approx(windows, abs=1e-3)
+    assert score(adapter, checkpoint, ["b", long])[1] == pytest.approx(windows, abs=1e-3)
 
 
-def test_an_untrained_model_has_infinite_perplexity(lm, tokenizer, data, tmp_path):
+def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tmp_path):
     path = build(tokenizer, tmp_path / "wild")
     model = NalandaForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -394,7 +391,7 @@ def test_an_untrained_model_has_infinite_perplexity(lm, tokenizer, data, tmp_pat
 # ------------------------------ long texts
 
 
-def test_long_texts_are_read_whole_by_recurrent_models(lm, checkpoint, tokenizer, tmp_path, monkeypatch):
+def test_long_texts_are_read_whole_by_recurrent_models(adapter, checkpoint, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("nalanda_eval.scoring.COLUMNS", 64)
     write(tmp_path, "python_docs.jsonl", [{"text": text(i, 40)} for i in range(3)])
     task = str(PACKAGED / "python_docs" / "python_docs_perplexity.yaml")
@@ -424,11 +421,11 @@ def test_long_texts_are_read_whole_by_recurrent_models(lm, checkpoint, tokenizer
             evaluate(tasks=[task], data=str(tmp_path), **found)
 
 
-def test_what_does_not_fit_is_said(lm, checkpoint):
+def test_what_does_not_fit_is_said(adapter, checkpoint):
     with pytest.raises(InputError, match=r"12 tokens, the model sees 8 at once: raise max_length"):
-        score(lm, checkpoint, [("a", " miller runs")], max_length=8)
+        score(adapter, checkpoint, [("a", " miller runs")], max_length=8)
     long = text(1, 20)
-    cut = score(lm, checkpoint, [(long, " dusk")], max_length=16)[0][0]
+    cut = score(adapter, checkpoint, [(long, " dusk")], max_length=16)[0][0]
     ids = load_model(checkpoint)[1](long + " dusk", add_special_tokens=False).input_ids
     assert cut == pytest.approx(by_hand(checkpoint, ids[-17:], 12), abs=1e-4)
 
@@ -436,7 +433,7 @@ def test_what_does_not_fit_is_said(lm, checkpoint):
 # ------------------------------ the same numbers from the harness's own wrapper
 
 
-def test_the_harness_own_wrapper_gives_the_same_numbers(lm, checkpoint):
+def test_the_harness_own_wrapper_gives_the_same_numbers(adapter, checkpoint):
     """Its choices begin with the tokenizer's bos. Of whole texts it counts that twice, unless told not to."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -445,12 +442,12 @@ def test_the_harness_own_wrapper_gives_the_same_numbers(lm, checkpoint):
     pairs = [(text(i), f" {text(i + j, 3)}") for i in range(3) for j in range(2)]
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     answers = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], True)
-    for (value, greedy), (expected, same) in zip(answers, score(lm, checkpoint, pairs), strict=True):
+    for (value, greedy), (expected, same) in zip(answers, score(adapter, checkpoint, pairs), strict=True):
         assert (value, greedy) == (pytest.approx(expected, abs=1e-4), same)
 
     long = [text(3, 30), text(4, 3)]
     asked = [Instance("loglikelihood_rolling", {}, (one,), 0) for one in long]
-    expected = pytest.approx(score(lm, checkpoint, long), abs=1e-3)
+    expected = pytest.approx(score(adapter, checkpoint, long), abs=1e-3)
     assert theirs.loglikelihood_rolling(asked, True) != expected
     theirs.add_bos_token = False
     assert theirs.loglikelihood_rolling(asked, True) == expected
@@ -480,7 +477,7 @@ def forwards(monkeypatch):
     return counter
 
 
-def test_a_killed_run_goes_on(lm, checkpoint, data, tmp_path, forwards):
+def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     def run(path=checkpoint):
         forwards.calls = 0
         return evaluate([path], ["table4"], data=str(data), output=str(tmp_path / "out"), batch_size=2)
@@ -505,7 +502,7 @@ def test_a_killed_run_goes_on(lm, checkpoint, data, tmp_path, forwards):
     assert third["tasks"] == whole["tasks"]
 
 
-def test_answers_are_the_weights_not_the_names(lm, checkpoint, data, tmp_path, forwards):
+def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_path, forwards):
     def run(path):
         results = evaluate([str(path)], ["piqa"], data=str(data), output=str(tmp_path / "out"))
         return results["models"][0]
@@ -525,7 +522,7 @@ def test_answers_are_the_weights_not_the_names(lm, checkpoint, data, tmp_path, f
     assert run(tmp_path / "copy")["found"] == 0
 
     (tmp_path / "out" / "answers.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers"):
+    with pytest.raises(InputError, match=r"answers\.sqlite: cannot keep answers"):
         run(checkpoint)
 
 
@@ -534,26 +531,26 @@ def test_a_damaged_answer_is_named_and_never_given(tmp_path):
     refused by name."""
     answers = {((1, i), (2, 3 + i)): (-0.5 * i, i % 2 == 0) for i in range(30)}
     file, refused = tmp_path / "answers.sqlite", []
-    store = AnswerCache(file, {"weights": "w"})
-    store.keep(answers)
-    store.close()
+    cache = AnswerCache(file, {"weights": "w"})
+    cache.keep(answers)
+    cache.close()
     content = file.read_bytes()
     harms = [content[: len(content) * k // 9] for k in range(9)]
-    for place in range(0, len(content), 7):
+    for place in range(0, len(content), 29):
         harms.append(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
     for harmed in harms:
         file.write_bytes(harmed)
         try:
-            store = AnswerCache(file, {"weights": "w"})
-            found = store.find(answers)
-            store.close()
+            cache = AnswerCache(file, {"weights": "w"})
+            found = cache.find(answers)
+            cache.close()
         except InputError as error:
             refused.append(str(error))
         else:
             assert found.items() <= answers.items()
-    assert len(refused) > 50
+    assert len(refused) > 12
     assert all(
-        re.fullmatch(r".*sqlite cannot keep answers \(.*\): .*use another directory", r) for r in refused
+        re.fullmatch(r".*sqlite: cannot keep answers \(.*\); .*use another directory", r) for r in refused
     )
     file.write_bytes(content)
     assert AnswerCache(file, {"weights": "w"}).find(answers) == answers
@@ -569,11 +566,11 @@ def test_an_output_that_cannot_be_written_is_said_first(checkpoint, data, tmp_pa
         assert "\n" not in str(error.value)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "answers.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(InputError, match=r"answers\.sqlite cannot keep answers .*: remove it"):
+    with pytest.raises(InputError, match=r"answers\.sqlite: cannot keep answers .*; remove it"):
         evaluate([checkpoint], ["piqa"], data=str(data), output=str(tmp_path / "kept"))
 
 
-def test_a_full_disk_costs_no_answer(lm, checkpoint, data, tmp_path, monkeypatch):
+def test_a_full_disk_costs_no_answer(adapter, checkpoint, data, tmp_path, monkeypatch):
     def full(file, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -587,11 +584,11 @@ def test_a_full_disk_costs_no_answer(lm, checkpoint, data, tmp_path, monkeypatch
     assert not (tmp_path / "results.json").exists()
     again = run()
     assert again["found"] == again["log_likelihoods"]
-    store = AnswerCache(tmp_path / "answers.sqlite", {})
-    [(pages,)] = store.file.execute("PRAGMA page_count").fetchall()
-    store.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
+    cache = AnswerCache(tmp_path / "answers.sqlite", {})
+    [(pages,)] = cache.file.execute("PRAGMA page_count").fetchall()
+    cache.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
     with pytest.raises(DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"):
-        store.keep({((i,), (i,)): (0.0, True) for i in range(2000)})
+        cache.keep({((i,), (i,)): (0.0, True) for i in range(2000)})
 
 
 def test_results_as_json_and_csv(checkpoint, data, tmp_path):
@@ -629,6 +626,7 @@ def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
 # ------------------------------ several processes
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
     arguments = ["eval", checkpoint, "--tasks", "table4", "--data", str(data), "--output", str(tmp_path)]
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "nalanda_cli"]
@@ -655,7 +653,7 @@ def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
 # ------------------------------ own tasks
 
 
-def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
+def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -675,16 +673,16 @@ def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
 
     packaged = evaluate([checkpoint], ["python_docs"], data=str(tmp_path))["models"][0]["tasks"]
     assert list(packaged) == ["python_docs_cloze", "python_docs_perplexity"]
-    total = sum(score(lm, checkpoint, [row["text"] for row in texts]))
+    total = sum(score(adapter, checkpoint, [row["text"] for row in texts]))
     size = sum(len(row["text"]) for row in texts)
     metrics = packaged["python_docs_perplexity"]["metrics"]
     assert metrics["bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
     assert packaged["python_docs_perplexity"]["stderr"]["word_perplexity"] > 0
     asked = [(row["context"], choice) for row in questions for choice in row["choices"]]
-    given = torch.tensor([value for value, _ in score(lm, checkpoint, asked)]).view(3, 4)
-    alone = torch.tensor([value for value, _ in score(lm, checkpoint, [("", c) for _, c in asked])]).view(
-        3, 4
-    )
+    given = torch.tensor([value for value, _ in score(adapter, checkpoint, asked)]).view(3, 4)
+    alone = torch.tensor(
+        [value for value, _ in score(adapter, checkpoint, [("", c) for _, c in asked])]
+    ).view(3, 4)
     labels = torch.tensor([row["label"] for row in questions])
     for metric, values in {"acc": given, "acc_mutual_info": given - alone}.items():
         right = (values.argmax(1) == labels).float().mean().item()
@@ -710,7 +708,7 @@ def test_packaged_and_own_task_files(lm, checkpoint, tmp_path, monkeypatch):
         (["wikitext"], "has no wikitext_test.jsonl"),
         (["boolq"], "has no boolq_val.jsonl"),
         (["mmlu"], "cannot serve mmlu"),
-        (["nowhere.yaml"], "no such task file: nowhere.yaml"),
+        (["nowhere.yaml"], "nowhere.yaml: no such task file"),
         (["python_docs"], "no such data file"),
         (["."], "holds no task file"),
         ([], "no task"),
@@ -740,23 +738,23 @@ def test_no_data_at_all(checkpoint, tmp_path):
         (b"", "is empty"),
     ],
 )
-def test_broken_data_is_named_with_its_line(lm, tmp_path, content, found):
+def test_broken_data_is_named_with_its_line(adapter, tmp_path, content, found):
     (tmp_path / "piqa_val.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=found):
-        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
+        adapter.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
     (tmp_path / "piqa_val.jsonl").unlink()
     (tmp_path / "piqa_val.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
     with pytest.raises(InputError, match=r"piqa_val\.jsonl\.gz"):
-        lm.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
+        adapter.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
 
 
-def test_an_unknown_task_brings_the_nearest_name(lm, tmp_path, monkeypatch):
+def test_an_unknown_task_brings_the_nearest_name(adapter, tmp_path, monkeypatch):
     import lm_eval.tasks.manager
 
     (tmp_path / "piqa.yaml").write_text("task: piqa\n")  # indexing all of the harness's takes 17 s
     monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "manager.py"))
-    with pytest.raises(InputError, match=r"unknown task piqua, did you mean piqa\?"):
-        lm.load_tasks(find_tasks(["piqua"], None)[0])
+    with pytest.raises(InputError, match=r"piqua: unknown task, did you mean piqa\?"):
+        adapter.load_tasks(find_tasks(["piqua"], None)[0])
 
 
 def test_bad_models_are_one_line(checkpoint, tmp_path):
@@ -824,7 +822,7 @@ def test_bad_sampling_is_one_line(option):
         generate("anything", "prompt", **option)
 
 
-def test_any_causal_model_generates_and_is_scored(lm, tokenizer, data, tmp_path):
+def test_any_causal_model_generates_and_is_scored(adapter, tokenizer, data, tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2

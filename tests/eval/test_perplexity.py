@@ -14,8 +14,8 @@ import torch
 import yaml
 from nalanda_eval import perplexity as module
 from nalanda_eval.perplexity import (
-    measure_perplexity,
     perplexity,
+    perplexity_by_position,
     ratio,
     score_spans,
     spans,
@@ -98,7 +98,7 @@ def test_spans_cover_a_text_without_overlap():
 
 def test_totals_and_curve_are_the_tokens_own():
     model, many = build(), texts(60, 9, 33, 90)
-    found = measure_perplexity(model, [(text, 5, 11) for text in many], window=8, length=32)
+    found = perplexity_by_position(model, [(text, 5, 11) for text in many], window=8, length=32)
     whole, parts = score_spans(model, many, 32), score_spans(model, many, 8)
     mean, tokens = np.concatenate(whole).mean(), sum(len(text) - 1 for text in many)
     assert (found["tokens"], found["words"], found["bytes"], found["texts"]) == (tokens, 20, 44, 4)
@@ -126,7 +126,7 @@ def test_totals_and_curve_are_the_tokens_own():
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity():
     model = build()
     torch.nn.init.zeros_(model.lm_head.weight)
-    found = measure_perplexity(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
+    found = perplexity_by_position(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
     for kind in ("one_pass", "windows"):
         assert found[kind]["perplexity"] == pytest.approx(V)
         assert found[kind]["stderr"] == pytest.approx(0, abs=1e-9)
@@ -144,11 +144,11 @@ def test_the_error_of_a_ratio():
 def test_what_a_model_cannot_read_is_said(monkeypatch):
     gpt = foreign(GPT2LMHeadModel, GPT2Config, n_head=2, n_positions=16)
     many = [(text, 1, 1) for text in texts(40)]
-    assert measure_perplexity(gpt, many, 8, 16)["tokens"] == 39
-    with pytest.raises(InputError, match="rows of 32 tokens: lower --length"):
-        measure_perplexity(gpt, many, 8, 32)
+    assert perplexity_by_position(gpt, many, 8, 16)["tokens"] == 39
+    with pytest.raises(InputError, match="--length 32: the model cannot read rows of 32"):
+        perplexity_by_position(gpt, many, 8, 32)
     monkeypatch.setattr(module, "AT_ONCE", 8)
-    with pytest.raises(InputError, match="mamba hands no state on: --length up to 8"):
+    with pytest.raises(InputError, match="--length: mamba returns no state; take at most 8"):
         surprisal(foreign(Mamba, MambaConfig, state_size=4), torch.from_numpy(many[0][0])[None])
 
 
@@ -238,7 +238,7 @@ def test_as_many_tokens_are_scored_as_asked(folder, tokenizer, name, limit):
     model.config.bos_token_id = None if name == "no bos" else 0
     data = module.text_data(str(folder / "novel.md"), [], joined=name == "joined")
     read = list(tokenise_documents(model, tokenizer, data, limit=limit))
-    assert measure_perplexity(model, read, 16, 64)["tokens"] == limit
+    assert perplexity_by_position(model, read, 16, 64)["tokens"] == limit
     assert read[0][2] == limit + (name == "no bos")  # bytes: each is a token here
 
 
@@ -250,7 +250,7 @@ def test_a_character_that_is_cut_counts_whole(tokenizer, tmp_path):
     assert (len(tokens), words, size) == (3, 1, 3)
 
 
-def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys):
+def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys, blank):
     """In parts of long rows too; a text that takes no time says nothing."""
     seconds = itertools.count(step=6)
     arguments = [str(folder / "model")], str(folder / "novel.md")
@@ -271,7 +271,7 @@ def test_bad_input_is_one_line(folder):
     for options, message in (
         ({"text": "nowhere"}, "nowhere"),
         ({"text": str(folder / "model" / "model.safetensors")}, "not UTF-8"),
-        ({"window": 9, "length": 5}, "--window 9 is longer than --length 5"),
+        ({"window": 9, "length": 5}, "--window 9: is longer than --length 5"),
         ({"tokens": 0}, "--tokens 0"),
         ({"overrides": ["data.eos=true"]}, "settings change a recipe"),
         ({"output": str(folder / "novel.md" / "out")}, "--output"),

@@ -1,4 +1,4 @@
-"""`nalanda bench recall`: tasks and their splits, equal parameters and states, what a grid leaves."""
+"""`nalanda bench recall`: tasks and their splits, equal parameters and states, what a sweep leaves."""
 
 import dataclasses
 import itertools
@@ -24,8 +24,8 @@ from nalanda_eval.recall import (
     parse,
     plan_recall,
     recall,
+    recall_jobs,
     run_recall,
-    runs,
     with_parameters,
     with_state,
 )
@@ -331,19 +331,19 @@ def test_every_task_trains_and_its_record_is_json(task):
 
 def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
     candidates, refused = models([*MIXERS, "deltanet:allow_neg_eigval=true"], ["own", "nala"], MODEL)
-    cells, notes = plan_recall([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
+    trials, notes = plan_recall([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
     most = most_recall_parameters(MODEL)
-    for cell in cells:
-        config = configured(cell.model, cell.task.vocab_size)
-        assert abs(count(cell.model) / most - 1) < CLOSE
-        if cell.match.startswith("state") and not grows(config):
-            wanted = {"state 2.9 KiB": 3000, "state 16.0 KiB": 16384}[cell.match]
+    for trial in trials:
+        config = configured(trial.model, trial.task.vocab_size)
+        assert abs(count(trial.model) / most - 1) < CLOSE
+        if trial.match.startswith("state") and not grows(config):
+            wanted = {"state 2.9 KiB": 3000, "state 16.0 KiB": 16384}[trial.match]
             assert abs(config.state_bytes(1, torch.float32) / wanted - 1) <= FAR
-    names = {cell.name for cell in cells}
+    names = {trial.name for trial in trials}
     assert {"deltanet(allow_neg_eigval) + silu", "deltanet + nala", "softmax", "retention"} <= names
     assert any("pola is left out with nala" in line for line in refused)
     assert any("left out at equal state 2.9 KiB" in line and "diag_attention" in line for line in notes)
-    assert any(cell.name == "diag_attention" for cell in cells)
+    assert any(trial.name == "diag_attention" for trial in trials)
     with pytest.raises(InputError, match="more parameters"):
         with_parameters(MODEL | parse("gla", None), 1000)
 
@@ -363,9 +363,9 @@ def test_the_record_counts_the_model_that_was_matched():
     assert softmax["state_grows"]
 
 
-# ------------------------------ the grid
+# ------------------------------ the sweep
 
-GRID = [
+SWEEP = [
     (TINY | parse("deltanet", "silu"), TINY_MQAR, seed, Training(steps=3, batch_size=4, rows=4, points=1))
     for seed in range(3)
 ]
@@ -375,37 +375,38 @@ def timeless(records):
     return [record | {"seconds": 0} for record in records]
 
 
-def test_finished_runs_are_kept_and_a_killed_grid_goes_on(tmp_path, monkeypatch):
-    whole = list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1))
+def test_finished_runs_are_kept_and_a_killed_sweep_resumes(tmp_path, monkeypatch):
+    whole = list(sweep(recall_jobs(SWEEP, "cpu"), tmp_path / "whole.jsonl", 1))
     trained = []
     monkeypatch.setattr(
         recall_module,
         "run_recall",
         lambda *job, device: trained.append(job[2]) or run_recall(*job, device=device),
     )
-    assert list(sweep(runs(GRID, "cpu"), tmp_path / "whole.jsonl", 1)) == whole
+    assert list(sweep(recall_jobs(SWEEP, "cpu"), tmp_path / "whole.jsonl", 1)) == whole
     assert trained == []
 
     file = tmp_path / "killed.jsonl"
-    stopped = sweep(runs(GRID, "cpu"), file, 1)
+    stopped = sweep(recall_jobs(SWEEP, "cpu"), file, 1)
     next(stopped), next(stopped)
     stopped.close()
     lines = file.read_text().splitlines()
     assert len(lines) == 2
     file.write_text(lines[0] + "\n" + lines[1][:40])  # killed while it wrote
     trained.clear()
-    assert timeless(sweep(runs(GRID, "cpu"), file, 1)) == timeless(whole)
+    assert timeless(sweep(recall_jobs(SWEEP, "cpu"), file, 1)) == timeless(whole)
     assert trained == [1, 2]
     assert timeless(map(json.loads, file.read_text().splitlines())) == timeless(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_records_of_one(tmp_path):
-    one, two = (list(sweep(runs(GRID[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
+    one, two = (list(sweep(recall_jobs(SWEEP[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
     assert timeless(one) == sorted(timeless(two), key=lambda record: record["settings"]["seed"])
 
 
 def test_rates_are_chosen_by_validation_and_spreads_are_over_seeds():
-    task, model = TINY_MQAR, GRID[0][0]
+    task, model = TINY_MQAR, SWEEP[0][0]
     trainings = [Training(lr=lr) for lr in (1e-3, 1e-2)]
 
     def record(seed, training, validation, score):
@@ -473,7 +474,7 @@ def test_the_command_leaves_tables_and_pictures(tmp_path):
         ({"mixers": ["deltanets"]}, "did you mean deltanet"),
         ({"mixers": ["deltanet:negative"]}, "deltanet:option=value"),
         ({"maps": ["sillu"]}, "did you mean silu"),
-        ({"match": "speed"}, "none of parameters, state, both"),
+        ({"match": "speed"}, "use parameters, state or both"),
         ({"overrides": ["mqar.pair=3"]}, "did you mean pairs"),
         ({"overrides": ["training.steps=x"]}, "must be int"),
         ({"overrides": ["mqar.pairs=[200]"]}, "need a sequence"),

@@ -140,9 +140,9 @@ def test_a_shared_context_is_read_once(name):
     assert sum(counts) == probe + 40
 
 
-def test_what_is_not_known_to_go_on_exactly_is_read_again():
+def test_caches_that_may_not_resume_exactly_are_not_shared():
     for name, shared in {"llama": True, "gpt2": True, "mistral": False, "mamba": False}.items():
-        assert scoring._goes_on(build(name)) == shared, name
+        assert scoring._resumes_exactly(build(name)) == shared, name
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "gla", "softmax"])

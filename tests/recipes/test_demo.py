@@ -22,7 +22,8 @@ SHAPES = {
     Qwen3NextConfig: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
                       "linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16,
                       "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 32,
-                      "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1},
+                      "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1,
+                      "layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_bigram_sums_to_one():
 @pytest.mark.parametrize("kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig])
 def test_zeroing_is_undone_and_isolates_tokens(kind):
     torch.manual_seed(0)
-    config = kind(vocab_size=31, hidden_size=32, num_hidden_layers=4, initializer_range=0.5, **SHAPES[kind])
+    config = kind(vocab_size=31, hidden_size=32, num_hidden_layers=2, initializer_range=0.5, **SHAPES[kind])
     model = AutoModelForCausalLM.from_config(config).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.tensor([[1, 2, 3, 4], [4, 2, 3, 4]])  # they differ in the first token

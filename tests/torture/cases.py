@@ -1232,7 +1232,7 @@ from nalanda.common import files
 from nalanda_eval import cache
 
 at, nth, behind = sys.argv.pop(1), int(sys.argv.pop(1)), sys.argv.pop(1) == "behind"
-owner = {"keep": cache.Store, "sync": files, "rename": os}.get(at)
+owner = {"keep": cache.AnswerCache, "sync": files, "rename": os}.get(at)
 if owner:
     call, calls = getattr(owner, at), 0
 

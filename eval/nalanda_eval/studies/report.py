@@ -1,4 +1,4 @@
-"""What a study's recorded runs say: tables, pictures, the claims' intervals and the decision."""
+"""Tables, pictures, intervals of claims and the decision from a study's recorded runs."""
 
 import itertools
 import math
@@ -21,41 +21,20 @@ from nalanda.common.text import duration, size
 from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE, smoothed
 from nalanda_eval.recall import configured
 from nalanda_eval.report import markdown_table
-from nalanda_eval.studies.study import (
-    MATCHES,
-    TASKS,
-    Claim,
-    Question,
-    Study,
-    Trial,
-    bigram_settings,
-    chosen,
-    finalists,
-    form,
-    load_study,
-    matches,
-    mqar,
-    ranking,
-    screening,
-)
+from nalanda_eval.studies.plan import Trial, bigram_settings, chosen, finalists, ranking, screening
+from nalanda_eval.studies.spec import MATCHES, TASKS, Claim, Question, Study, form, load_study, matches, mqar
 from nalanda_eval.sweep import Record, key, records
 
 EQUAL = {"lm": 0.02, "recall": 2.0}
-"""Differences that count as none where equality is claimed: nats a token (2 % of perplexity), points."""
-
-
+"""Largest differences that a claim of equality allows: nats a token (2 % of perplexity), points."""
 UNITS = {"lm": "nats", "recall": "points"}
-
-
 TITLES = {"lm": "language model", "recall": "recall"}
-
-
 BEGIN, END = "<!-- words: kept by `nalanda study report` -->", "<!-- end of words -->"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and the half width of its 95 % interval by Student's t; None of a single seed."""
+    """A mean over seeds and the half width of its 95 % interval by Student's t, None for a single seed."""
 
     mean: float
     half: float | None
@@ -71,7 +50,7 @@ class Interval:
 
     @property
     def sign(self) -> int:
-        """−1 or 1 where the interval lies on one side of 0, else 0."""
+        """−1 or 1 if the interval lies on one side of 0, else 0."""
         if self.half is None or not abs(self.mean) > self.half:
             return 0
         return 1 if self.mean > 0 else -1
@@ -83,28 +62,28 @@ class Interval:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A cell with the records of its runs, in the order of their seeds."""
+    """A trial with the records of its runs, in the order of their seeds."""
 
-    cell: Trial
+    trial: Trial
     records: tuple[Record, ...]
 
     @property
     def values(self) -> list[float]:
-        """By seed: nats a token, or % right; NaN of a run that diverged."""
-        scale = 100 if self.cell.task == "recall" else 1
+        """Nats a token or % right, by seed; NaN for a diverged run."""
+        scale = 100 if self.trial.task == "recall" else 1
         return [scale * record.get("score", math.nan) for record in self.records]
 
 
 Place = tuple[str, str, str]  # system, task, match
 
 
-def report_rows(cells: Iterable[Trial], found: dict[str, Record]) -> dict[Place, ReportRow]:
-    """The cells whose runs are all recorded."""
+def report_rows(trials: Iterable[Trial], found: dict[str, Record]) -> dict[Place, ReportRow]:
+    """The trials whose runs are all recorded."""
     places = {}
-    for cell in cells:
-        got = tuple(found[name] for name in map(key, cell.settings) if name in found)
-        if len(got) == len(cell.settings):
-            places[cell.system, cell.task, cell.match] = ReportRow(cell, got)
+    for trial in trials:
+        got = tuple(found[name] for name in map(key, trial.settings) if name in found)
+        if len(got) == len(trial.settings):
+            places[trial.system, trial.task, trial.match] = ReportRow(trial, got)
     return places
 
 
@@ -112,7 +91,7 @@ def report_rows(cells: Iterable[Trial], found: dict[str, Record]) -> dict[Place,
 
 
 def paired_differences(a: ReportRow | None, b: ReportRow | None) -> list[float] | None:
-    """a − b by seed; None where there is no such row or a run diverged."""
+    """a − b by seed; None if a row is missing or a run diverged."""
     if a is None or b is None:
         return None
     pairs = [x - y for x, y in zip(a.values, b.values, strict=True)]
@@ -120,7 +99,7 @@ def paired_differences(a: ReportRow | None, b: ReportRow | None) -> list[float] 
 
 
 def opponent(places: dict[Place, ReportRow], name: str, task: str, match: str) -> ReportRow | None:
-    """A system's row; one whose state grows has no row at equal state and stands there with its own."""
+    """A system's row; a system whose state grows has no row at equal state, and its only row serves there."""
     own = places.get((name, task, "parameters"))
     return places.get((name, task, match)) or (own if own and own.records[0].get("state_grows") else None)
 
@@ -138,7 +117,7 @@ Judged = tuple[Claim, str, str, Interval, str]  # claim, task, match, a − b, v
 
 
 def judged(study: Study, best: dict[str, str], places: dict[Place, ReportRow]) -> list[Judged]:
-    """Every claim on every task, at equal parameters and at equal state, where its runs are recorded."""
+    """Every claim on each task, at equal parameters and at equal state, if its runs are recorded."""
     found = []
     for claim in study.claims:
         a, b = (named(name, best) for name in (claim.a, claim.b))
@@ -153,10 +132,11 @@ def judged(study: Study, best: dict[str, str], places: dict[Place, ReportRow]) -
 
 
 def named(name: str, best: dict[str, str]) -> str:
+    """A system's name with `best:QUESTION` replaced by the chosen form. Raises `InputError`."""
     for question, won in best.items():
         name = name.replace(f"best:{question}", won)
     if "best:" in name:
-        raise InputError(f"claims: {name!r}: its question is none of finals.best")
+        raise InputError(f"claims: {name!r}: its question is not in finals.best; add it there")
     return name
 
 
@@ -168,8 +148,10 @@ def pooled(
     task: str,
     equal: Sequence[str] = MATCHES,
 ) -> Interval | None:
-    """a − b of two forms: for each seed the mean over mixers and ways of matching, then over seeds; None
-    where a run is missing."""
+    """a − b of two forms: the mean over mixers and ways of matching of each seed, then over seeds.
+
+    None if a run is missing.
+    """
     gaps = []
     for mixer, match in itertools.product(mixers, equal):
         pairs = paired_differences(*(opponent(places, mixer + name, task, match) for name in (a, b)))
@@ -183,13 +165,13 @@ def decided(
     study: Study, questions: dict[str, Question], first: list[Trial], found: dict[str, Record],
     places: dict[Place, ReportRow],
 ) -> list[str]:  # fmt: skip
-    """The first lines: the question's best form beside `against`, and what becomes of the default."""
+    """The report's first lines: the best form beside `against`, and whether the default changes."""
     rule = study.decision
     if rule is None:
         return []
     asked = questions[rule.question].expand()
     mixers = list(dict.fromkeys(name.removesuffix(form(name)) for name in asked))
-    ranks = ranking((cell for cell in first if cell.question == rule.question), found)
+    ranks = ranking((trial for trial in first if trial.question == rule.question), found)
     top, challenger = next(iter(ranks)), next(name for name in ranks if name != rule.default)
 
     def gaps(mixers: list[str], a: str, b: str) -> dict[str, Interval] | None:
@@ -228,8 +210,6 @@ def measure_of(task: str, gaps: dict[str, Interval]) -> str:
 # ------------------------------ tables
 
 COSTS = ("parameters", "state", "MFLOPs")
-
-
 HEADER = ["system", "equal", "loss", "perplexity", "gradient spread", *COSTS, "recall, %", *COSTS]
 
 
@@ -240,22 +220,18 @@ def spread(record: Record) -> float:
 
 def costs(record: Record) -> list[str]:
     grows = ", grows" if record["state_grows"] else ""
-    return [
-        f"{record['parameters']:,}",
-        size(record["state_bytes"]) + grows,
-        f"{flops(record) / 1e6:.2f}",
-    ]
+    return [f"{record['parameters']:,}", size(record["state_bytes"]) + grows, f"{flops(record) / 1e6:.2f}"]
 
 
 def flops(record: Record) -> float:
-    """Of a forward pass a token, by what the settings say: a record keeps the count of its own day."""
+    """FLOPs of a forward pass, a token, counted anew from the settings: a record keeps its day's count."""
     asked = record["settings"]
     if "task" in asked:
         task = mqar(asked)
         vocab_size, length = task.vocab_size, max(map(task.length, task.trained))
     else:
         vocab_size, length = record["text"]["vocab_size"], asked["data"]["seq_len"]
-    with warnings.catch_warnings(action="ignore"):  # a study may ask about what a map warns of
+    with warnings.catch_warnings(action="ignore"):  # a study may examine what a map warns of
         return configured(asked["model"], vocab_size).flops_per_token(length)
 
 
@@ -281,7 +257,7 @@ def table(places: dict[Place, ReportRow]) -> list[list[str]]:
 
 
 def bigram_rows(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) -> str:
-    """What the bigrams of these seeds have, as a sentence; "" where they are not recorded."""
+    """A sentence on the bigrams of these seeds; "" if they are not recorded."""
     got = [found[name] for seed in seeds if (name := key(bigram_settings(seed, lm))) in found]
     if not got or len(got) < len(seeds):
         return ""
@@ -314,11 +290,11 @@ def by_case(places: dict[Place, ReportRow]) -> tuple[list[str], list[list[str]]]
     return ["system", "equal", *(f"{case} pairs" for case in cases)], lines
 
 
-def every_run(cells: Iterable[Trial], found: dict[str, Record]) -> list[list[str]]:
-    """A line for each run: its seed, score, and the curve at five places."""
+def every_run(trials: Iterable[Trial], found: dict[str, Record]) -> list[list[str]]:
+    """A line for each run: its seed, its score, and five points of its curve."""
     lines: dict[str, list[str]] = {}
-    for cell in cells:
-        for asked in cell.settings:
+    for trial in trials:
+        for asked in trial.settings:
             name = key(asked)
             if name in lines or name not in found:
                 continue
@@ -327,7 +303,7 @@ def every_run(cells: Iterable[Trial], found: dict[str, Record]) -> list[list[str
             picked = [points[round(i * (len(points) - 1) / 4)] for i in range(5)] if points else []
             curve = " ".join(f"{point[0]}:{point[1]:.2f}" for point in picked)
             value = f"{record['score']:.4f}" if "score" in record else "diverged"
-            lines[name] = [cell.task, cell.match, cell.system, str(asked["seed"]), value]
+            lines[name] = [trial.task, trial.match, trial.system, str(asked["seed"]), value]
             lines[name] += [f"{record['seconds']:.0f}", curve]
     return list(lines.values())
 
@@ -346,7 +322,7 @@ CLAIMS = ["claim", "task", "equal", "difference", "verdict"]
 
 
 def draw_screening(question: str, asked: Question, places: dict[Place, ReportRow], directory: Path) -> Path:
-    """A dot for each system, by form, mixer and way of matching; a panel a task."""
+    """A panel for each task with a dot for each system, by form, mixer and way of matching."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -380,7 +356,7 @@ def draw_screening(question: str, asked: Question, places: dict[Place, ReportRow
 
 
 def draw_claims(claims: list[Judged], directory: Path) -> Path:
-    """The paired differences with their 95 % intervals, better to the right."""
+    """The paired differences with 95 % intervals; better is on the right."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -409,12 +385,12 @@ def draw_claims(claims: list[Judged], directory: Path) -> Path:
 
 
 def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
-    """Training loss, and recall by pairs, of the finalists: means over seeds; bands from least to most."""
+    """The finalists' training loss and recall by pairs: means over seeds; bands span recall's range."""
     import matplotlib
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(place[0] for place in places))
-    counts = Counter(place[1:] for place in places)  # one alone is there for what its state grows to
+    counts = Counter(place[1:] for place in places)  # a single row belongs to a system whose state grows
     panels = [panel for panel in itertools.product(TASKS, MATCHES) if counts[panel] > 1] or [*counts]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4 * len(panels), 5), layout="constrained")
@@ -429,9 +405,7 @@ def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
                     steps = [[point[0] for point in record["curve"]] for record in row.records]
                     x = max(steps, key=len)
                     curves = [[point[1] for point in record["curve"]] for record in row.records]
-                    lines = [
-                        smoothed(curve, 3) for curve in curves if len(curve) == len(x)
-                    ]  # not the diverged
+                    lines = [smoothed(curve, 3) for curve in curves if len(curve) == len(x)]  # none diverged
                 else:
                     x = list(range(len(row.records[0]["cases"])))
                     lines = [[100 * score for score in record["scores"]] for record in row.records]
@@ -440,7 +414,7 @@ def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
                 colour = COLOURS[i % 7]
                 look = {"color": colour, "linestyle": LINES[(i + i // 7) % 7], "linewidth": 1.2}
                 [handles[name]] = a.plot(x, [fmean(column) for column in columns], **look)
-                if task == "recall":  # what parts the losses of seeds is the step's few tokens
+                if task == "recall":  # losses of seeds differ mostly by the tokens of a step
                     between = (list(map(f, columns)) for f in (min, max))
                     a.fill_between(x, *between, alpha=0.1, color=colour, lw=0)
             a.set_title(f"{TITLES[task]}, equal {match}")
@@ -457,19 +431,21 @@ def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
 
 
 def report(directory: Path) -> list[Path]:
-    """Remakes RESULTS.md and the pictures of a study from its runs.jsonl, and prints what they say.
+    """Rewrites RESULTS.md and the pictures of a study from its runs.jsonl, and prints the tables.
 
-    Words between the two marks of RESULTS.md are kept. Returns what was written.
+    Text between the two marks of RESULTS.md is kept. Returns the files written.
 
     Raises:
-        InputError: there is no study, or no run of it.
+        InputError: there is no study, or it has no recorded run.
     """
     study, questions, lm = load_study(directory)
     found = records(directory / "runs.jsonl")
     if not found:
-        raise InputError(f"{directory / 'runs.jsonl'}: no run is recorded; `nalanda study run` trains them")
+        raise InputError(
+            f"{directory / 'runs.jsonl'}: no run is recorded; start them with `nalanda study run`"
+        )
     first, notes = screening(study, questions, lm)
-    screened = all(key(asked) in found for cell in first for asked in cell.settings)
+    screened = all(key(asked) in found for trial in first for asked in trial.settings)
     everything, finals, claims, lines, best = list(first), {}, [], ["The screening is not finished."], {}
     if screened:
         best = chosen(study, first, found)
@@ -508,7 +484,7 @@ def report(directory: Path) -> list[Path]:
     blocks.append("## Screening")
     blocks.append(f"Seed {study.seed}, every system. {bigram_rows([study.seed], lm, found)}".rstrip())
     for name, asked in questions.items():
-        mine = report_rows((c for c in first if c.question == name), found)
+        mine = report_rows((trial for trial in first if trial.question == name), found)
         if not mine:
             continue
         written.append(draw_screening(name, asked, mine, directory))
@@ -528,14 +504,14 @@ def report(directory: Path) -> list[Path]:
 
 
 def words(file: Path) -> str:
-    """What somebody wrote into an earlier report, between its marks."""
+    """The text between the marks of an earlier report."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     kept = re.search(f"{re.escape(BEGIN)}(.*){re.escape(END)}", text, re.DOTALL)
     return BEGIN + (kept[1] if kept else "\n\n") + END
 
 
 def facts(runs: list[list[str]], found: dict[str, Record]) -> str:
-    """How many runs, of how long, with what."""
+    """A line on the runs: their number, time, device, versions and text."""
     seconds = sum(record["seconds"] for record in found.values() if "model" in record["settings"])
     some = next(iter(found.values()))
     text = next((record["text"] for record in found.values() if "text" in record), None)
@@ -556,7 +532,7 @@ def print_report(
     for header, body in ((CLAIMS, claim_lines(claims)), (HEADER[:4] + HEADER[8:9], None)):
         if body is None:
             body = [line[:4] + line[8:9] for line in table(finals)]
-        names = [line[0] for line in body]  # each once, in front of its first line
+        names = [line[0] for line in body]  # shown once, on its first line
         body = [["" if i and names[i - 1] == line[0] else line[0], *line[1:]] for i, line in enumerate(body)]
         if not body:
             continue
