@@ -9,19 +9,40 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .model import NalandaCache, NalandaConfig, NalandaForCausalLM, State, ops
+    from .data.documents import register_reader
+    from .model import (
+        NalandaCache,
+        NalandaConfig,
+        NalandaForCausalLM,
+        State,
+        ops,
+        register_feature_map,
+        register_mixer,
+    )
+    from .train.optim import register_optimizer
 
 __version__ = "0.1.0"
-__all__ = ["NalandaCache", "NalandaConfig", "NalandaForCausalLM", "State", "ops"]
+__all__ = [
+    "NalandaCache",
+    "NalandaConfig",
+    "NalandaForCausalLM",
+    "State",
+    "ops",
+    "register_feature_map",
+    "register_mixer",
+    "register_optimizer",
+    "register_reader",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(".model", __name__), name)
+    home = {"register_optimizer": ".train.optim", "register_reader": ".data.documents"}.get(name, ".model")
+    return getattr(importlib.import_module(home, __name__), name)
 
 
-# Importing the model registers it, and takes seconds. The `nalanda` command does not wait for that: each of
-# its functions imports what it needs.
+# Importing the model registers it and takes seconds. The `nalanda` command does not wait for it: each of its
+# functions imports what it needs.
 if not getattr(sys.modules.get("nalanda_cli"), "running", False):
     importlib.import_module(".model", __name__)

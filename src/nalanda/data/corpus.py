@@ -21,8 +21,8 @@ from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
     AT_ONCE,
     FOLDERS,
+    READERS,
     SAMPLES,
-    SUFFIXES,
     WHOLE,
     Document,
     Fields,
@@ -257,7 +257,7 @@ class MixtureShard:
 def _find_files(root: Path, split: str) -> tuple[dict[str, Path], bool]:
     """Files by name, sorted, and whether validation has files of its own."""
     if root.is_dir():
-        names = [n for n in glob.glob("**/*", root_dir=root, recursive=True) if n.endswith(SUFFIXES)]
+        names = [n for n in glob.glob("**/*", root_dir=root, recursive=True) if n.endswith(tuple(READERS))]
         files = {Path(n).as_posix(): root / n for n in sorted(names) if (root / n).is_file()}
         parts = {part: {n: p for n, p in files.items() if n.startswith(f"{part}/")} for part in FOLDERS}
         separate = bool(parts["validation"])
@@ -270,10 +270,10 @@ def _find_files(root: Path, split: str) -> tuple[dict[str, Path], bool]:
         files = {path.as_posix(): path for path in found if path.is_file()}
         separate = False
         for path in files.values():
-            if not path.name.endswith(SUFFIXES):
-                raise InputError(f"{path} is none of the kinds that can be read: {', '.join(SUFFIXES)}")
+            if not path.name.endswith(tuple(READERS)):
+                raise InputError(f"{path} is none of the kinds that can be read: {', '.join(READERS)}")
     if not files:
-        raise InputError(f"no documents for {split} in {root}; readable files are {', '.join(SUFFIXES)}")
+        raise InputError(f"no documents for {split} in {root}; readable files are {', '.join(READERS)}")
     if len({path.suffix == ".txt" for path in files.values()}) == 2:
         raise InputError(
             f"{root} holds .txt files beside shards; name the ones that are meant: {root}/**/*.jsonl"

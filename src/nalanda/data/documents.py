@@ -6,7 +6,7 @@ import functools
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -15,9 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.config.schema import MAX_DOCUMENT, DataConfig
-
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
 
 FOLDERS = ("train", "validation", "test")  # what the parts of a directory are called
 
@@ -127,11 +124,9 @@ class FileShard:
                 f"{self.path} changed while it is in use: {self.size} bytes are {now} now; restore it, "
                 "or start a new run from the checkpoint's weights with model.init_from"
             )
-        if self.single:
-            return iter([] if cursor else [(_read_txt(self.path, self.size, self.fields), 1)])
-        if not self.size:
+        if not self.size and not self.single:
             raise InputError(f"{self.path}, line 1: the file is empty; fetch it again or remove it")
-        read = _read_parquet if self.path.suffix == ".parquet" else _read_jsonl
+        read = next(read for suffix, read in READERS.items() if self.path.name.endswith(suffix))
         return read(self.path, self.fields, cursor or 0)
 
 
@@ -152,12 +147,15 @@ def _hash_file(path: Path, size: int, whole: int, sample: int) -> str:
     return digest.hexdigest()
 
 
-def _read_txt(path: Path, size: int, fields: Fields) -> Document | None:
-    if size > fields.max_bytes:
-        return fields.oversized(str(path), size)
+def _read_txt(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
+    if start:
+        return
+    if (size := path.stat().st_size) > fields.max_bytes:
+        yield fields.oversized(str(path), size), 1
+        return
     content = path.read_bytes()
     try:
-        return Document(content.decode())
+        yield Document(content.decode()), 1
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputError(f"{path}, line {line}: not UTF-8 ({error.reason})") from None
@@ -326,6 +324,30 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     for name in fields.source.split("."):
         source = source.get(name) if isinstance(source, dict) else None
     return Document(text, source if isinstance(source, str) else "")
+
+
+Reader = Callable[[Path, Fields, int], Iterator[tuple[Document | None, int]]]
+READERS: dict[str, Reader] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".jsonl.zst": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+"""Suffix of a file's name to the function that reads its documents."""
+
+
+def register_reader(suffix: str, read: Reader) -> None:
+    """Adds a kind of file: `read(path, fields, start)` yields each document behind the first `start`, or None
+    for one that is left out for its size, with the number of documents read so far.
+
+    Raises ValueError for a suffix that is taken or is none, or for a `read` that cannot be called.
+    """
+    if READERS.get(suffix, read) is not read:
+        raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
+    if not suffix.startswith(".") or suffix == "." or not callable(read):
+        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
+    READERS[suffix] = read
 
 
 # ------------------------------ Python

@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import SUFFIXES, Document, Fields, Shard, document_of
+from nalanda.data.documents import READERS, Document, Fields, Shard, document_of
 
 DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
 
@@ -21,7 +21,7 @@ DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their
 
 def is_hub_id(source: str) -> bool:
     """Whether `source` is spelt OWNER/NAME."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(SUFFIXES)
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(tuple(READERS))
 
 
 def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:

@@ -20,7 +20,7 @@ from nalanda.common.errors import DiskFull, InputError, no_room
 from nalanda.common.retry import Incomplete, Patience, T, describe_error, persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import FOLDERS, SUFFIXES, Document, Fields, FileShard, Shard
+from nalanda.data.documents import FOLDERS, READERS, Document, Fields, FileShard, Shard
 
 LISTS = (".urls", ".list")  # a text file with one URL a line
 
@@ -67,8 +67,8 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
         lines = _text(url, retries).splitlines() if urlsplit(url).path.endswith(LISTS) else [url]
         found += [urljoin(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
     for url in found:
-        if not is_url(url) or not urlsplit(url).path.endswith(SUFFIXES):
-            kinds = ", ".join(SUFFIXES)
+        if not is_url(url) or not urlsplit(url).path.endswith(tuple(READERS)):
+            kinds = ", ".join(READERS)
             raise InputError(
                 f"{redact(url)} is no URL of a kind that can be read: {kinds}; lists: .urls, .list"
             )
@@ -190,7 +190,7 @@ def _prune(folder: Path, newest: Path) -> None:
     # Whoever reads a file that is removed has it open, and reads on.
     files = {path: _age(path) for path in folder.iterdir() if path != newest}
     shards = sorted(
-        (p for p in files if p.name.endswith(SUFFIXES) and p.name[0] != "."), key=files.__getitem__
+        (p for p in files if p.name.endswith(tuple(READERS)) and p.name[0] != "."), key=files.__getitem__
     )
     halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
     for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
