@@ -3,13 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check format bench static torture clean gpu-check
+.PHONY: demo test test-quick test-all check format bench static tables torture clean gpu-check
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
 
 demo: .venv/.ready
 	@$(BIN)/python recipes/demo.py
 
 test: .venv/.ready
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 tests
+	@$(PYTEST) -m "not slow" tests
+
+# Layout, model, ops, data: less than 90 seconds on 2 cores.
+test-quick: .venv/.ready
+	@$(PYTEST) -m "not slow" tests/test_layout.py tests/model tests/data/test_data.py tests/data/test_shuffle.py
+
+# After `make test`, the slow ones.
+test-all: test
+	@$(PYTEST) -m slow tests
 
 check: .venv/.ready
 	@$(BIN)/ruff format --check .

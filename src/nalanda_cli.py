@@ -1,7 +1,6 @@
 """The `nalanda` command.
 
-It stands outside the package because importing that costs seconds: each command imports what it needs, and
-`--help` nothing.
+This module is outside the package, whose import takes seconds: each command imports only what it needs.
 """
 
 import contextlib
@@ -13,50 +12,46 @@ from typing import Annotated, Any
 try:
     import typer
     import typer.main
-except KeyboardInterrupt:  # before there is a `main` to say it
+except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
 
 app = typer.Typer(
-    help="Pretrain linear-attention language models, score them, stream text from them.",
+    help="Pretrain linear-attention language models, evaluate them, and generate text.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure speed beside a peer's, and recall.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed against peers, and recall.", no_args_is_help=True)
 app.add_typer(bench, name="bench", rich_help_panel=None)
-data = typer.Typer(help="Tokenise a corpus once, and check what came of it.", no_args_is_help=True)
+data = typer.Typer(help="Tokenise a corpus before training, and check the result.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=None)
 study = typer.Typer(help="Compare mixers and feature maps over many small runs.", no_args_is_help=True)
 app.add_typer(study, name="study", rich_help_panel=None)
 
-Recipe = Annotated[str, typer.Argument(help="a recipe's file, or the name of one that ships with Nalanda")]
+Recipe = Annotated[str, typer.Argument(help="recipe file, or the name of one that ships with Nalanda")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
 ]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default the GPU where there is one")
-]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16")]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run code that comes with the checkpoint")
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy")]
-TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that make up this share")]
-TopK = Annotated[int, typer.Option(help="keep at most so many tokens; 0 keeps all")]
-SamplingSeed = Annotated[int | None, typer.Option(help="of the sampling; by default every call differs")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run code from the checkpoint")]
+Temperature = Annotated[float, typer.Option(help="sampling temperature; 0 is greedy")]
+TopP = Annotated[float, typer.Option(help="sample from the likeliest tokens with this total probability")]
+TopK = Annotated[int, typer.Option(help="sample from at most this many tokens; 0: all")]
+SamplingSeed = Annotated[int | None, typer.Option(help="seed of the sampling; by default every call differs")]
 
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Pretrain from a recipe.
 
-    In this process; for many, `accelerate launch recipes/pretrain.py RECIPE` does the same.
+    Runs in one process. For several: `accelerate launch recipes/pretrain.py RECIPE`.
     """
     from nalanda.config.load import load_config
 
-    config = load_config(recipe, overrides or [])  # a mistake in it is said before torch is imported
+    config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     from nalanda.train.loop import train
 
     train(config)
@@ -64,44 +59,36 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def eval(
-    models: Annotated[
-        list[str] | None, typer.Argument(help="checkpoint directories or hub ids; they make one table")
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(help="checkpoint directories or hub ids")] = None,
     tasks: Annotated[
         str,
         typer.Option(
-            help="table4 (the literature's suite), all (it and six more), python_docs (the demo's), or, "
-            "comma-separated, tasks of lm-evaluation-harness, task files and directories of them"
+            help="comma-separated: table4 (the literature's suite), all (and six more), python_docs (the "
+            "demo's), tasks of lm-evaluation-harness, task files, directories of task files"
         ),
     ] = "table4",
-    data: Annotated[
-        str | None, typer.Option(help="directory with the tasks' data, for use without the hub")
-    ] = None,
-    fetch: Annotated[
-        str | None, typer.Option(help="download the tasks' data into this directory, for --data; no scores")
-    ] = None,
-    limit: Annotated[float | None, typer.Option(help="documents a task, or a share of them below 1")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts read together; changes no result")] = 8,
+    data: Annotated[str | None, typer.Option(help="directory of the tasks' data; default: the hub")] = None,
+    fetch: Annotated[str | None, typer.Option(help="only download tasks' data here, for --data")] = None,
+    limit: Annotated[float | None, typer.Option(help="documents per task; below 1: share of them")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts read together; does not change results")] = 8,
     max_length: Annotated[
-        int | None, typer.Option(help="tokens seen at once; by default the training length")
+        int | None, typer.Option(help="context in tokens; by default as in training")
     ] = None,
     long: Annotated[
-        str, typer.Option(help="longer texts are read in windows (window), or in one pass (whole)")
+        str, typer.Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
     ] = "window",
-    no_share: Annotated[
-        bool, typer.Option("--no-share", help="read a context again for each of its continuations")
-    ] = False,
+    no_share: Annotated[bool, typer.Option("--no-share", help="read contexts once per continuation")] = False,
     output: Annotated[
         str | None,
-        typer.Option(help="directory for results.json, .md, .csv, and for answers, so that a run can go on"),
+        typer.Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Score models zero-shot.
+    """Evaluate models zero-shot.
 
-    With lm-evaluation-harness, and beside the literature's rows. On several processes: torchrun
+    Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun
     --nproc-per-node 2 -m nalanda_cli eval …
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -135,41 +122,33 @@ def eval(
 
 @app.command()
 def perplexity(
-    models: Annotated[
-        list[str], typer.Argument(help="checkpoint directories or hub ids; they make one table and picture")
-    ],
+    models: Annotated[list[str], typer.Argument(help="checkpoint directories or hub ids")],
     text: Annotated[
         str,
         typer.Option(
-            help="a text file, a directory or glob of documents, python (what the demo holds out), or a "
-            "recipe: its validation part"
+            help="text file, directory or glob of documents, python (the demo's validation part), or a "
+            "recipe, for its validation part"
         ),
     ] = "python",
     set: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="changes that recipe: data.validation_split=test"),
+        typer.Option(
+            metavar="KEY=VALUE", help="a setting of that recipe, such as data.validation_split=test"
+        ),
     ] = None,
-    joined: Annotated[
-        bool, typer.Option("--joined", help="read the documents as one text, eos between them")
-    ] = False,
-    length: Annotated[
-        int | None, typer.Option(help="tokens that are read in one pass; by default 16 windows")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="tokens of the windows beside; by default the training length")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="so many are scored; the last document is cut there")] = 2**18,
-    output: Annotated[
-        str, typer.Option(help="directory for perplexity.json, .csv and the picture")
-    ] = "runs/perplexity",
+    joined: Annotated[bool, typer.Option("--joined", help="join documents with eos between them")] = False,
+    length: Annotated[int | None, typer.Option(help="tokens read in one pass; by default 16 windows")] = None,
+    window: Annotated[int | None, typer.Option(help="tokens per window; by default as in training")] = None,
+    tokens: Annotated[int, typer.Option(help="tokens to score; the last document is cut there")] = 2**18,
+    output: Annotated[str, typer.Option(help="directory for the results and picture")] = "runs/perplexity",
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Perplexity of a text of any length, by position.
+    """Measure perplexity by position, for texts of any length.
 
-    In one pass through the state and in windows of the training length, over the same tokens: does the model
-    gain from what lies further back than it was trained to read?
+    Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
+    context beyond its training length.
     """
     _check_models(models)
     from nalanda_eval.perplexity import perplexity, print_perplexity
@@ -194,17 +173,11 @@ def perplexity(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
-    prompt: Annotated[
-        str | None, typer.Argument(help="the text to continue; - reads it from standard input")
-    ] = None,
-    file: Annotated[str | None, typer.Option(help="a text file in its place, of any length")] = None,
-    state: Annotated[str | None, typer.Option(help="go on from what --save-state wrote")] = None,
-    save_state: Annotated[
-        str | None, typer.Option(help="write what has been read to this file, before continuing it")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="stop after so many, or at the end-of-text token")
-    ] = 128,
+    prompt: Annotated[str | None, typer.Argument(help="text to continue; - reads standard input")] = None,
+    file: Annotated[str | None, typer.Option(help="text file to continue instead")] = None,
+    state: Annotated[str | None, typer.Option(help="continue a state that --save-state wrote")] = None,
+    save_state: Annotated[str | None, typer.Option(help="write the prompt's state to this file")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit, unless the text ends earlier")] = 128,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -240,9 +213,9 @@ def generate(
 @app.command()
 def chat(
     model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
-    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
-    state: Annotated[str | None, typer.Option(help="go on from a saved state or conversation")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="of an answer")] = 512,
+    system: Annotated[str, typer.Option(help="system message")] = "",
+    state: Annotated[str | None, typer.Option(help="continue a saved state or conversation")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit of an answer, in tokens")] = 512,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -251,9 +224,9 @@ def chat(
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    By its chat template, or in plain text. The state is carried from turn to turn: only what is new is read.
+    Uses its chat template, or plain text. The state is kept between turns, so each turn reads only new text.
     """
     from nalanda.inference.sampling import sampling_options
 
@@ -278,20 +251,18 @@ def chat(
 
 @app.command()
 def info(
-    recipe: Annotated[
-        str | None, typer.Argument(help="a recipe's file or name; without one, tables of all")
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(help="recipe file or name; tables without one")] = None,
     overrides: Overrides = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
     device: Annotated[
-        str, typer.Option(help="a process's, for the time: here, cpu, or a GPU such as H100")
+        str, typer.Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """What a recipe comes to.
+    """Estimate a recipe's parameters, FLOPs, memory and time.
 
-    Parameters, FLOPs, state, memory, steps, tokens and time; nothing is allocated. Without a recipe: tables
-    of the recipes that ship, the token mixers and the feature maps.
+    The model is not allocated. Without a recipe: tables of the recipes that ship with Nalanda, the token
+    mixers and the feature maps.
     """
     import json
 
@@ -312,21 +283,18 @@ def info(
 
 @app.command()
 def export(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's folder, or a step-N in it")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")],
     out: Annotated[str, typer.Argument(help="the folder to make")],
-    step: Annotated[int | None, typer.Option(help="of the run; by default its newest checkpoint")] = None,
+    step: Annotated[int | None, typer.Option(help="step of the checkpoint; by default the newest")] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
+        str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="with --push: for its owner's eyes")] = False,
+    private: Annotated[bool, typer.Option("--private", help="with --push: as a private repository")] = False,
 ) -> None:
-    """Write a checkpoint as a model folder.
+    """Write a checkpoint, sharded or not, as a model folder.
 
-    Plain safetensors with config, code, tokenizer, recipe and model card, as transformers and the hub have
-    them; of a sharded checkpoint as well. The card has the scores of a results.json of `nalanda eval` in the
-    run's folder.
+    Safetensors, config, code, tokenizer, recipe and model card, in the form of transformers and the hub. The
+    card has scores if `nalanda eval` wrote a results.json into the run's folder.
     """
     from pathlib import Path
 
@@ -346,13 +314,13 @@ def convert(
     source: Annotated[str, typer.Argument(help="a model folder or hub id")],
     destination: Annotated[str, typer.Argument(help="the folder to make")],
     to: Annotated[
-        str | None, typer.Option(help="nalanda, fla or llama; needed where the source leaves a choice")
+        str | None, typer.Option(help="nalanda, fla or llama; required where more than one is possible")
     ] = None,
 ) -> None:
-    """Convert models to and from other libraries' kinds.
+    """Convert models to and from the formats of other libraries.
 
-    Between ours, flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and
-    transformers' Llama: equal logits, or an error that names what cannot be expressed.
+    Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and transformers' Llama.
+    The logits stay equal; what the other format cannot express is an error.
     """
     _check_models([source])
     from nalanda.convert.convert import convert
@@ -362,12 +330,12 @@ def convert(
 
 @app.command()
 def runs(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="where the runs are")] = "runs",
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="directory of the runs")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
     """List the runs of a directory.
 
-    With model, step, loss, speed and state, what changed last first.
+    Shows model, step, loss, speed and state, last changed first.
     """
     from nalanda.report.runs import overview, print_runs, runs_to_json
 
@@ -378,11 +346,11 @@ def runs(
 @app.command()
 def verify(
     run: Annotated[str, typer.Argument(help="a run's folder")],
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for other programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check every checkpoint of a run: is it whole, finite, loadable?
+    """Check the checkpoints of a run.
 
-    Exit code 1 where one is not. Reads all of their bytes.
+    Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
     """
     from pathlib import Path
 
@@ -406,14 +374,15 @@ def verify(
 def plot(
     folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs")],
     output: Annotated[
-        str | None, typer.Option(help="the picture; default: loss.png in the run, or here for several")
+        str | None,
+        typer.Option(help="file of the picture; by default loss.png in the run, or here for several"),
     ] = None,
-    x: Annotated[str, typer.Option(help="tokens, steps or hours of training")] = "tokens",
-    smooth: Annotated[bool, typer.Option(help="draw running means over the raw losses")] = True,
+    x: Annotated[str, typer.Option(help="x axis: tokens, steps or hours (of training)")] = "tokens",
+    smooth: Annotated[bool, typer.Option(help="draw running means over the losses")] = True,
 ) -> None:
-    """Draw runs' loss curves into one picture.
+    """Draw the loss curves of runs into one picture.
 
-    Training and validation; the legend tells in what the runs differ.
+    Shows training and validation losses. The legend names the settings in which the runs differ.
     """
     from pathlib import Path
 
@@ -427,26 +396,23 @@ def plot(
 
 @app.command()
 def analyze(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RECIPE", help="a checkpoint directory, hub id, or recipe")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
     overrides: Overrides = None,
-    text: Annotated[
-        str | None, typer.Option(help="a text file; by default documents that come with Python")
-    ] = None,
-    length: Annotated[int, typer.Option(help="tokens in a row")] = 256,
-    rows: Annotated[int, typer.Option(help="rows that the weights are averaged over")] = 4,
+    text: Annotated[str | None, typer.Option(help="text file; by default text from Python itself")] = None,
+    length: Annotated[int, typer.Option(help="tokens per row")] = 256,
+    rows: Annotated[int, typer.Option(help="rows to average over")] = 4,
     output: Annotated[
-        str | None, typer.Option(help="directory for analysis.json and the figures; default: by the model")
+        str | None,
+        typer.Option(help="directory for analysis.json and figures; by default in the run or by the model"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of an untrained model's weights and of the text's order")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of untrained weights and of the text's order")] = 0,
     device: Device = None,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Measure what a model's token mixers do with a text.
+    """Analyze the weights of a model's token mixers on a text.
 
-    Entropy, sign, locality and rank of their weights, spread of their gradients: figures and one JSON.
-    A recipe stands for the model that its run has trained, or for an untrained one.
+    Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
+    file. A recipe means the model that its run has trained, or an untrained one.
     """
     from nalanda_eval.analysis import analyze
     from nalanda_eval.plots import print_analysis
@@ -473,45 +439,42 @@ def prepare(
         str,
         typer.Argument(
             metavar="SOURCE_OR_RECIPE",
-            help="a directory, file, glob, hub dataset or python; or a recipe, for its data and tokenizer",
+            help="directory, file, glob, hub dataset or python; or a recipe, for its data and tokenizer",
         ),
     ],
-    output: Annotated[str, typer.Argument(help="directory of the prepared set; name it as data.source")],
+    output: Annotated[str, typer.Argument(help="directory for the prepared set, to set as data.source")],
     tokenizer: Annotated[
-        str | None, typer.Option(help="a directory, hub id or file; by default one is trained")
+        str | None, typer.Option(help="directory, hub id or file of a tokenizer; by default one is trained")
     ] = None,
     train: Annotated[
-        str | None, typer.Option("--train", help="the tokenizer to train on the documents: bpe or words")
+        str | None, typer.Option("--train", help="kind of tokenizer to train on the documents: bpe or words")
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="of the trained tokenizer")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; by default one a core")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="size of the trained tokenizer")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; by default one per core")] = None,
     shard_mb: Annotated[
-        int | None, typer.Option(min=1, help="input of a shard in MiB; by default a 64th of it, 1 to 256")
+        int | None,
+        typer.Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
     ] = None,
     validation_share: Annotated[
-        float | None, typer.Option(help="documents held out where the source has no validation part")
+        float | None, typer.Option(help="share of documents to hold out if the source has no validation part")
     ] = None,
-    text_field: Annotated[str | None, typer.Option(help="where a record has its text")] = None,
+    text_field: Annotated[str | None, typer.Option(help="field of a record with its text")] = None,
     source_field: Annotated[
-        str | None, typer.Option(help="where a record names its source; a dot leads into a field")
+        str | None, typer.Option(help="field of a record with its source, such as meta.source")
     ] = None,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="in front of every document")] = None,
-    eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="behind every document")] = None,
-    executor: Annotated[
-        str | None, typer.Option(help="datatrove's: local, slurm or ray, in place of --workers")
-    ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="of the executor, each with its part of the shards")] = 1,
-    logs: Annotated[str | None, typer.Option(help="the executor's; by default OUTPUT-logs")] = None,
-    slurm_partition: Annotated[str | None, typer.Option(help="where the tasks run")] = None,
-    slurm_time: Annotated[str, typer.Option(help="limit of a task")] = "24:00:00",
-    slurm_arg: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for sbatch; may be given many times")
-    ] = None,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="put bos before every document")] = None,
+    eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="put eos after every document")] = None,
+    executor: Annotated[str | None, typer.Option(help="run by datatrove: local, slurm or ray")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="tasks of the executor, which share the shards")] = 1,
+    logs: Annotated[str | None, typer.Option(help="directory for its logs; by default OUTPUT-logs")] = None,
+    slurm_partition: Annotated[str | None, typer.Option(help="Slurm partition of the tasks")] = None,
+    slurm_time: Annotated[str, typer.Option(help="time limit of a task")] = "24:00:00",
+    slurm_arg: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for sbatch; repeatable")] = None,
 ) -> None:
     """Tokenise a corpus into token shards.
 
-    Once, in parallel, before training. Run it again after an interruption: what is finished stays. The bytes
-    are the same whatever the number of workers, tasks or machines.
+    Runs in parallel and resumes after an interruption. The number of workers, tasks and machines does not
+    change the bytes.
     """
     from dataclasses import replace
     from pathlib import Path
@@ -564,7 +527,7 @@ def prepare(
             slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
         )
         if not token_set.is_token_set(output):
-            print(f"the tasks are in the queue; {output} is finished when it has an index.json")
+            print(f"the tasks are queued; {output} is complete when it has an index.json")
             return
         index = token_set.read_index(output)
     inspect.print_token_set(index, output)
@@ -572,11 +535,11 @@ def prepare(
 
 @data.command()
 def inspect(
-    directory: Annotated[str, typer.Argument(help="a prepared set")],
-    verify: Annotated[bool, typer.Option("--verify", help="all SHA-256 sums, not the sizes alone")] = False,
-    show: Annotated[int, typer.Option(min=0, help="print the beginning of so many documents")] = 0,
+    directory: Annotated[str, typer.Argument(help="directory of a prepared set")],
+    verify: Annotated[bool, typer.Option("--verify", help="check SHA-256 sums, not only sizes")] = False,
+    show: Annotated[int, typer.Option(min=0, help="number of documents to print the beginning of")] = 0,
 ) -> None:
-    """Print what a prepared set holds, and check it."""
+    """Summarize and check a prepared set."""
     from nalanda.data.inspect import inspect
 
     inspect(directory, verify=verify, samples=show)
@@ -586,17 +549,15 @@ def inspect(
 def fetch(
     recipe: Recipe,
     overrides: Overrides = None,
-    to: Annotated[
-        str, typer.Option("--to", help="the directory to fill; then set offline: DIR in the recipe")
-    ] = "",
+    to: Annotated[str, typer.Option("--to", help="directory to fill, for offline: DIR in a recipe")] = "",
     max_shards: Annotated[
-        int | None, typer.Option(min=1, help="files of each split, at most; for a part of a large dataset")
+        int | None, typer.Option(min=1, help="limit on the files of each split, for part of a large dataset")
     ] = None,
 ) -> None:
-    """Download what a recipe needs, for machines without a network.
+    """Download everything that a recipe needs, for machines without a network.
 
-    The tokenizer, the dataset's files, shards that have a URL, the model to start from. Run it again after an
-    interruption: what is there stays.
+    Downloads the tokenizer, the dataset's files, shards with a URL and the initial model. Resumes after an
+    interruption.
     """
     from nalanda.config.load import load_config
     from nalanda.data.offline import fill_mirror
@@ -609,7 +570,7 @@ def fetch(
 Folder = Annotated[
     str | None,
     typer.Argument(
-        help="with study.yaml and lm.yaml; a new one gets Nalanda's own study", show_default=False
+        help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study", show_default=False
     ),
 ]
 
@@ -620,16 +581,16 @@ def study_run(
     text: Annotated[
         str | None,
         typer.Option(
-            help="the corpus: a directory in SlimPajama's layout, …; by default lm.yaml's data.source"
+            help="corpus, such as a directory in SlimPajama's layout; by default lm.yaml's data.source"
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a small study, in minutes")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="run a small study, in minutes")] = False,
     workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
 ) -> None:
-    """Train a study's models: all with one seed, the finalists with several; then report.
+    """Train a study's models, all with one seed and the finalists with several, and report.
 
-    Run it again after an interruption, or with more seeds in study.yaml: finished runs stay. By default the
-    study is recipes/study of a checkout, elsewhere runs/study; with --quick it is runs/study-quick.
+    Run it again after an interruption, or with more seeds in study.yaml: finished runs are kept. The default
+    folder is recipes/study in a checkout, otherwise runs/study; with --quick it is runs/study-quick.
     """
     from nalanda_eval.studies.report import report
     from nalanda_eval.studies.study import begin_study, folder, run_study
@@ -642,9 +603,9 @@ def study_run(
 
 @study.command("report")
 def study_report(directory: Folder = None) -> None:
-    """Remake a study's tables and pictures from its recorded runs.
+    """Rewrite a study's tables and pictures from its recorded runs.
 
-    Writes RESULTS.md, whose words between the marks stay, and the pictures beside it.
+    Writes RESULTS.md, keeping the text between its marks, and the pictures beside it.
     """
     from nalanda_eval.studies.report import report
     from nalanda_eval.studies.study import folder
@@ -654,7 +615,7 @@ def study_report(directory: Folder = None) -> None:
 
 @bench.callback()
 def _bench() -> None:
-    """Keeps `ops` a command of its own."""
+    """Group of the benchmarks."""
 
 
 @bench.command()
@@ -662,9 +623,9 @@ def ops(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """The recurrences on this CPU, beside transformers' torch paths.
+    """Time the recurrences on this CPU against transformers' torch paths.
 
-    Forward and backward, in one run, after a check that the two agree.
+    Measures forward and backward of both in one run, after checking that they agree.
     """
     from nalanda.bench.ops import bench_ops
 
@@ -674,16 +635,14 @@ def ops(
 @bench.command()
 def decode(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements of each")] = 40,
-    read: Annotated[
-        bool, typer.Option("--read", help="read 64 k tokens, where states of 1 k and their count would do")
-    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements of each model")] = 40,
+    read: Annotated[bool, typer.Option("--read", help="read 64 k tokens, not only 1 k")] = False,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
-    png: Annotated[str | None, typer.Option(help="draw them into this file")] = None,
+    png: Annotated[str | None, typer.Option(help="write a picture to this file")] = None,
 ) -> None:
-    """Milliseconds a token on this CPU behind 1 k to 64 k tokens.
+    """Time decoding on this CPU at contexts of 1 k to 64 k tokens.
 
-    Gated DeltaNet, with and without the NaLa map, beside transformers' Qwen3-Next and our softmax.
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
     """
     from nalanda.bench.decode import bench_decode
 
@@ -695,43 +654,43 @@ def recall(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...", help="settings to change: of a task, model or training"
+            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
         ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="comma-separated, of mqar, needle, copying, parity, modular, s5, regression, listops; by "
-            "default all of these; also listops_lra, of the published length"
+            help="comma-separated: mqar, needle, copying, parity, modular, s5, regression, listops (default: "
+            "all of these), or listops_lra, with the published length"
         ),
     ] = None,
     mixers: Annotated[
         str | None,
-        typer.Option(help="comma-separated, with options as deltanet:allow_neg_eigval=true; default all"),
+        typer.Option(help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"),
     ] = None,
     maps: Annotated[
-        str | None, typer.Option(help="comma-separated feature maps, or own, each mixer's own; default all")
+        str | None,
+        typer.Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each; by default 3, quick 1")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs per model; by default 3, quick 1")] = None,
     match: Annotated[
-        str | None, typer.Option(help="at equal parameters, state (and parameters), or both, the default")
+        str | None,
+        typer.Option(help="compare at equal parameters, state (and parameters), or both (default)"),
     ] = None,
-    states: Annotated[str | None, typer.Option(help="comma-separated bytes of state to compare at")] = None,
-    lrs: Annotated[
-        str | None, typer.Option(help="comma-separated learning rates; the best by validation counts")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="of each run")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a few models on small tasks, in minutes")] = False,
+    states: Annotated[str | None, typer.Option(help="comma-separated sizes of state, in bytes")] = None,
+    lrs: Annotated[str | None, typer.Option(help="comma-separated; validation chooses the best")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="few models on small tasks, in minutes")] = False,
     output: Annotated[
-        str, typer.Option(help="directory of runs, tables and pictures; finished runs in it are kept")
+        str, typer.Option(help="directory for runs, tables and pictures; finished runs in it are kept")
     ] = "runs/recall",
     workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
     device: Device = None,
 ) -> None:
-    """What token mixers remember, on generated tasks.
+    """Measure recall of token mixers on synthetic tasks.
 
-    Trains every mixer with every feature map at equal parameters and equal state, several seeds, and draws
-    accuracy against state size and number of pairs. Run it again after an interruption: finished runs stay.
+    Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
+    accuracy against state size and number of pairs. Resumes after an interruption.
     """
     from nalanda_eval.recall import recall
 
@@ -763,21 +722,19 @@ def recall(
 
 @bench.command()
 def kernels(
-    static: Annotated[
-        bool, typer.Option("--static", help="compile them for GPUs that are not there")
+    static: Annotated[bool, typer.Option("--static", help="compile them, without a GPU")] = False,
+    traffic: Annotated[bool, typer.Option("--traffic", help="count bytes moved, without a GPU")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="choose and save block sizes on this GPU")] = False,
+    arch: Annotated[list[str] | None, typer.Option(help="for --static: sm_80, sm_90, sm_100")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="run only this case of the table")] = None,
+    peer: Annotated[
+        bool, typer.Option("--peer", help="measure flash-linear-attention's kernels instead of using records")
     ] = False,
-    traffic: Annotated[bool, typer.Option("--traffic", help="count the bytes that they move")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="choose block sizes on this GPU, into a file")] = False,
-    arch: Annotated[
-        list[str] | None, typer.Option(help="with --static: sm_80, sm_90, sm_100; default all")
-    ] = None,
-    case: Annotated[list[str] | None, typer.Option(help="only this job, by the table's name")] = None,
-    peer: Annotated[bool, typer.Option("--peer", help="flash-linear-attention's, not as recorded")] = False,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """What the kernels take and move, beside the peer's.
+    """Measure the kernels' registers, memory and traffic against a peer's.
 
-    Registers, spills and shared memory by the compiler, bytes by the interpreter; both without a GPU.
+    The compiler reports registers, spills and shared memory, the interpreter counts bytes.
     """
     import subprocess
     import sys
@@ -787,7 +744,7 @@ def kernels(
         raise typer.BadParameter("choose one of --static, --traffic and --tune")
     given = [("--arch", arch or []), ("--case", case or []), ("--json", [json] if json else [])]
     rest = [text for name, values in given for value in values for text in (name, value)]
-    # A process of its own: whether Triton compiles or interprets is settled as kernels are imported.
+    # In a new process, because Triton chooses to compile or to interpret when kernels are imported.
     command = [sys.executable, "-m", f"nalanda_kernels.{chosen[0]}", *rest, *["--peer"] * peer]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     raise typer.Exit(subprocess.run(command, env=environment).returncode)
@@ -798,7 +755,7 @@ running = False
 
 
 def _check_models(names: list[str] | None) -> None:
-    """Refuses a model that is not there before torch is imported."""
+    """Refuses a missing model before the import of torch."""
     from nalanda.config.model_folder import check_names
 
     check_names(names or [])
@@ -837,13 +794,13 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _said(error: BaseException) -> tuple[str, int | None]:
-    """The line and the exit code for `error`; None where only a traceback tells what is wrong."""
+    """The line and exit code for `error`; code None if it needs a traceback."""
     if _interrupted(error):
         return "nalanda: interrupted", 130
-    if isinstance(error, typer.BadParameter.__mro__[1]):  # typer's: a wrong use of the command
+    if isinstance(error, typer.BadParameter.__mro__[1]):  # a wrong use of the command
         place = error.ctx.command_path if error.ctx else "nalanda"
         text = error.format_message()
-        if "\n" in text:  # the help that a command without arguments gives
+        if "\n" in text:  # help of a command without arguments
             return text, error.exit_code
         takes = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
         how = "; a recipe's settings are written section.key=value, such as train.steps=10"
@@ -855,7 +812,7 @@ def _said(error: BaseException) -> tuple[str, int | None]:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether it comes of ctrl-C; libraries that are being imported make other errors of that."""
+    """Whether ctrl-C caused `error`; libraries raise other errors if it interrupts their import."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
@@ -865,7 +822,7 @@ def _interrupted(error: BaseException | None) -> bool:
     return False
 
 
-if __name__ == "__main__":  # python -m nalanda_cli: `running` is to be that of the module by its name
+if __name__ == "__main__":  # python -m nalanda_cli: use the `running` of the imported module
     import nalanda_cli
 
     nalanda_cli.main()

@@ -33,11 +33,11 @@ from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_name
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
-from nalanda.data.documents import READERS
+from nalanda.data.documents import suffixes
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model.state import fingerprint
+from nalanda.report.plot import COLOURS, GREY, MARKERS, STYLE
 from nalanda.train.log import versions
-from nalanda_eval.plots import COLOURS, GREY, MARKERS, STYLE
 
 AT_ONCE = 4096  # tokens whose logits exist at the same time
 LONGEST = 16  # windows in a row, where the text has them
@@ -130,7 +130,7 @@ def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
 def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
     """The validation texts of `data`, in its files' order or a seed's; any other kind of file is one text."""
     path = Path(str(data.source)).expanduser()
-    if path.is_file() and not path.name.endswith(tuple(READERS)):
+    if path.is_file() and not path.name.endswith(suffixes()):
         try:
             yield path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

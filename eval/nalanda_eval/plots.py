@@ -7,25 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by lines and markers.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
-
-
-MARKERS = "os^DvPX"
-
-
-GREY = "#666666"
-
-
-STYLE = {
-    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 4.5,
-    "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
-}  # fmt: skip
+from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:

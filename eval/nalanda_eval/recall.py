@@ -33,9 +33,9 @@ from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
 from nalanda.model.options import check_names, check_types
+from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
-from nalanda_eval.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from nalanda_eval.report import markdown_table
 from nalanda_eval.sweep import Jobs, follow, key
 from nalanda_eval.synthetic import (

@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .data.documents import register_reader
     from .model import (
         NalandaCache,
         NalandaConfig,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
         register_feature_map,
         register_mixer,
     )
-    from .train.optim import register_optimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,16 +28,13 @@ __all__ = [
     "ops",
     "register_feature_map",
     "register_mixer",
-    "register_optimizer",
-    "register_reader",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"register_optimizer": ".train.optim", "register_reader": ".data.documents"}.get(name, ".model")
-    return getattr(importlib.import_module(home, __name__), name)
+    return getattr(importlib.import_module(".model", __name__), name)
 
 
 # Importing the model registers it and takes seconds. The `nalanda` command does not wait for it: each of its

@@ -166,7 +166,7 @@ TABLE = [
         r"model: there is no folder runs/none, and the hub says: .*",
     ),
     ("train r.yaml 'model={auto: runs/none}'", r"model: there is no folder runs/none, and the hub says: .*"),
-    ("train r.yaml tokenizer=runs/none", r"tokenizer 'runs/none' cannot be loaded: .*"),
+    ("train r.yaml tokenizer=runs/none", r"tokenizer: 'runs/none' cannot be loaded .*"),
     ("train r.yaml data.source=none.jsonl", r".*none\.jsonl.*"),
     ("runs runs/none", r"runs/none: no such directory; .*"),
     ("plot runs/none", r"runs/none: no such directory; name the folder of a run"),

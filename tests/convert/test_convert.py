@@ -1,4 +1,4 @@
-"""Others' checkpoints made ours and ours made theirs; what a run's card says on the hub."""
+"""Conversion from and to other libraries' checkpoints; model cards and uploads of runs."""
 
 import base64
 import functools
@@ -27,7 +27,7 @@ from nalanda.train.export import push
 
 D, I, N, L = 32, 40, 50, 2  # hidden size, GLU, vocabulary, layers
 
-# As flash-linear-attention 0.6.0 builds and saves them: a config of each kind, and shapes of a layer's mixer.
+# A config of each kind as flash-linear-attention 0.6.0 saves it, and the shapes of a layer's mixer.
 SIZES = {"hidden_size": D, "num_hidden_layers": L, "intermediate_size": I, "vocab_size": N, "norm_eps": 1e-5}
 FLA = {
     "delta_net": (
@@ -75,7 +75,7 @@ def config_of(kind, **changes):
 
 
 def tensors_of(kind, seed=0):
-    """Random weights under its names; norms and decays near where training leaves them."""
+    """Random weights under its names; norms and decays close to trained values."""
     shapes = {"model.embeddings.weight": (N, D), "model.norm.weight": (D,)}
     for i in range(L):
         layer = {f"attn.{name}": shape for name, shape in FLA[kind][1].items()}
@@ -91,7 +91,7 @@ def tensors_of(kind, seed=0):
 
 
 def write(folder, config, tensors, shards=1):
-    """A model folder as `save_pretrained` leaves it."""
+    """A model folder as `save_pretrained` writes it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
@@ -115,7 +115,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
-# ------------------------------ what a model of theirs computes, token by token
+# ------------------------------ reference models, token by token
 
 
 def rms(x, weight, eps):
@@ -129,7 +129,7 @@ def conv(x, weight):
 
 
 def rope(x, theta):
-    """x `[T, H, K]`; pairs are a feature and the one K/2 behind it."""
+    """x `[T, H, K]`; a pair is a feature and the one K/2 after it."""
     half = x.shape[-1] // 2
     angle = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None] * torch.complex(x[..., :half], x[..., half:])
@@ -235,7 +235,7 @@ def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
 
 
 def test_what_we_train_goes_out_and_comes_back(tmp_path):
-    """Sizes that theirs puts another way, among them heads that do not divide the hidden size."""
+    """Sizes that their config expresses differently, such as heads that do not divide the hidden size."""
     for i, fields in enumerate(
         [
             {"mixer": "deltanet", "head_dim": 6, "expand_v": 2.0, "conv_size": 0, "feature_map": "identity"},
@@ -365,11 +365,11 @@ def test_padding_takes_eos_where_there_is_no_token_for_it(settings, older, pad, 
     assert found == settings | {"extra": "ä", "padding_side": "left", "pad_token": pad}
 
 
-# ------------------------------ what is refused
+# ------------------------------ errors
 
 
 def refused(source, tmp_path, to=None):
-    """The message, one line; nothing is left behind."""
+    """The one-line message of the refused conversion, which writes nothing."""
     before = set(tmp_path.iterdir())
     with pytest.raises(InputError) as caught:
         convert(str(source), str(tmp_path / "out"), to)
@@ -423,7 +423,7 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
         ("llama", {"mixer": "softmax", "scale_embeddings": True}, "scale_embeddings=True"),
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
-        (None, {"mixer": "softmax"}, "can become fla or llama: choose by --to"),
+        (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
         ("fla", {"mixer": ["gla", "softmax"]}, "mixer ['gla', 'softmax'] can become nothing else"),
         ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
@@ -459,7 +459,7 @@ def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(InputError, match="exists; choose another folder"):
         convert(str(source), str(tmp_path))
     (source / "config.json").write_text('{"model_type": "mamba"}')
-    assert "model_type 'mamba' is none of nalanda, delta_net" in refused(source, tmp_path)
+    assert "model_type 'mamba' is not one of nalanda, delta_net" in refused(source, tmp_path)
     (source / "config.json").write_text(json.dumps(config_of("gla")))
     (source / "model.safetensors").write_bytes(b"no")
     assert "model.safetensors: " in refused(source, tmp_path)
@@ -471,7 +471,7 @@ def test_folders_that_hold_no_model(tmp_path):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of it as uploads of small files need; `server.status` answers all, `server.seen` was asked."""
+    """The hub's API for uploads of small files; answers `server.status`, records in `server.seen`."""
 
     def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -522,7 +522,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def evaluated(whole, tmp_path):
-    """The run, and results of `nalanda eval` for its model and for another one."""
+    """A run with results of `nalanda eval` for its model and for another one."""
     run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     tasks = {"copa": {"metrics": {"acc": 0.625, "ppl": None}, "stderr": {"acc": 0.0625}}}
@@ -625,6 +625,7 @@ def test_the_commands(tmp_path, monkeypatch):
     run = typer.testing.CliRunner().invoke(nalanda_cli.app, ["convert", str(source), str(tmp_path / "ours")])
     assert run.output.strip() == str(tmp_path / "ours")
     asked = []
+    monkeypatch.setattr("nalanda.train.checkpoint_dir.find_checkpoint", lambda *args, **options: None)
     monkeypatch.setattr(exporting, "push", lambda *args, **options: asked.append((args, options)) or "url")
     command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
     assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).output == "url\n"

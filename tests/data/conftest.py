@@ -1,4 +1,4 @@
-"""What several files of these use."""
+"""Fixtures of several test files: a failing HTTP server, and waits that pass at once."""
 
 import pytest
 from servers import Server

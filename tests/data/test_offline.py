@@ -1,4 +1,4 @@
-"""A directory filled where there is a network, and runs that use nothing else."""
+"""The offline mirror: filled with a network, then the only source of a run."""
 
 import gzip
 import hashlib
@@ -33,7 +33,7 @@ train: {steps: 1, tokens_per_step: 32, micro_batch_size: 2}
 
 @pytest.fixture(autouse=True)
 def _set_back(monkeypatch):
-    """What `offline` sets for the process, as it was."""
+    """Restores what `offline` sets for the process."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -53,17 +53,14 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, tokenizer, monkeypatch):
-    """Stand-ins for what fetch calls of the Hub's libraries, which count their calls."""
+    """Stand-ins for the Hub's libraries that count their calls."""
     import datasets
     import huggingface_hub
     import transformers
 
     home = tmp_path / "hub"
     calls = Calls()
-    files = {
-        "train": ["train/b.jsonl", "train/chunk1/a.json.gz"],
-        "validation": ["validation/c.jsonl"],
-    }
+    files = {"train": ["train/b.jsonl", "train/chunk1/a.json.gz"], "validation": ["validation/c.jsonl"]}
     for path in [path for paths in files.values() for path in paths]:
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         body = jsonl(path, 20)
@@ -142,7 +139,7 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
-def test_a_run_without_a_network_has_what_was_fetched(recipe, hub, tmp_path, tokenizer, no_network):
+def test_a_run_without_a_network_reads_the_mirror(recipe, hub, tmp_path, tokenizer, no_network):
     import datasets.config
     import huggingface_hub
 
@@ -162,7 +159,7 @@ def test_a_run_without_a_network_has_what_was_fetched(recipe, hub, tmp_path, tok
 
     asked = recipe(f"offline={root}")
     config = use_mirror(asked)
-    assert asked.data.source == "someone/texts"  # what the run is stays as it was
+    assert asked.data.source == "someone/texts"  # the run's own identity is unchanged
     assert config.data.source == str(root / "datasets/someone--texts")
     hub.clear()
     found = build_tokenizer(config.tokenizer, config.data, tmp_path / "unused")
@@ -178,7 +175,7 @@ def test_a_run_without_a_network_has_what_was_fetched(recipe, hub, tmp_path, tok
         huggingface_hub.HfApi().dataset_info("someone/texts")
 
 
-def test_fetching_again_asks_for_nothing_and_an_interrupted_one_goes_on(recipe, hub, tmp_path, monkeypatch):
+def test_a_full_mirror_asks_for_nothing_and_an_interrupted_one_resumes(recipe, hub, tmp_path, monkeypatch):
     root = tmp_path / "cluster"
     import huggingface_hub
 
@@ -216,9 +213,7 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
     whole = file.read_bytes()
     for damage in (lambda: file.write_bytes(whole[:-1]), file.unlink):
         damage()
-        with pytest.raises(
-            InputError, match=r"b\.jsonl is missing or of another size; where there is a network"
-        ):
+        with pytest.raises(InputError, match=r"b\.jsonl is missing or of another size; with a network"):
             use_mirror(recipe(f"offline={root}"))
         hub.clear()
         fill_mirror(recipe(), root)
@@ -227,7 +222,7 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
         use_mirror(recipe(f"offline={root}"))
 
 
-def test_what_is_not_there_is_named(recipe, hub, tmp_path, no_network):
+def test_missing_things_are_named(recipe, hub, tmp_path, no_network):
     with pytest.raises(InputError, match=r"has no fetched\.json; .* nalanda data fetch RECIPE --to"):
         use_mirror(recipe(f"offline={tmp_path}"))
     root = fill_mirror(recipe(), tmp_path / "cluster")
@@ -245,7 +240,7 @@ def test_what_is_not_there_is_named(recipe, hub, tmp_path, no_network):
         assert "\n" not in str(caught.value)
 
 
-def test_what_is_local_is_left_alone(recipe, tmp_path, no_network):
+def test_local_paths_are_unchanged(recipe, tmp_path, no_network):
     (tmp_path / "here.jsonl").write_text('{"text": "a"}\n')
     config = recipe(
         "offline=/nowhere",
@@ -256,7 +251,7 @@ def test_what_is_local_is_left_alone(recipe, tmp_path, no_network):
     assert needs(config) == []
     assert use_mirror(config) == config
     assert needs(recipe("tokenizer=/no/such/tokens", "data.source=/no/such/texts")) == []
-    assert use_mirror(recipe()) is not None  # without `offline` nothing is looked at
+    assert use_mirror(recipe()) is not None  # without `offline` nothing changes
 
 
 def test_a_part_of_a_large_dataset(recipe, hub, tmp_path):
@@ -338,7 +333,7 @@ def test_mixtures_and_urls(recipe, hub, server, tmp_path, tokenizer, monkeypatch
     assert len(server.asked) == asked
 
 
-def test_a_server_that_stays_away_while_fetching(recipe, hub, server, tmp_path):
+def test_a_server_that_keeps_failing(recipe, hub, server, tmp_path):
     server.files["a.jsonl"], server.faults["a.jsonl"] = jsonl("a", 5), ["503"] * 3
     config = recipe(f"data.source={server.url('a.jsonl')}", "data.retries=2")
     with pytest.raises(SourceUnavailable, match="failed 3 times in a row"):
@@ -399,7 +394,7 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
 # ------------------------------ the tokenizer
 
 
-def test_the_fingerprint_is_of_what_decides_on_tokens(tokenizer, tmp_path):
+def test_the_fingerprint_depends_on_what_decides_tokens(tokenizer, tmp_path):
     import subprocess
 
     first = tokenizer_fingerprint(tokenizer)
@@ -470,7 +465,7 @@ def test_mistral_out_of_its_package(recipe, tmp_path):
 # ------------------------------ secrets
 
 
-def test_what_is_written_down_has_no_password(recipe, tmp_path):
+def test_stored_files_have_no_password(recipe, tmp_path):
     url = "https://me:geheim@host/a.jsonl?X-Amz-Signature=geheim"
     config = recipe(f"data.source={url}")
     assert "geheim" not in config.to_yaml()
@@ -478,8 +473,8 @@ def test_what_is_written_down_has_no_password(recipe, tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(config.to_yaml())
     again = load_config(saved)
-    assert again.to_dict() == config.to_dict()  # so that the run goes on, with another signature too
-    with pytest.raises(InputError, match=r"never written down; give data.source as it was"):
+    assert again.to_dict() == config.to_dict()  # so the run resumes, also with another signature
+    with pytest.raises(InputError, match=r"never stored; give data.source as it was"):
         remote.open_urls(again.data, again.data.source, "train")
     listed = recipe(f"data.source=['{url}', 'https://host/b.jsonl']")
     assert "geheim" not in listed.to_yaml()

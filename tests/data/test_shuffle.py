@@ -1,4 +1,4 @@
-"""The order of rows: from the seed and the step alone, whatever reads them, wherever it is interrupted."""
+"""The shuffle of rows depends only on the seed and the step, not on processes, workers or interruptions."""
 
 import gc
 import itertools
@@ -49,7 +49,7 @@ def write(path: Path, documents: list[str], sources=("",)) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
-    """Two corpora with train/ and validation/, and each as a prepared set."""
+    """Two corpora with train/ and validation/, and each as a token set."""
     folder = tmp_path_factory.mktemp("order")
     tokenizer.save_pretrained(folder / "tokenizer")
     for seed, name in enumerate(("web", "code")):
@@ -111,7 +111,7 @@ def test_a_permutation_gives_every_number_once():
             assert (order == np.arange(size)).mean() < 0.2
             assert (order != Permutation(size, "0/1")(np.arange(size))).mean() > 0.8
         some = np.random.default_rng(size).integers(0, size, 9)
-        assert (Permutation(size, "0/0")(some) == order[some]).all()  # a place alone decides
+        assert (Permutation(size, "0/0")(some) == order[some]).all()  # depends on the position only
 
 
 def test_permutations_are_even_and_of_any_size():
@@ -142,9 +142,9 @@ def test_every_component_has_its_share_to_within_one_row():
     assert whole_weights([2, 1e-2]) == [200, 1]
 
 
-# ------------------------------ the same order, however it is read
+# ------------------------------ the same shuffle for all readers
 
-# processes, workers, micro-batches until the next interruption; then those again that start no process
+# (processes, workers, micro-batches until the next interruption); then those without processes again
 READERS = [(1, 3, 5), (4, 0, 4), (2, 1, 6), (1, 0, 1), (1, 2, 9), (1, 1, 3)]
 
 
@@ -187,10 +187,10 @@ def test_order_state_and_batches_for_any_processes_workers_and_interruptions(fol
 
 
 @pytest.mark.parametrize("kind", ["web-tokens", "code-tokens"])
-def test_every_row_of_a_prepared_set_once_an_epoch(folder, tokenizer, kind):
-    from nalanda.data.token_set import open_set
+def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
+    from nalanda.data.token_set import TokenSet
 
-    tokens = open_set(folder / kind, "train")
+    tokens = TokenSet(folder / kind, "train")
     count = tokens.tokens // T
     windows = tokens.read(0, count * T).reshape(-1, T)
     rows = Counter(map(bytes, windows))
@@ -203,7 +203,7 @@ def test_every_row_of_a_prepared_set_once_an_epoch(folder, tokenizer, kind):
             batches.load_state_dict(through_json(state))
         seen += [b["input_ids"][0].numpy().astype(np.int32).tobytes() for b in itertools.islice(batches, 17)]
         state = batches.state_dict()
-        assert state.keys() == {"rows", "identity"}  # the place is one number
+        assert state.keys() == {"rows", "identity"}  # the position is one number
         batches.close()
     epochs = seen[:count], seen[count:]
     assert Counter(epochs[0]) == Counter(epochs[1]) == rows
@@ -215,8 +215,8 @@ def test_every_row_of_a_prepared_set_once_an_epoch(folder, tokenizer, kind):
     assert any(len(bound) > 2 for bound in bounds)
 
 
-def test_rows_of_a_prepared_set_have_the_documents_boundaries(folder, tokenizer):
-    """In its own order it is the stream of its files, packed."""
+def test_rows_of_a_token_set_have_the_documents_boundaries(folder, tokenizer):
+    """Unshuffled, it equals the packed stream of its files."""
     streamed, prepared = (
         PackedBatches(config(folder, kind), tokenizer, split="validation", batch_size=3)
         for kind in ("web", "web-tokens")
@@ -248,7 +248,7 @@ def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
 # ------------------------------ mixtures
 
 
-def test_a_mixture_is_its_components_by_turns_each_in_its_own_order(folder, tokenizer):
+def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, tokenizer):
     settings = config(folder, "mixture")
     batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, seed=5)
     owners = {}
@@ -280,8 +280,8 @@ def test_a_mixture_is_its_components_by_turns_each_in_its_own_order(folder, toke
     batches.close()
 
 
-def test_a_component_that_is_alone_is_the_source_itself_in_another_order(folder, tokenizer):
-    """Its seed is its name's, so that a source that stands in twice gives different rows."""
+def test_a_source_listed_twice_gives_different_rows(folder, tokenizer):
+    """Its seed contains its name, so a source that is listed twice gives different rows."""
     twice = [Component(name, str(folder / "web-tokens"), 1) for name in ("a", "b")]
     batches = PackedBatches(DataConfig(mixture=twice, seq_len=T), tokenizer, split="train", batch_size=2)
     rows = [batch["input_ids"] for batch in take(batches, 20)]
@@ -328,7 +328,7 @@ def test_texts_of_a_mixture_for_a_tokenizer(folder):
     first = "".join(found[:20])
     assert 0.3 < sum(len(t) for t in found[:20] if t.startswith(("0.", "1.", "2."))) / len(first) < 0.7
     settings.mixture[1].source = str(folder / "code-tokens")
-    with pytest.raises(InputError, match="prepared set: it has tokens"):
+    with pytest.raises(InputError, match="is a token set, and texts are needed"):
         corpus.open_corpus(settings, "train")
 
 
@@ -353,7 +353,7 @@ def test_mixtures_that_cannot_work(parts, settings, message):
 
 
 def tokens_of(batches: list[dict]) -> list[int]:
-    """Of the rows in order, without padding."""
+    """The tokens of the rows in order, without padding."""
     found = []
     for batch in batches:
         for row, labels, positions in zip(
@@ -431,7 +431,7 @@ def test_validation_of_a_mixture(folder, tokenizer):
         PackedBatches(settings, tokenizer, split="validation", batch_size=1)
 
 
-# ------------------------------ lanes
+# ------------------------------ batch slots
 
 
 @pytest.fixture(scope="module")
@@ -448,58 +448,60 @@ def long_documents(tmp_path_factory, folder) -> Path:
     return made / "tokens"
 
 
-LANES, BLOCK = 8, 5
+SLOTS, BLOCK = 8, 5
 
 
-def laned(
+def in_slots(
     source: Path, tokenizer, world_size: int = 1, rank: int = 0, micro: int = 4, **more
 ) -> PackedBatches:
     settings = DataConfig(source=str(source), seq_len=T, long_documents="carry", carry_rows=BLOCK)
     where = {"rank": rank, "world_size": world_size, "batch_size": micro // world_size}
-    return PackedBatches(settings, tokenizer, split="train", lanes=LANES, seed=3, **where, **more)
+    return PackedBatches(settings, tokenizer, split="train", slots=SLOTS, seed=3, **where, **more)
 
 
-def test_a_lane_goes_on_in_the_next_step(long_documents, tokenizer):
-    from nalanda.data.token_set import open_set
+def test_a_slot_continues_its_documents_in_the_next_step(long_documents, tokenizer):
+    from nalanda.data.token_set import TokenSet
 
-    tokens = open_set(long_documents, "train")
+    tokens = TokenSet(long_documents, "train")
     rows = tokens.tokens // T
     blocks = rows // BLOCK
     windows = {bytes(tokens.read(i * T, i * T + T)): i for i in range(rows)}
     assert len(windows) == rows
     begins = set(tokens.starts(0, tokens.tokens).tolist())
     last, seen, carried = {}, [], 0
-    batches = laned(long_documents, tokenizer, epochs=3)
+    batches = in_slots(long_documents, tokenizer, epochs=3)
     steps = list(zip(batches, batches, strict=False))  # two micro-batches each
-    assert len(steps) == 3 * blocks // LANES * BLOCK
+    assert len(steps) == 3 * blocks // SLOTS * BLOCK
     for number, step in enumerate(steps):
         for half, batch in enumerate(step):
             assert batch["lanes"].tolist() == [4 * half + i for i in range(4)]
             assert batch["carried"].dtype == torch.bool
-            for i, lane in enumerate(batch["lanes"].tolist()):
+            for i, slot in enumerate(batch["lanes"].tolist()):
                 row = windows[bytes(batch["input_ids"][i].numpy().astype(np.int32))]
                 first = number % BLOCK == 0
                 assert (row % BLOCK == 0) == first
-                assert first or row == last[lane] + 1
+                assert first or row == last[slot] + 1
                 assert batch["carried"][i].item() == (not first and row * T not in begins)
                 assert batch["labels"][i, 0] == -100
                 assert i * T in batch["cu_seqlens"].tolist()
                 carried += batch["carried"][i].item()
-                last[lane] = row
+                last[slot] = row
                 seen.append(row)
     assert carried > len(seen) / 3
     counts = Counter(row // BLOCK for row in seen)
-    assert set(counts.values()) <= {2 * BLOCK, 3 * BLOCK}  # what fills no round at the end is left out
-    assert sum(count == 2 * BLOCK for count in counts.values()) == 3 * blocks % LANES
-    order = list(dict.fromkeys(row // BLOCK for row in seen[: blocks // LANES * LANES * BLOCK]))
+    assert set(counts.values()) <= {2 * BLOCK, 3 * BLOCK}  # the end that fills no round is left out
+    assert sum(count == 2 * BLOCK for count in counts.values()) == 3 * blocks % SLOTS
+    order = list(dict.fromkeys(row // BLOCK for row in seen[: blocks // SLOTS * SLOTS * BLOCK]))
     assert order != sorted(order)
 
 
-def test_lanes_on_any_number_of_processes_with_interruptions(long_documents, tokenizer):
-    whole = take(laned(long_documents, tokenizer, epochs=2))
+def test_batch_slots_on_any_number_of_processes_with_interruptions(long_documents, tokenizer):
+    whole = take(in_slots(long_documents, tokenizer, epochs=2))
     state, step = None, 0
     for world_size, length in itertools.cycle([(1, 7), (2, 4), (4, 10)]):
-        ranks = [laned(long_documents, tokenizer, world_size, rank, epochs=2) for rank in range(world_size)]
+        ranks = [
+            in_slots(long_documents, tokenizer, world_size, rank, epochs=2) for rank in range(world_size)
+        ]
         for batches in ranks:
             if state:
                 batches.load_state_dict(through_json(state))
@@ -515,36 +517,36 @@ def test_lanes_on_any_number_of_processes_with_interruptions(long_documents, tok
         if step == len(whole):
             break
     settings = DataConfig(source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=BLOCK)
-    other = PackedBatches(settings, tokenizer, split="train", lanes=4, seed=3, batch_size=4)
+    other = PackedBatches(settings, tokenizer, split="train", slots=4, seed=3, batch_size=4)
     with pytest.raises(InputError, match="lanes was 8 and is 4"):
         other.load_state_dict(state)
     validation = take(PackedBatches(settings, tokenizer, split="validation", batch_size=2), 1)
     assert "lanes" not in validation[0]
 
 
-def test_lanes_that_cannot_work(folder, long_documents, tokenizer):
-    with pytest.raises(InputError, match="carry reads a prepared set; make one"):
-        laned(folder / "web", tokenizer)
+def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):
+    with pytest.raises(InputError, match="carry reads a token set; make one"):
+        in_slots(folder / "web", tokenizer)
     with pytest.raises(InputError, match=r"blocks of 5 rows for the 800 rows.*lower data\.carry_rows"):
         PackedBatches(
             DataConfig(source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=5),
             tokenizer,
             split="train",
             batch_size=4,
-            lanes=800,
+            slots=800,
         )
-    with pytest.raises(ValueError, match="lanes is 8: not a multiple"):
-        laned(long_documents, tokenizer, micro=3)
+    with pytest.raises(ValueError, match="slots is 8: not a multiple"):
+        in_slots(long_documents, tokenizer, micro=3)
     with pytest.raises(InputError, match=r"data\.carry_rows is 0"):
         DataConfig(source="python", carry_rows=0).check()
     with pytest.raises(InputError, match="there are 'cut' and 'carry'"):
         DataConfig(source="python", long_documents="kept").check()
 
 
-# ------------------------------ no training on silence
+# ------------------------------ refused data
 
 
-def test_a_prepared_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
+def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
     import copy
     import shutil
 
@@ -569,13 +571,13 @@ def test_a_prepared_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path)
     next(batches)
     for file in (tmp_path / "set" / "train").iterdir():
         file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(InputError, match=r"set/train/\S+ has .* bytes and the index says"):
+    with pytest.raises(InputError, match=r"set/train/\S+: .* bytes, and the index says"):
         PackedBatches(moved, tokenizer, split="train", batch_size=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_changes_or_vanishes_is_named(folder, tokenizer, tmp_path, workers):
-    """What was read before it is given first."""
+    """Rows read before the change come first."""
     for how in ("gone", "longer"):
         for i in range(3):
             write(tmp_path / how / f"{i}.jsonl", texts(20, i))
@@ -589,8 +591,8 @@ def test_a_shard_that_changes_or_vanishes_is_named(folder, tokenizer, tmp_path, 
                 (tmp_path / how / f"{i}.jsonl").unlink()
             else:
                 write(tmp_path / how / f"{i}.jsonl", texts(21, i))
-        message = "cannot be read any more" if how == "gone" else "changed while it is in use"
-        with pytest.raises(InputError, match=rf"{how}/\d\.jsonl {message}") as caught:
+        message = "cannot be read any more" if how == "gone" else "changed while in use"
+        with pytest.raises(InputError, match=rf"{how}/\d\.jsonl: {message}") as caught:
             next(batches)
         assert "\n" not in str(caught.value)
         assert len(expected) > 30
@@ -619,7 +621,7 @@ def test_good_rows_come_before_an_error_for_any_number_of_workers(folder, tokeni
 
 
 def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
-    """Blank lines of a joined text, a tokenizer that has no token for them, and no eos."""
+    """Blank lines of a joined text, a tokenizer without a token for them, and no eos."""
     for split in ("train", "validation"):
         write(tmp_path / split / "a.jsonl", ["", ""])
     settings = DataConfig(source=str(tmp_path), seq_len=T, documents="joined", bos=False, eos=False)
@@ -635,7 +637,7 @@ def test_an_epoch_without_a_token_is_an_error(tmp_path, tokenizer):
 
 @pytest.fixture
 def running(monkeypatch):
-    """() → the processes that tokenise and still run, asked of themselves: `ps` differs between places."""
+    """() → the processes that tokenise and still run, by `poll`, since `ps` differs between systems."""
     started = []
 
     class Recorded(subprocess.Popen):
@@ -661,7 +663,7 @@ def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running
     assert not running()
 
 
-def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer, running):
+def test_a_process_that_dies_gives_a_one_line_error(folder, tokenizer, running):
     batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
     next(batches)
     for process in running():
@@ -669,7 +671,7 @@ def test_a_process_that_dies_is_said_in_one_line(folder, tokenizer, running):
     with pytest.raises(InputError, match=r"tokenises ended by itself \(exit code -9.*lower data\.workers"):
         take(batches, 200)
     assert not running()
-    assert len(take(batches, 40)) == 40  # from there on, with others
+    assert len(take(batches, 40)) == 40  # resumes there with new processes
     batches.close()
 
 

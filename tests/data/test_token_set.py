@@ -1,4 +1,4 @@
-"""Prepared sets: what is in them, that nothing but the settings decides it, and that damage is found."""
+"""Token sets: their contents depend only on the settings, and damage is found."""
 
 import gzip
 import hashlib
@@ -10,12 +10,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import prepare as preparing
@@ -23,7 +25,7 @@ from nalanda.data.corpus import held_out
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches
 from nalanda.data.prepare import Preparation, begin, prepare
-from nalanda.data.token_set import SumCheck, is_token_set, open_set
+from nalanda.data.token_set import SumCheck, TokenSet, is_token_set
 from nalanda.data.tokenizer import encoder, tokenizer_fingerprint
 from nalanda_cli import app
 
@@ -69,8 +71,8 @@ def sums(folder: Path) -> dict[str, str]:
     }
 
 
-def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
-    """Document by document `encoder`'s tokens, in the order of the files, held out by `held_out`."""
+def test_documents_are_the_tokens_that_training_reads(tmp_path, tokenizer, byte_tokenizer):
+    """Its documents are the tokens of `encoder`, in the files' order, split by `held_out`."""
     data = DataConfig(source=str(corpus(tmp_path / "in")), validation_share=0.2)
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=4000)
     assert is_token_set(tmp_path / "out")
@@ -79,7 +81,7 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
     texts = records(300)
     encode = encoder(tokenizer, data)
     for split in ("train", "validation"):
-        found = open_set(tmp_path / "out", split)
+        found = TokenSet(tmp_path / "out", split)
         meant = [r for r in texts if held_out(r["text"], 0.2) == (split == "validation")]
         assert found.documents == len(meant) > 20
         expected = encode([r["text"] for r in meant])
@@ -96,7 +98,7 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
         for a, b in np.sort(random.integers(0, found.tokens + 1, (300, 2))):
             np.testing.assert_array_equal(found.read(a, b), whole[a:b])
             np.testing.assert_array_equal(found.starts(a, b), starts[(starts >= a) & (starts < b)])
-        for a in starts[:50]:  # at the very edges
+        for a in starts[:50]:  # at the edges
             assert found.starts(a, a + 1) == [a]
             assert not len(found.starts(a + 1, a + 2))
             assert not len(found.starts(a, a))
@@ -110,13 +112,13 @@ def test_holds_what_training_reads(tmp_path, tokenizer, byte_tokenizer):
             found.read(0, found.tokens + 1)
         with pytest.raises(IndexError):
             found.document(found.documents)
-    settings = open_set(tmp_path / "out", "train").settings
+    settings = TokenSet(tmp_path / "out", "train").settings
     assert settings["bos"] is settings["eos"] is True
     assert settings["tokenizer"] == tokenizer_fingerprint(tokenizer)
     assert (settings["vocab_size"], settings["dtype"]) == (257, "uint16")
 
 
-def test_bytes_are_the_same_whoever_wrote_them(tmp_path, byte_tokenizer):
+def test_bytes_are_the_same_for_any_number_of_workers(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)
     prepare(data, byte_tokenizer, tmp_path / "three", shard_bytes=3000, workers=3)
@@ -124,48 +126,49 @@ def test_bytes_are_the_same_whoever_wrote_them(tmp_path, byte_tokenizer):
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".") or p.name == "preparing"]
 
     index = prepare(data, byte_tokenizer, tmp_path / "larger", shard_bytes=12000)
-    one, larger = (open_set(tmp_path / name, "train") for name in ("one", "larger"))
+    one, larger = (TokenSet(tmp_path / name, "train") for name in ("one", "larger"))
     assert len(index["train"]["shards"]) < 10
     np.testing.assert_array_equal(one.read(0, one.tokens), larger.read(0, larger.tokens))
     (tmp_path / "one").rename(tmp_path / "moved")
-    assert open_set(tmp_path / "moved", "train").identity == one.identity == open_three(tmp_path)
-    assert open_set(tmp_path / "moved", "validation").identity != one.identity
+    assert TokenSet(tmp_path / "moved", "train").identity == one.identity == open_three(tmp_path)
+    assert TokenSet(tmp_path / "moved", "validation").identity != one.identity
 
 
 def open_three(path: Path) -> str:
-    return open_set(path / "three", "train").identity
+    return TokenSet(path / "three", "train").identity
 
 
 def killed(place: int, work: Callable) -> None:
-    """Runs `work` in a process that SIGKILL strikes in front of its `place`-th rename."""
+    """Runs `work` in a process that is killed before its `place`-th rename."""
     pid = os.fork()
     if pid:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         return
-    left, replace = itertools.count(place, -1), Path.replace
+    left = itertools.count(place, -1)
 
-    def rename(self: Path, target: Path) -> Path:
+    def deadly(self: Path, target: Path, move: Callable) -> Path:
         if next(left) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return replace(self, target)
+        return move(self, target)
 
     try:
-        preparing.Path.replace = rename
+        for name in ("rename", "replace"):
+            setattr(Path, name, partialmethod(deadly, move=getattr(Path, name)))
         work()
     finally:
         os._exit(1)
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 7, 24, 38, 39, 40, 50])  # 50: of the index
-def test_goes_on_behind_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
-    """What has its record is kept as it is, the rest is made, and the bytes are as if nothing was."""
+def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
+    """Shards with a record are kept, the others are made, and the bytes are those of an undisturbed run."""
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
     out = tmp_path / "out"
     killed(place, lambda: prepare(data, byte_tokenizer, out, shard_bytes=3000))
     assert not is_token_set(out)
     with pytest.raises(InputError, match="does not exist"):
-        open_set(out, "train")
+        TokenSet(out, "train")
     before = {p: p.stat().st_mtime_ns for p in out.glob("train/[0-9]*")}
     kept = len(list(out.glob("preparing/0*.json")))
     made = []
@@ -177,7 +180,7 @@ def test_goes_on_behind_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.stem not in made)
 
 
-def test_a_record_without_its_file_counts_for_nothing(tmp_path, byte_tokenizer):
+def test_a_record_without_its_file_is_ignored(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
     work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
@@ -192,7 +195,7 @@ def test_a_record_without_its_file_counts_for_nothing(tmp_path, byte_tokenizer):
     assert sums(tmp_path / "out") == sums(tmp_path / "whole")
 
 
-def test_a_killed_worker_is_said_and_the_rest_stays(tmp_path, byte_tokenizer, capsys):
+def test_a_killed_worker_is_reported_and_finished_shards_stay(tmp_path, byte_tokenizer, capsys):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     work = begin(data, byte_tokenizer, tmp_path / "out", shard_bytes=300)
     made = tmp_path / "out/preparing"
@@ -209,7 +212,7 @@ def test_a_killed_worker_is_said_and_the_rest_stays(tmp_path, byte_tokenizer, ca
     killer.join()
     assert 0 < len(list(made.glob("0*.json"))) < len(work.jobs)
     assert prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=300, say=print)
-    assert "shards are there from before" in capsys.readouterr().out
+    assert "shards are finished already" in capsys.readouterr().out
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=300)
     assert sums(tmp_path / "out") == sums(tmp_path / "whole")
 
@@ -228,7 +231,7 @@ def test_refuses_changed_settings(tmp_path, byte_tokenizer):
             (data, byte_tokenizer, 4000, "shard_bytes"),
             (data, words, 3000, "tokenizer"),
         ]:
-            with pytest.raises(InputError, match=f"{out} was prepared with {name}"):
+            with pytest.raises(InputError, match=f"{out}: was prepared with {name}"):
                 prepare(changed, tokenizer, out, shard_bytes=size)
 
     refuse("begun")
@@ -243,9 +246,9 @@ def test_refuses_changed_settings(tmp_path, byte_tokenizer):
         file.write(lines(records(1, 1000)))
     with pytest.raises(InputError, match="was prepared with corpus"):
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
-    with pytest.raises(InputError, match="not empty and no prepared set"):
+    with pytest.raises(InputError, match="not empty and not a token set"):
         prepare(data, byte_tokenizer, source)
-    with pytest.raises(InputError, match="prepared set already"):
+    with pytest.raises(InputError, match="token set already"):
         prepare(DataConfig(source=str(out)), byte_tokenizer, tmp_path / "again")
 
 
@@ -258,21 +261,21 @@ def test_refuses_another_tokenizer_under_the_same_name(tmp_path, tokenizer):
     content = json.loads(file.read_bytes())
     content["pre_tokenizer"]["add_prefix_space"] = True
     file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match="the tokenizer is not the one in"):
+    with pytest.raises(InputError, match="tokenizer: not the one in"):
         begin(data, config, tmp_path / "out")
 
 
-def test_a_source_that_changes_on_the_way_is_refused(tmp_path, byte_tokenizer):
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path, byte_tokenizer):
     source = corpus(tmp_path / "in")
     work = begin(DataConfig(source=str(source)), byte_tokenizer, tmp_path / "out", shard_bytes=3000)
     with (source / "0.jsonl").open("ab") as file:
         file.write(lines(records(1, 1000)))
-    with pytest.raises(InputError, match=r"0\.jsonl:\d+ is 0\.jsonl:\d+ by now"):
+    with pytest.raises(InputError, match=r"0\.jsonl:\d+: now 0\.jsonl:\d+;"):
         work.make(0)
 
 
 def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer):
-    """Within a preparation, and between one that was stopped and its next start."""
+    """During a preparation, and between an interrupted one and its next start."""
     source, out = corpus(tmp_path / "in"), tmp_path / "out"
     data = DataConfig(source=str(source))
     work = begin(data, byte_tokenizer, out, shard_bytes=3000)
@@ -280,10 +283,10 @@ def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer
     file = source / "0.jsonl"
     content = file.read_bytes()
     file.write_bytes(content.replace(b"document 40", b"document 04"))
-    with pytest.raises(InputError, match=r"0\.jsonl:\d+ has another content by now"):
+    with pytest.raises(InputError, match=r"0\.jsonl:\d+: has other content now"):
         work.make(1)
     before = sums(out)
-    with pytest.raises(InputError, match=rf"0\.jsonl:\d+ changed since {out} was begun"):
+    with pytest.raises(InputError, match=rf"0\.jsonl:\d+: changed since {out} was begun"):
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
     assert sums(out) == before
     file.write_bytes(content)
@@ -295,7 +298,7 @@ def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, workers):
-    """A file that is cut into shards, so that long lines lie across the cuts, and one that cannot be cut."""
+    """A file that is cut into shards, with long lines across the cuts, and one that cannot be cut."""
     rows = records(60)
     for i in (20, 21, 59):
         rows[i]["text"] = "x" * 5000
@@ -308,7 +311,7 @@ def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, 
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900, workers=workers)
     assert index["skipped"] == 3
     kept = [r for r in rows if len(r["text"]) < 1000 and not held_out(r["text"], 0.01)]
-    found = open_set(tmp_path / "out", "train")
+    found = TokenSet(tmp_path / "out", "train")
     assert [bytes_of(found.document(i)[0]) for i in range(found.documents)] == [r["text"] for r in kept]
     capsys.readouterr()
     inspect(tmp_path / "out", verify=True)
@@ -326,7 +329,7 @@ def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, 
     (source / "2.jsonl").write_bytes(b"".join([*content[:30], b'{"text": "cut\n', *content[31:]]))
     data, out = DataConfig(source=str(source)), tmp_path / "out"
     with pytest.raises(
-        InputError, match=r"2\.jsonl, line 31: not JSON.* shards are finished and stay"
+        InputError, match=r"2\.jsonl, line 31: not JSON.* shards are finished and kept"
     ) as error:
         prepare(data, byte_tokenizer, out, shard_bytes=1500, workers=workers)
     assert "\n" not in str(error.value)
@@ -338,15 +341,15 @@ def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, 
 
 def test_disk_full(tmp_path, byte_tokenizer, monkeypatch):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
-    sync, left = preparing._sync, [12]
+    sync, left = files.sync, [24]
 
-    def full(file):
+    def full(path):
         left[0] -= 1
         if not left[0]:
             raise OSError(28, "No space left on device")
-        sync(file)
+        sync(path)
 
-    monkeypatch.setattr(preparing, "_sync", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(DiskFull, match="no space left"):
         prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
     assert prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)["train"]["documents"] > 200
@@ -375,27 +378,27 @@ def test_damage_is_found(tmp_path, byte_tokenizer, capsys):
         content = (out / name).read_bytes()
         flip(out / name)
         check_set(out)
-        with pytest.raises(InputError, match=f"{name} is damaged"):
+        with pytest.raises(InputError, match=f"{name}: damaged"):
             check_set(out, sums=True)
         for cut in (content[:-1], content + b"\0", b""):
             (out / name).write_bytes(cut)
-            with pytest.raises(InputError, match=f"{name} has"):
-                open_set(out, name.split("/")[0])
-            with pytest.raises(InputError, match=f"{name} has"):
+            with pytest.raises(InputError, match=f"{name}: .* bytes, and"):
+                TokenSet(out, name.split("/")[0])
+            with pytest.raises(InputError, match=f"{name}: .* bytes, and"):
                 check_set(out)
         (out / name).unlink()
         with pytest.raises(InputError, match=name):
-            open_set(out, name.split("/")[0])
+            TokenSet(out, name.split("/")[0])
         (out / name).write_bytes(content)
     check_set(out, sums=True)
     flip(out / names[0])
     flip(out / names[1])
     with pytest.raises(InputError, match="and 1 more"):
         inspect(out, verify=True)
-    assert f"{names[1]} is damaged" in capsys.readouterr().out
+    assert f"{names[1]}: damaged" in capsys.readouterr().out
     (out / "index.json").write_text('{"format": "nalanda token shards", "ver')
     with pytest.raises(InputError, match="damaged"):
-        open_set(out, "train")
+        TokenSet(out, "train")
 
 
 def times_ten(index: dict, split: str, key: str) -> None:
@@ -403,7 +406,7 @@ def times_ten(index: dict, split: str, key: str) -> None:
 
 
 def shard_times_ten(index: dict, split: str, key: str) -> None:
-    """In the shard, its sources and the split alike."""
+    """In the shard, its sources and the split."""
     index[split]["shards"][0][key] *= 10
     index[split][key] += index[split]["shards"][0][key] * 9 // 10
 
@@ -430,9 +433,9 @@ def test_an_index_that_contradicts_itself_is_refused(prepared_set, split, key, h
     index = json.loads(file.read_bytes())
     harm(index, split, key)
     file.write_text(json.dumps(index))
-    for read in (lambda: inspect(prepared_set, verify=True), lambda: open_set(prepared_set, split)):
+    for read in (lambda: inspect(prepared_set, verify=True), lambda: TokenSet(prepared_set, split)):
         with pytest.raises(
-            InputError, match=r"index\.json is damaged, it contradicts itself .*copy or prepare"
+            InputError, match=r"index\.json: damaged, it contradicts itself .*copy or prepare"
         ):
             read()
 
@@ -443,7 +446,7 @@ def test_an_index_that_lacks_something_is_refused(prepared_set, missing):
     index = json.loads(file.read_bytes())
     del index[missing]
     file.write_text(json.dumps(index))
-    with pytest.raises(InputError, match=r"index\.json (is damaged|has version None)"):
+    with pytest.raises(InputError, match=r"index\.json: (damaged|version None)"):
         inspect(prepared_set, verify=True)
 
 
@@ -455,7 +458,7 @@ def prepared_set(tmp_path, byte_tokenizer) -> Path:
 
 
 def with_its_sums(folder: Path, file: Path, change: Callable[[np.ndarray], None], dtype: str) -> None:
-    """Changes a file and the index's sum of it, as somebody who means it would."""
+    """Changes a file and the index's sum of it, so that only the contents are wrong."""
     content = np.fromfile(file, dtype)
     change(content)
     content.tofile(file)
@@ -472,10 +475,10 @@ def put(place: int, value: int) -> Callable[[np.ndarray], None]:
 def test_ids_beyond_the_vocabulary_are_refused_where_they_are_read(prepared_set, tokenizer):
     file = prepared_set / "train/00001.tokens"
     with_its_sums(prepared_set, file, put(17, 257), "<u2")
-    found = open_set(prepared_set, "train")
+    found = TokenSet(prepared_set, "train")
     first = found._shards[0].tokens
     found.read(0, first + 17)
-    message = r"train/00001\.tokens is damaged: token 17 is 257, of a vocabulary of 257"
+    message = r"train/00001\.tokens: damaged, token 17 is 257, in a vocabulary of 257"
     for read in (
         lambda: found.read(first, first + 32),
         lambda: [found.document(number) for number in range(found.documents)],
@@ -500,8 +503,8 @@ def test_documents_that_do_not_follow_one_another_are_refused(prepared_set, plac
         content[: 8 * count].view("<i8")[place] = value
 
     with_its_sums(prepared_set, file, change, "u1")
-    found = open_set(prepared_set, "train")
-    message = r"train/00001\.docs is damaged: its documents do not lie one behind the other"
+    found = TokenSet(prepared_set, "train")
+    message = r"train/00001\.docs: damaged, its documents do not follow one another"
     with pytest.raises(InputError, match=message):
         check_set(prepared_set, sums=True)
     with pytest.raises(InputError, match=message):
@@ -511,11 +514,11 @@ def test_documents_that_do_not_follow_one_another_are_refused(prepared_set, plac
 
 
 def test_sums_are_compared_in_a_thread(prepared_set):
-    files = open_set(prepared_set, "train").files
+    files = TokenSet(prepared_set, "train").files
     beats = []
     assert SumCheck(files).wait(lambda: beats.append(1)) is None
     flip(files[3].path)
-    assert f"{files[3].path} is damaged: its SHA-256" in (SumCheck(files).wait() or "")
+    assert f"{files[3].path}: damaged, its SHA-256" in (SumCheck(files).wait() or "")
 
 
 def test_a_tokenizer_that_was_exchanged_is_found(tmp_path, byte_tokenizer):
@@ -538,16 +541,16 @@ def test_slimpajamas_layout(tmp_path, byte_tokenizer):
 
 
 def test_a_huge_file_is_cut(tmp_path, byte_tokenizer):
-    """Every line once, wherever the cuts fall: inside a line, inside a character, at its end."""
+    """Every line once, for cuts inside a line, inside a character and at a line's end."""
     rows = records(60)
-    (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # no line end behind the last line
+    (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # the last line has no end
     data = DataConfig(source=str(tmp_path / "in.jsonl"), validation_share=0.01)
     rows = [r for r in rows if not held_out(r["text"], 0.01)]
     sizes = np.cumsum([len(lines([r])) for r in records(60)])
     for limit in (97, 101, 1000, int(sizes[9]), int(sizes[9]) - 1, int(sizes[9]) + 1):
         out = tmp_path / f"out{limit}"
         index = prepare(data, byte_tokenizer, out, shard_bytes=limit)
-        found = open_set(out, "train")
+        found = TokenSet(out, "train")
         assert found.documents == len(rows)
         given = [bytes_of(found.document(i)[0]) for i in range(found.documents)]
         assert given == [r["text"] for r in rows]
@@ -585,9 +588,9 @@ def test_parquet_by_row_groups(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(tmp_path / "in"))
     index = prepare(data, byte_tokenizer, tmp_path / "cut", shard_bytes=600)
     assert len(index["train"]["shards"]) == 6
-    cut = open_set(tmp_path / "cut", "train")
+    cut = TokenSet(tmp_path / "cut", "train")
     prepare(data, byte_tokenizer, tmp_path / "whole")
-    whole = open_set(tmp_path / "whole", "train")
+    whole = TokenSet(tmp_path / "whole", "train")
     np.testing.assert_array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
     assert whole.documents == cut.documents == 2 * sum(not held_out(r["text"], 0.02) for r in records(90))
 
@@ -606,14 +609,14 @@ def test_large_vocabularies_have_four_bytes(tmp_path):
     data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False)
     config = TokenizerConfig(path=str(tmp_path / "tokenizer"))
     index = prepare(data, config, tmp_path / "out")
-    found = open_set(tmp_path / "out", "train")
+    found = TokenSet(tmp_path / "out", "train")
     assert (index["dtype"], found.settings["vocab_size"]) == ("uint32", 70_001)
     assert found.document(7)[0].tolist() == [2, 70_000, 65_536, 0, 1]
     assert found.sources == [""]
 
 
-def test_documents_without_tokens_are_none(tmp_path):
-    """Blank ones are not read; one whose words all vanish has no tokens, and begins nowhere."""
+def test_documents_without_tokens_are_left_out(tmp_path):
+    """Blank documents are not read; one whose words all vanish has no tokens and no start."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -627,14 +630,14 @@ def test_documents_without_tokens_are_none(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(lines([{"text": text} for text in texts]))
     data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False, eos=False, validation_share=1e-9)
     prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), tmp_path / "out")
-    found = open_set(tmp_path / "out", "train")
+    found = TokenSet(tmp_path / "out", "train")
     assert (found.documents, found.tokens) == (2, 3)
     assert found.starts(0, 3).tolist() == [0, 2]
     with pytest.raises(InputError, match="no documents for validation"):
-        open_set(tmp_path / "out", "validation")
+        TokenSet(tmp_path / "out", "validation")
 
 
-def test_an_empty_corpus_is_no_set(tmp_path, byte_tokenizer):
+def test_an_empty_corpus_is_refused(tmp_path, byte_tokenizer):
     (tmp_path / "in.jsonl").write_bytes(lines([{"text": " "}]))
     with pytest.raises(InputError, match="no document with text"):
         prepare(DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out")
@@ -651,13 +654,13 @@ def test_joined_keeps_blank_lines(tmp_path, byte_tokenizer):
         bos=False,
     )
     prepare(data, byte_tokenizer, tmp_path / "out")
-    assert np.count_nonzero(open_set(tmp_path / "out", "validation").read(0, 9) == 0) == 3
+    assert np.count_nonzero(TokenSet(tmp_path / "out", "validation").read(0, 9) == 0) == 3
 
 
 def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=200)
-    found = open_set(tmp_path / "out", "train")
+    found = TokenSet(tmp_path / "out", "train")
     assert len(found._shards) > 100
     whole, starts = found.read(0, found.tokens), found.starts(0, found.tokens)
     for _ in range(2):
@@ -705,7 +708,7 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
     assert run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--show", "1"]).exit_code == 0
     damaged = run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--verify"]).exception
     assert isinstance(damaged, InputError)
-    assert "train/00000.tokens is damaged" in str(damaged)
+    assert "train/00000.tokens: damaged" in str(damaged)
 
 
 def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
@@ -722,8 +725,8 @@ def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
         prepare_with("cloud", data, byte_tokenizer, str(tmp_path / "three"), tasks=2)
 
 
-def test_slurm_gets_an_array_and_an_index_behind_it(tmp_path, byte_tokenizer, monkeypatch):
-    """With a stand-in for Slurm: what it is handed, run task by task, makes the same set."""
+def test_slurm_gets_an_array_and_then_an_index(tmp_path, byte_tokenizer, monkeypatch):
+    """With a stand-in for Slurm: the submitted tasks, run one by one, make the same set."""
     pytest.importorskip("datatrove")
     import dill
 
@@ -768,5 +771,5 @@ def test_ray_says_what_is_missing(tmp_path, byte_tokenizer):
     from nalanda.data.datatrove import prepare_with
 
     data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
-    with pytest.raises(InputError, match=r"the ray executor does not start here.*ray"):
+    with pytest.raises(InputError, match=r"ray does not start here.*ray"):
         prepare_with("ray", data, byte_tokenizer, str(tmp_path / "out"), tasks=2)

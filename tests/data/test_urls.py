@@ -1,4 +1,4 @@
-"""Shards that have a URL, from a server that fails as servers do; the Hub's errors; what messages may say."""
+"""Shards with a URL from a failing server, errors of the Hub, and messages without secrets."""
 
 import gzip
 import hashlib
@@ -30,9 +30,7 @@ def texts(shard, cursor=None):
 
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("fault", ["503", "429", "half", "wrong", "stall"])
-def test_what_comes_through_a_failing_server_is_what_it_has(
-    server, monkeypatch, waits, capsys, fault, ranges
-):
+def test_a_failing_server_still_gives_its_bytes(server, monkeypatch, waits, capsys, fault, ranges):
     monkeypatch.setattr(remote, "TIMEOUT", (2.0, 0.2))
     server.ranges = ranges
     server.files["a.jsonl"] = body = jsonl("a", 15000)
@@ -42,12 +40,12 @@ def test_what_comes_through_a_failing_server_is_what_it_has(
     starts = [asked for _, asked in server.asked]
     assert len(starts) == 4
     assert len(waits) == 3
-    if ranges and fault in ("half", "stall"):  # it goes on where it stopped, or a chunk of 64 KiB before
+    if ranges and fault in ("half", "stall"):  # it resumes where it stopped, or a chunk of 64 KiB before
         half = len(body) // 2
         first, second = (int(start[6:-1]) for start in starts[1:3])
         assert half - (1 << 16) < first <= half
         assert first < second < len(body)
-    elif fault not in ("half", "stall"):  # nothing came, or nothing that can be trusted
+    elif fault not in ("half", "stall"):  # nothing came, or nothing trustworthy
         assert starts == [None] * 4
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
@@ -59,7 +57,7 @@ def test_what_comes_through_a_failing_server_is_what_it_has(
 
 
 @pytest.mark.parametrize("fault", ["503", "wrong", "stall"])
-def test_a_server_that_stays_away_stops_the_run(server, monkeypatch, waits, fault):
+def test_a_server_that_keeps_failing_stops_the_run(server, monkeypatch, waits, fault):
     monkeypatch.setattr(remote, "TIMEOUT", (2.0, 0.05))
     server.files["a.jsonl"], server.ranges = jsonl("a", 50), False
     server.faults["a.jsonl"] = [fault] * 99
@@ -72,9 +70,9 @@ def test_a_server_that_stays_away_stops_the_run(server, monkeypatch, waits, faul
     assert not [path for path in remote.cache().iterdir() if path.suffix in (".jsonl", ".partial")]
 
 
-def test_a_server_that_gives_a_little_each_time_is_not_given_up(server):
+def test_new_bytes_reset_the_retries(server):
     server.files["a.jsonl"] = body = jsonl("a", 400)
-    server.faults["a.jsonl"] = ["half"] * 6  # more often than it may fail without bringing anything new
+    server.faults["a.jsonl"] = ["half"] * 6  # more failures than retries, each after new bytes
     assert len(texts(UrlShard(server.url("a.jsonl"), FIELDS, retries=1))) == 400
     assert len(server.asked) == 7
     assert (
@@ -96,9 +94,9 @@ def test_waits_grow_with_jitter_and_end_at_a_minute(waits):
 
 
 @pytest.mark.parametrize("status", [404, 401, 403, 410])
-def test_what_will_not_come_is_not_asked_for_again(server, waits, status):
+def test_permanent_errors_are_not_retried(server, waits, status):
     server.files["a.jsonl"], server.faults["a.jsonl"] = b"x", [str(status)]
-    with pytest.raises(InputError, match=f"a.jsonl: cannot be had .*{status}") as caught:
+    with pytest.raises(InputError, match=f"a.jsonl: cannot be downloaded .*{status}") as caught:
         texts(UrlShard(server.url("a.jsonl"), FIELDS))
     assert not isinstance(caught.value, SourceUnavailable)
     assert waits == []
@@ -107,7 +105,7 @@ def test_what_will_not_come_is_not_asked_for_again(server, waits, status):
 
 def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
     whole = gzip.compress(jsonl("a", 50))
-    server.files["a.jsonl.gz"] = whole[:-20]  # so on the server itself: length and MD5 agree
+    server.files["a.jsonl.gz"] = whole[:-20]  # corrupt on the server, so length and MD5 agree
     shard = UrlShard(server.url("a.jsonl.gz"), FIELDS)
     with pytest.raises(InputError, match=r"^http://127.*/a\.jsonl\.gz, line \d+: corrupt or truncated"):
         texts(shard)
@@ -116,7 +114,7 @@ def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
     assert len(texts(shard)) == 50
 
 
-def test_reading_goes_on_behind_a_cursor_of_the_same_shard_only(server):
+def test_reading_resumes_at_a_cursor_of_the_same_shard_only(server):
     server.files["a.jsonl"] = jsonl("a", 30)
     shard = UrlShard(server.url("a.jsonl"), FIELDS)
     pairs = [(document.text, json.loads(json.dumps(cursor))) for document, cursor in shard.read(None)]
@@ -124,11 +122,11 @@ def test_reading_goes_on_behind_a_cursor_of_the_same_shard_only(server):
         assert texts(shard, pairs[i][1]) == [text for text, _ in pairs[i + 1 :]]
     server.files["a.jsonl"] = jsonl("a", 31)
     next(remote.cache().glob("*.jsonl")).unlink()
-    with pytest.raises(InputError, match=r"bytes and had \d+ when the run stopped in it"):
+    with pytest.raises(InputError, match=r"bytes, and \d+ when the run stopped in it"):
         texts(shard, pairs[7][1])
 
 
-def test_few_shards_stay_on_disk_and_halves_of_killed_processes_go(server, monkeypatch):
+def test_few_shards_and_no_stale_partial_downloads_stay_on_disk(server, monkeypatch):
     monkeypatch.setattr(remote, "CACHED_SHARDS", 3)
     folder = remote.cache()
     folder.mkdir(parents=True)
@@ -191,8 +189,8 @@ def test_lists_of_urls_and_their_parts(server):
     for source, message in {
         server.url("none.list"): "lists no shard",
         server.url("no.list"): "404",
-        server.url("a.csv"): r"a\.csv is no URL of a kind",
-        "http://***@host/a.jsonl": "never written down",
+        server.url("a.csv"): r"a\.csv: not the URL of a file",
+        "http://***@host/a.jsonl": "never stored",
     }.items():
         with pytest.raises(InputError, match=message):
             open_corpus(DataConfig(source=source), "train")
@@ -228,7 +226,7 @@ def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError(), Incomplete("x")])
-def test_an_iterator_is_opened_again_behind_the_last_item(error, waits):
+def test_an_iterator_is_reopened_after_the_last_item(error, waits):
     fails = Counter({3: 2, 7: 3})
 
     def read(cursor):
@@ -247,7 +245,7 @@ def test_an_iterator_is_opened_again_behind_the_last_item(error, waits):
         next(given)
 
 
-def test_what_may_succeed_later():
+def test_transient_errors():
     import aiohttp
     import httpx2
     import requests
@@ -274,7 +272,7 @@ def test_what_may_succeed_later():
             try:
                 raise inner
             except Exception:
-                raise outer  # noqa: B904  as a library does that says nothing of the cause
+                raise outer  # noqa: B904  like a library that hides the cause
         except Exception as error:
             return error
 
@@ -319,7 +317,7 @@ def test_what_may_succeed_later():
 
 
 class Dataset:
-    """As `datasets.IterableDataset` is read: a place of its own, and failures on the way."""
+    """A stand-in for `datasets.IterableDataset` with a state and failures."""
 
     def __init__(self, rows, fails):
         self.rows, self.fails, self.at = rows, fails, 0
@@ -341,7 +339,7 @@ class Dataset:
             yield {"text": self.rows[self.at - 1]}
 
 
-def test_a_hub_shard_goes_on_where_the_connection_broke(waits):
+def test_a_hub_shard_resumes_where_the_connection_broke(waits):
     rows = [str(i) for i in range(20)]
     shard = HubShard(Dataset(rows, {3: [ConnectionError("Server Disconnected")] * 2}), "a/b", FIELDS, 1, 2)
     assert texts(shard) == rows[1::2]
@@ -352,7 +350,7 @@ def test_a_hub_shard_goes_on_where_the_connection_broke(waits):
     assert len(waits) == 2
 
 
-def test_opening_a_hub_dataset_is_tried_again(monkeypatch, waits):
+def test_opening_a_hub_dataset_is_retried(monkeypatch, waits):
     import datasets
 
     names = ["READ_MAX_RETRIES", "OPEN_MAX_RETRIES"]

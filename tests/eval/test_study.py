@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import recall
-from nalanda_eval.plots import STYLE
 from nalanda_eval.studies import report as study_report
 from nalanda_eval.studies import study as module
 from nalanda_eval.studies.report import (
@@ -47,6 +46,7 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.report.plot import STYLE
 from nalanda.train import loop as trainer
 from nalanda.train.loss import count_labels, summed_loss
 

@@ -1,4 +1,4 @@
-"""Generation by every mixer: states that are taken back, kept, saved and continued; the commands."""
+"""Generation with every mixer: states that are cropped, kept, saved and continued; the commands."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def almost(model: NalandaForCausalLM) -> NalandaForCausalLM:
-    """A model that agrees with another one now and then."""
+    """A draft model that sometimes agrees with another one."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
     other.lm_head.weight.data += 0.1 * torch.randn_like(other.lm_head.weight)
@@ -84,7 +84,7 @@ def test_prompts_of_any_length(model, length):
 
 @pytest.mark.parametrize("at", [1, 13, 64, 69])
 def test_a_prompt_in_two_calls(model, at):
-    """As a cache beside the whole prompt, and as a state."""
+    """A shared prefix, given as a cache with the whole prompt and as a state."""
     tokens = ids(1, 70)
     whole = model.generate(tokens, max_new_tokens=4, **GREEDY)
     first = NalandaCache(2)
@@ -98,7 +98,7 @@ def test_a_prompt_in_two_calls(model, at):
 
 
 def test_prefix_of_a_batch(small):
-    """Read once, for rows of different lengths, for beams and for several samples of each."""
+    """A prompt read once serves rows of different lengths, beams, and several samples of each."""
     tokens = ids(2, 12)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -113,7 +113,7 @@ def test_prefix_of_a_batch(small):
         assert prefix.get_seq_length() == 9
 
 
-# Tokens taken back
+# Cropped tokens
 
 
 @pytest.mark.parametrize("draft", ["lookup", "early_exit", "nalanda", "llama"])
@@ -175,11 +175,11 @@ def test_crop_forgets(model):
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = torch.cat([tokens[:, :5].flip(0), other], 1)
     expected = logits(model, swapped)[:, 5:]
-    close(logits(model, other, past_key_values=cache.fork()), expected)  # which takes nothing back any more
+    close(logits(model, other, past_key_values=cache.fork()), expected)  # which can no longer be cropped
     close(logits(model, other, past_key_values=cache), expected)
     cache.crop(0)
     assert cache.get_seq_length() == 9
-    with pytest.raises(ValueError, match="only what it has recorded"):
+    with pytest.raises(ValueError, match="only recorded tokens"):
         cache.crop(-1)
 
 
@@ -187,13 +187,13 @@ def test_nothing_is_kept_where_nothing_is_taken_back(small):
     out = small.generate(REPEATING, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     cache = out.past_key_values
     assert (cache.recording, cache.marked, cache.tail, cache.unread) == (False, None, [], None)
-    cache.activate_past_recording()  # as an assisted call leaves it
+    cache.activate_past_recording()  # as after an assisted call
     small.generate(out.sequences, past_key_values=cache, max_new_tokens=5, **GREEDY)
     assert (cache.recording, cache.marked, cache.tail) == (False, None, [])
 
 
 def test_states_are_never_written_to(model):
-    """So that forks, marks and states share their tensors with what goes on."""
+    """So forks, marks and states can share tensors with their continuations."""
     cache = NalandaCache(2)
     for piece in ids(1, 90).split([5, 1, 1, 70, 13], 1):
         before, kept = cache.fork(), [{n: t.clone() for n, t in s.items()} for s in cache.states]
@@ -268,7 +268,7 @@ def test_states_of_left_padded_rows(small):
 
 
 def test_bos_in_mid_text_is_said(small, recwarn):
-    """Tokenised as in the README nothing is said; with the bos that tokenizers add, it is."""
+    """There is a warning with the bos that tokenizers add, and none for the README's tokenisation."""
     state, more = small.read(ids(1, 9)), ids(1, 5).clamp(min=2)
     begun = F.pad(more, (1, 0), value=small.config.bos_token_id)
     options = GREEDY | {"max_new_tokens": 2}
@@ -278,7 +278,7 @@ def test_bos_in_mid_text_is_said(small, recwarn):
     assert not recwarn.list
     with pytest.warns(UserWarning, match="begins with bos .*add_special_tokens=False"):
         out = small.generate(begun, state=state, **options)
-    assert torch.equal(out[:, :6], begun)  # nothing is taken away
+    assert torch.equal(out[:, :6], begun)  # bos is kept
     padded, mask = F.pad(begun, (3, 0)), F.pad(torch.ones_like(begun), (3, 0))
     with pytest.warns(UserWarning, match="begins with bos"):
         small.read(padded, state=state, attention_mask=mask)
@@ -350,7 +350,7 @@ def test_what_no_state_is_refused(small, tmp_path):
     for name, bad, says in (
         ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), r"has \[1, 2, 3, 4\] for recurrent of layer 1"),
         ("layers.0.conv_q", None, "has nothing for conv_q of layer 0"),
-        ("layers.2.recurrent", torch.zeros(1), "knows nothing of: layers.2.recurrent"),
+        ("layers.2.recurrent", torch.zeros(1), "not in the model: layers.2.recurrent"),
     ):
         changed = {n: t for n, t in (tensors | {name: bad}).items() if t is not None}
         save_file(changed, path, about)
@@ -358,9 +358,9 @@ def test_what_no_state_is_refused(small, tmp_path):
             small.load_state(path)
     for content in (b"", b"nothing of the kind", None):
         save_file({"x": torch.ones(1)}, path) if content is None else path.write_bytes(content)
-        with pytest.raises(ValueError, match="is no state"):
+        with pytest.raises(ValueError, match="is not a state"):
             small.load_state(path)
-    with pytest.raises(ValueError, match="another model's"):
+    with pytest.raises(ValueError, match="another model"):
         other.generate(state=small.read(ids(1, 5)), max_new_tokens=1)
     with pytest.raises(ValueError, match="holds 2 texts, the input has 3 rows"):
         small.read(ids(3, 1), state=small.read(ids(2, 5)))
@@ -369,7 +369,7 @@ def test_what_no_state_is_refused(small, tmp_path):
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that operators make."""
+    """Measures the bytes of the largest tensor that operators create."""
 
     def __init__(self):
         super().__init__()
@@ -385,7 +385,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "mala", "diag_attention"])
 def test_long_prompts_take_constant_memory(mixer):
-    """No operator makes anything larger for ten times the text, and nothing is kept."""
+    """For ten times the text no operator creates larger tensors, and nothing is kept."""
     model, largest, kept = build(mixer, dtype=torch.float32, hidden_size=8, num_hidden_layers=1), [], set()
     for length in (1_000, 10_000):
         tokens = ids(1, length)
@@ -394,12 +394,12 @@ def test_long_prompts_take_constant_memory(mixer):
         largest.append(made.bytes)
     assert len(kept) == 1
     assert largest[0] == largest[1] > 0
-    with Largest() as made:  # the premise: in one piece it would
+    with Largest() as made:  # the premise: reading in one piece does
         model.read(tokens, chunk_size=10_000)
     assert made.bytes > 2 * largest[0]
 
 
-# What else transformers offers
+# Other features of transformers
 
 
 def test_processors_criteria_and_constraints(small):
@@ -426,7 +426,7 @@ def test_processors_criteria_and_constraints(small):
 
 
 def test_no_warnings(small, tokenizer, recwarn, caplog):
-    """For ordinary calls, without options for special tokens."""
+    """Ordinary calls need no options for special tokens."""
     import transformers
 
     transformers.logging.get_logger("transformers").propagate = True
@@ -508,7 +508,7 @@ def test_chat(checkpoint, tmp_path):
     assert len(answers) == 3
     assert answers[1] == answers[2]
     assert result.stderr.count("tokens/s") == 3
-    assert result.stderr.count("/reset") == 2  # at the beginning, and where a command is unknown
+    assert result.stderr.count("/reset") == 2  # at the start, and after an unknown command
 
 
 TEMPLATE = (
@@ -518,7 +518,7 @@ TEMPLATE = (
 
 
 def letters(tokenizer) -> dict:
-    """Options under which a model writes letters alone: not all bytes are a text that gives them back."""
+    """Options that restrict a model to letters, because not all bytes survive decoding and encoding."""
     others = [i for token, i in tokenizer.get_vocab().items() if not (token.isascii() and token.isalpha())]
     return {"suppress_tokens": others}
 
@@ -526,7 +526,7 @@ def letters(tokenizer) -> dict:
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
 @pytest.mark.parametrize("network", ["nalanda", "llama"])
 def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypatch, capsys):
-    """And says what a model says that is given all of it."""
+    """The answers equal those of a model that reads the whole conversation."""
     monkeypatch.setattr(tokenizer, "chat_template", template)
     if network == "nalanda":
         model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)

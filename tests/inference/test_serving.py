@@ -1,4 +1,4 @@
-"""`transformers serve` with a checkpoint of ours, asked by OpenAI's client."""
+"""`transformers serve` with one of our checkpoints and OpenAI's client."""
 
 import os
 import socket
@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
@@ -23,7 +25,7 @@ MESSAGES = [[SPOKEN[0]], [*SPOKEN, {"role": "user", "content": "decay"}]]
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
-    """A model whose text is letters: bytes that are no text would not be streamed one by one."""
+    """A model that writes only letters, because incomplete characters would not be streamed one by one."""
     torch.manual_seed(0)
     config = NalandaConfig(
         **{"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
@@ -45,7 +47,7 @@ def folder(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(folder, tmp_path_factory):
-    """Of a server that never imports this package, and is asked for batching that our states cannot have."""
+    """The server does not import this package, and is asked for batching that our states do not support."""
     home = tmp_path_factory.mktemp("home")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -12,6 +12,8 @@ from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
 from nalanda import ops
 from nalanda.model.feature_maps import build_feature_map
 
+pytestmark = pytest.mark.slow
+
 every_kind = pytest.mark.parametrize("kind", ["delta", "gated_delta", "linear", "gated_linear"])
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}

@@ -15,6 +15,8 @@ from nalanda.model.mixers import build_mixer
 from nalanda.model.ops import linear_attention
 from nalanda.model.sequences import Sequences
 
+pytestmark = pytest.mark.slow
+
 MIXERS = {
     "linear_attention": {},
     "nala": {},

@@ -51,6 +51,7 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_toys(tmp_path):
     file = tmp_path / "toys.py"
     file.write_text(TOYS)
@@ -74,6 +75,7 @@ def test_toys(tmp_path):
     assert second == "arch='sm_80': this process compiles for sm_90; start another process"
 
 
+@pytest.mark.slow
 def test_flagship_within_its_limits():
     done = run("-m", "nalanda_kernels.static", "--arch", "sm_90", "--case", "flagship", "--check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,7 @@ def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-# The quadratic forms, from the projections on
+# The quadratic forms, from the projections
 
 
 def projected(mixer: Mixer, x: torch.Tensor):
@@ -132,7 +132,7 @@ def test_diag(scores, block):
 
 
 def test_local_score_of_a_block():
-    """SPEC 6.7: the share of a row that its last r scores make up rises with r, to 1 at the block."""
+    """The share of a row's last r scores rises with r, to 1 at the block."""
     weights = mixer_of("diag_attention", {"block_size": 16}).weights(draw(2, 40, D))
     distance = torch.arange(40)[:, None] - torch.arange(40)
     score = torch.stack([(weights * ((distance >= 0) & (distance < r))).sum(-1) for r in range(1, 41)])
@@ -161,7 +161,7 @@ def test_norm_attention(feature_map, placement, positions):
 
 
 def test_norm_bounds_the_gradient_of_every_score():
-    """SPEC 6.6: |∂L/∂s| ≤ c₁c₂/√ε for ‖∂L/∂o‖ ≤ c₁ and ‖v‖ ≤ c₂, if ε is inside the root."""
+    """|∂L/∂s| ≤ c₁c₂/√ε for ‖∂L/∂o‖ ≤ c₁ and ‖v‖ ≤ c₂, if ε is inside the root."""
     T, eps = 24, 1e-4
     v, upstream = draw(T, D), draw(T, D, seed=1)
     bound = upstream.norm(dim=-1).max() * v.norm(dim=-1).max() / eps**0.5
@@ -255,7 +255,7 @@ def test_packed_is_separate(case):
 
 @case
 def test_rows_read_in_pieces_of_any_length(case):
-    """Rows that have read more or less, that read nothing in a piece, or have not yet begun."""
+    """Rows with different lengths, with no token in a piece, or with no token yet."""
     mixer = mixer_of(*CASES[case])
     pieces = torch.tensor([[3, 0, 2], [4, 0, 1], [0, 0, 9], [6, 3, 0], [1, 1, 1], [2, 7, 1], [1, 1, 1]])
     total = pieces.sum(0)
@@ -281,7 +281,7 @@ def test_rows_read_in_pieces_of_any_length(case):
         assert all(len(t) == 3 for t in state.values())
     for parts, expected in zip(out, whole, strict=True):
         close(torch.cat(parts, 1), expected)
-    # The state is the same whichever way it was filled (its rows before a text's first token are zeros).
+    # The state does not depend on how it was filled; its rows before a text's first token are zeros.
     for i, text in enumerate(texts):
         alone = mixer(text, Sequences(), {})[1]
         for name, t in state.items():
@@ -303,16 +303,16 @@ def test_dense_pieces(case, pieces):
 
 @pytest.mark.parametrize("case", ["softmax", "window", "diag"])
 def test_nothing_attends_to_nothing(case):
-    """Not even padding: some backends make NaN of a softmax over nothing."""
+    """Every query sees a key, even padding: some backends return NaN for a softmax over nothing."""
     places = torch.tensor([[-7, -6, -5, -4], [-2, -1, 0, 1]])
     seen = mixer_of(*CASES[case]).visible(places, places[:, 1:])
     assert seen.any(-1).all()
-    assert not seen[1, 1:, :2].any()  # and nothing that counts attends to padding
+    assert not seen[1, 1:, :2].any()  # and no token attends to padding
 
 
 @case
 def test_gradients_through_a_past(case):
-    """Also where sequences have read nothing, and padding would otherwise be a softmax over nothing."""
+    """Gradients stay finite also where sequences are empty, and padding could see nothing."""
     mixer, x = mixer_of(*CASES[case]), draw(1, 9, D).requires_grad_()
     state = mixer(x, Sequences(packing([0, 7, 2])), {})[1]
     past = torch.tensor([0, 7, 2])
@@ -335,7 +335,7 @@ def test_a_call_without_tokens(case):
 def test_last():
     x = torch.arange(1.0, 7).view(1, 3, 2)
     assert torch.equal(last(x, 2), x[:, 1:])
-    assert last(x, 2).untyped_storage().nbytes() == 4 * 4  # not the text that it was cut from
+    assert last(x, 2).untyped_storage().nbytes() == 4 * 4  # not that of the whole text
     assert torch.equal(last(x, 4), torch.cat([torch.zeros(1, 1, 2), x], 1))
     assert torch.equal(last(x, 3), x)
 
@@ -356,8 +356,8 @@ def test_groups_pad_little():
     ],
 )
 def test_flops_are_those_of_what_is_seen(case):
-    """Two products for each pair of a token and one that it sees, to half a token. Torch makes the whole
-    squares: at most twice as many, with a window four times."""
+    """FLOPs count two products for each visible pair of tokens, up to half a token. Torch computes whole
+    squares: at most twice as many, or four times with a window."""
     mixer, T = mixer_of(*case).float(), 128
     linear = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, torch.nn.Linear))
     x = torch.randn(1, T, D)
@@ -477,7 +477,7 @@ def test_half_precision(name, tmp_path):
 
 
 def test_norm_attention_stands_long_sums_in_fp16():
-    """4096 positive terms a sum leave fp16's range before the norm brings them back."""
+    """Sums of 4096 positive terms exceed fp16's range before the norm."""
     mixer = mixer_of("norm_attention", {"positions": "none"}).half()
     x = 6 * draw(1, 1, D).half().expand(1, 4096, D)
     assert mixer(x, Sequences())[0].isfinite().all()
@@ -511,7 +511,7 @@ def test_xavier_gain():
         ("softmax", {"rope_theta": 0}, "positive"),
         ("softmax", {"windows": 4}, "windows"),
         ("diag_attention", {"block_size": 0}, "from 1 to max_position_embeddings=128"),
-        ("diag_attention", {"block_size": 129}, "could never hold a whole block"),
+        ("diag_attention", {"block_size": 129}, "must be from 1 to max_position"),
         ("diag_attention", {"scores": "gelu"}, "softmax, relu"),
         ("diag_attention", {"norm_eps_placement": "outside"}, "no norm"),
         ("diag_attention", {"positions": "rope"}, "lrpe, none"),

@@ -21,7 +21,7 @@ def build(mixer, **fields):
 
 
 def adapted(model, **options):
-    """With LoRA whose second factor is not zero, so that every adapter's product shows."""
+    """The model with LoRA, whose second factor is not zero, so that every adapter changes the output."""
     chosen = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(model, peft.LoraConfig(**(chosen | options)))
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_adapters_train_save_load_and_merge(mixer, tmp_path):
     assert torch.equal(logits(again), expected)
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(build(mixer)))
-    with torch.no_grad():  # one token by its own path, which must ask the adapters too
+    with torch.no_grad():  # one token: the decoding path must use the adapters too
         cache = model(input_ids=IDS[:, :-1], use_cache=True).past_key_values
         last = model(input_ids=IDS[:, -1:], past_key_values=cache).logits[:, 0]
     assert (last - expected[:, -1]).abs().max() < 1e-5
@@ -85,7 +85,7 @@ def test_adapters_train_save_load_and_merge(mixer, tmp_path):
 
 
 def test_adapters_of_the_head_are_trained_too():
-    """Its logits never exist as a whole in training: the loss reads its weight."""
+    """An adapter of the head: in training the loss reads its weight, and not all logits exist at once."""
     model = adapted(build("gla"), target_modules=["lm_head", "q_proj"])
     losses = train(model.train())
     assert losses[-1] < losses[0]

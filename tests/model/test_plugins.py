@@ -17,13 +17,13 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import imported
 from nalanda.config.load import load_config
-from nalanda.data.documents import READERS, Document
+from nalanda.data.documents import READERS, Document, register_reader
 from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.linear import LinearAttention
 from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, logits
 from nalanda.train.loop import train
-from nalanda.train.optim import BUILDERS
+from nalanda.train.optim import BUILDERS, register_optimizer
 
 EXAMPLE = ROOT / "examples" / "my_mixer"
 TABLES = (MIXERS, FEATURE_MAPS, plugins.MODULES, BUILDERS, READERS, sys.modules)
@@ -272,7 +272,11 @@ register_feature_map("twice_{name}", Twice)
     ("name", "line", "says"),
     [
         ("takes_yaml", "import yaml", "takes_yaml.py, line 2: imports yaml; checkpoints carry this file"),
-        ("takes_train", "from nalanda import register_optimizer", "line 2: imports nalanda; "),
+        (
+            "takes_train",
+            "from nalanda.train.optim import register_optimizer",
+            "line 2: imports nalanda.train.optim; ",
+        ),
         ("takes_sibling", "import nalanda.model.ops", "line 2: imports nalanda.model.ops; "),
         ("layers", "", "must be one flat file, named unlike those of nalanda.model"),
     ],
@@ -321,8 +325,8 @@ def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
 def test_a_run_with_an_optimizer_and_a_reader(tmp_path, monkeypatch, recipe, fresh_accelerate):
     write(tmp_path, "my_parts", """
 import torch
-from nalanda import register_optimizer, register_reader
-from nalanda.data.documents import Document
+from nalanda.data.documents import Document, register_reader
+from nalanda.train.optim import register_optimizer
 
 def momentum(groups, config):
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
@@ -360,8 +364,8 @@ register_reader(".records", read_records)
 
 def test_names_that_are_taken():
     with pytest.raises(ValueError, match=r"register_optimizer\('muon'\): the name is taken"):
-        nalanda.register_optimizer("muon", lambda groups, config: None)
+        register_optimizer("muon", lambda groups, config: None)
     with pytest.raises(ValueError, match=r"register_reader\('.txt'\): the suffix is taken"):
-        nalanda.register_reader(".txt", lambda path, fields, start: iter([(Document(""), 1)]))
+        register_reader(".txt", lambda path, fields, start: iter([(Document(""), 1)]))
     with pytest.raises(ValueError, match=r"expected a suffix such as .csv"):
-        nalanda.register_reader("csv", lambda path, fields, start: iter(()))
+        register_reader("csv", lambda path, fields, start: iter(()))

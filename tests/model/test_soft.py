@@ -44,7 +44,7 @@ def test_kernel():
     x, z = draw(2, 3, 7, K), draw(3, M, K, seed=1)  # z is broadcast over the batch
     torch.testing.assert_close(gaussian_kernel(x, z), kernel(x, z.expand(2, 3, M, K)), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gaussian_kernel(x, x).diagonal(dim1=-2, dim2=-1), torch.ones(2, 3, 7).double())
-    # What x and z share, here 100 in every coordinate, must not cost fp32 its digits.
+    # A shared offset of x and z, here 100 in every coordinate, must not cause cancellation in fp32.
     x, z = ((100 + y).float() for y in (x, z.expand(2, 3, M, K)))
     torch.testing.assert_close(
         gaussian_kernel(x, z).double(), kernel(x.double(), z.double()), rtol=1e-5, atol=0
@@ -117,7 +117,7 @@ def test_normalising_never_raises_the_norm():
     "options", [{}, {"normalized": False}, {"inverse": "cholesky", "window": 3, "ridge": 1.0}]
 )
 def test_attention_is_the_similarity_times_v(options):
-    """… without ever forming the T × T matrix; in fp32 for halves, whatever autocast says."""
+    """Attention forms no T × T matrix, and runs in fp32 for half precision, also under autocast."""
     T = 34
     q, v = draw(2, T, 3, K).requires_grad_(), draw(2, T, 3, 5, seed=1).requires_grad_()
     saved = []
@@ -149,7 +149,7 @@ def residual(A: torch.Tensor, iterations: int) -> torch.Tensor:
 
 
 def test_newton_residual():
-    """‖I − YA‖ = (1 − r^-2)^(2^iterations), r = ‖A‖₁/σ_min: 20 iterations are precise up to r of some 275."""
+    """‖I − YA‖ = (1 − r^-2)^(2^iterations), r = ‖A‖₁/σ_min: 20 iterations are precise up to r ≈ 275."""
     A = torch.stack([matrix(c) for c in (2.0, 50.0, 500.0, 1e4)])
     r = torch.linalg.matrix_norm(A, 1) * spectral(torch.linalg.inv(A))
     for n in (1, 5, 20):
@@ -179,7 +179,7 @@ def test_newton_gradcheck():
 
 
 def test_newton_stops_short_where_landmarks_are_close():
-    """20 iterations miss A's small directions; the Cholesky factor of A + 0.01·I is right in fp32."""
+    """20 iterations miss A's smallest directions; the Cholesky factor of A + 0.01·I is precise in fp32."""
     Z = draw(32, 64, spread=0.1 * 64**-0.25)
     ridged = kernel(Z, Z) + 0.01 * torch.eye(32, dtype=torch.float64)
     exact = torch.linalg.inv(ridged)
@@ -190,7 +190,7 @@ def test_newton_stops_short_where_landmarks_are_close():
 
 
 def test_coincident_landmarks():
-    """All the same, as a map at zero weights has them: finite with a ridge, values and gradients."""
+    """Equal landmarks, as in a map with zero weights: values and gradients are finite with a ridge."""
     Z = torch.zeros(2, M, K, requires_grad=True)
     W = landmark_weights(Z)
     W.square().sum().backward()

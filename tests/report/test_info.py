@@ -1,4 +1,4 @@
-"""Every recipe that ships builds, at the size that the literature gives it, and its figures are right."""
+"""Every recipe that ships builds with the published size, and `nalanda info` prints the right figures."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_recipes_build_at_the_literatures_size(recipe):
         assert figures["parameters"] / 1e6 == pytest.approx(WIKITEXT[recipe.stem], abs=0.01)
         assert figures["tokens"] == 100_000 * 128 * 512
     assert 0 < figures["parameters_without_embeddings"] < figures["parameters"]
-    # 6 a weight that is multiplied, and the recurrence on top
+    # 6 per weight in a matrix product, plus the recurrence
     flops = figures["training_flops_per_token"]
     assert 6 * figures["parameters_without_embeddings"] < flops < 12 * figures["parameters"]
 
@@ -93,7 +93,7 @@ def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
 
 
 def test_saved_bytes_are_counted():
-    """A linear layer keeps its input and nothing else; its weight is not counted."""
+    """A linear layer saves only its input; weights are not counted."""
     x = torch.empty(3, 5, 7, device="meta", requires_grad=True)
 
     class Block(torch.nn.Linear):
@@ -137,7 +137,7 @@ def test_weights_and_moments_by_how_they_are_shared():
     assert held() == 16 * n
     assert held(processes=4) == 20 * n  # DDP's buckets
     muon = held("optim.name=muon")
-    assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, but for embedding and head
+    assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, except for embedding and head
     split = held("train.parallel=fsdp", processes=4)
     assert 4 * n < split < 8 * n
     hybrid = held("train.parallel=hybrid", "train.shard_size=2", processes=4)
@@ -150,7 +150,7 @@ def test_the_estimate_before_a_run(tmp_path):
     facts = {"step": 256, "training_flops_per_token": 1e9, "peak_flops": 1e12, "processes": 1}
     before = torch.get_rng_state()
     text = estimate(config, facts, model)
-    assert torch.equal(before, torch.get_rng_state())  # the run is about to draw from it
+    assert torch.equal(before, torch.get_rng_state())  # the run draws from it next
     tokens = (512 - 256) * 2048
     longest = duration(tokens * 1e9 / (UTILISATION[0] * 1e12))
     assert f"to {longest}, assuming 10 to 40 % of the peak; " in text
@@ -167,7 +167,7 @@ def test_printed(capsys):
 
 
 def test_the_readmes_tables_are_the_codes():
-    """`python -m nalanda.tables` prints what belongs there."""
+    """`python -m nalanda.report.tables` prints the README's tables."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     for rows in (tables.mixer_rows(), tables.map_rows(), tables.recipe_rows()):
         assert tables.markdown(rows) in text
@@ -177,6 +177,6 @@ def test_tables_fit_a_terminal(capsys):
     tables.print_tables(Console(width=80))
     out = capsys.readouterr().out
     assert "κ(Z, Z)" in out
-    assert "[relu(x)^p;" in out  # brackets are no markup
+    assert "[relu(x)^p;" in out  # brackets are not markup
     assert "transnormer_t1_wikitext103" in out
     assert all(cell_len(line) <= 80 for line in out.splitlines())

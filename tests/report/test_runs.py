@@ -1,4 +1,4 @@
-"""Runs by their folders: a list that no damaged one spoils, and their losses in one picture."""
+"""Lists of runs, including damaged ones, and pictures of their losses."""
 
 import io
 import json
@@ -72,7 +72,7 @@ def test_the_list(tmp_path, monkeypatch):
     make(tmp_path / "new", model={"auto": "state-spaces/mamba-130m"})
     make(tmp_path / "hybrid", model__mixer=["gla", "gla", "softmax"], facts=facts)
     (tmp_path / "done" / "final").mkdir()
-    (tmp_path / "done" / "final" / "run.json").write_text("{}")  # a model, no run
+    (tmp_path / "done" / "final" / "run.json").write_text("{}")  # a model, not a run
     (tmp_path / "elsewhere").mkdir()
     make(tmp_path / "torn", facts={"state": "finished"})
     (tmp_path / "torn" / "run.json").write_text('{"state": "fin')
@@ -80,13 +80,13 @@ def test_the_list(tmp_path, monkeypatch):
     make(tmp_path / "no-recipe").joinpath("config.yaml").write_text("- 1")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "run.json").write_text("[]")
-    (tmp_path / "gone" / "metrics.jsonl").open("a").write('{"step": 4, "lo')  # killed here
+    (tmp_path / "gone" / "metrics.jsonl").open("a").write('{"step": 4, "lo')  # killed while writing
     for i, name in enumerate(["new", "done"]):
         for file in (tmp_path / name).iterdir():
             os.utime(file, (2e9 + i, 2e9 + i))
 
     found = {run.name: run for run in runs.overview(tmp_path)}
-    assert list(found)[:2] == ["done", "new"]  # what changed last
+    assert list(found)[:2] == ["done", "new"]  # last changed first
     assert {name: run.state for name, run in found.items()} == {
         "done": "finished",
         "deep/live": "running",
@@ -125,7 +125,7 @@ def test_the_list(tmp_path, monkeypatch):
         "2 × gla, 1 × softmax",
     ):
         assert part in text, part
-    # Elsewhere a run is judged by its last sign of life.
+    # A run on another machine is judged by its last change.
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert runs.read_run(tmp_path / "gone").state == "running"
     old = time.time() - runs.SILENT - 60
@@ -146,7 +146,7 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
     assert len(c.train) == 28
     step, tokens, hours, loss = c.train[-1]
     assert (step, tokens) == (29, 29 * 512)
-    assert hours == pytest.approx(29 * 512 / 3600 / 3600)  # with the tokens of the steps that were skipped
+    assert hours == pytest.approx(29 * 512 / 3600 / 3600)  # with the tokens of skipped steps
     assert [point[0] for point in c.validation] == [20]
     assert c.validation[0][3] == loss or c.validation[0][3] > 3
 
@@ -166,7 +166,7 @@ def test_the_legend_tells_what_differs(tmp_path):
         "model.k 1, optim.k 1",
         "model.k –, optim.k 2",
     ]
-    # A later version's key, and what changes no curve, are left out; the model comes first.
+    # Keys of later versions and keys that change no curve are left out; the model comes first.
     later = {"train__z_loss": 0.0, "log": {"every": 1}, "seed": 1, "model__mixer": "nala"}
     assert legend({}, later) == ["gla, seed 0", "nala, seed 1"]
     assert legend({}, {}) == ["run0", "run1"]  # nothing differs

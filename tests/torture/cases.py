@@ -43,7 +43,7 @@ from safetensors.torch import load_file, save_file
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
 from nalanda.data.inspect import check_set
-from nalanda.data.token_set import is_token_set, open_set
+from nalanda.data.token_set import TokenSet, is_token_set
 from nalanda.report.verify import verify
 from nalanda.train import checkpoint
 from nalanda.train.build import build_model
@@ -214,7 +214,7 @@ def resumes(work: Work) -> str:
     equal = same(run, work.whole(*settings), prepared=True)
     said = []
     for source, counts in rows_given(run).items():
-        rows = open_set(work.folder / "prepared" / source, "train").tokens // 64
+        rows = TokenSet(work.folder / "prepared" / source, "train").tokens // 64
         need(len(counts) == rows, f"{source}: {len(counts)} rows of {rows} were trained on")
         epochs = sum(count for _, count in counts.values()) / rows
         need(len(stops) >= 3 * int(epochs), f"{len(stops)} resumes in {epochs} epochs")

@@ -280,8 +280,10 @@ def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=half)
         fully_shard(model, mp_policy=half)
-        seen, opened = [], model.model.layers[1].mixer.opened
-        model.model.layers[1].mixer.opened = lambda state, seq: seen.append(state) or opened(state, seq)
+        seen, scatter = [], model.model.layers[1].mixer.scatter_states
+        model.model.layers[1].mixer.scatter_states = lambda state, seq: (
+            seen.append(state) or scatter(state, seq)
+        )
         first, second, _ = batches()[1]
         states = run(model, first, None).row_states
         run(model, second, states, labels=second["input_ids"]).loss.backward()
@@ -323,7 +325,7 @@ def test_rows_without_tokens_between_them():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"carried": [True, False]}, "go on with row_states"),
+        ({"carried": [True, False]}, "carried rows need row_states"),
         ({"row_states": "own"}, "need carried"),
         ({"row_states": "own", "carried": [True]}, "bool \\[2\\]"),
         ({"row_states": "own", "carried": [1, 0]}, "bool \\[2\\]"),
@@ -351,7 +353,7 @@ def test_what_does_not_fit_is_refused(options, says):
 
 def test_states_that_grow_are_refused():
     hybrid = build(["gated_deltanet", "softmax"], feature_map="nala")
-    with pytest.raises(ValueError, match="'softmax' keeps every token"):
+    with pytest.raises(ValueError, match="'softmax': its state grows"):
         hybrid(ids(2, 9), return_row_states=True)
     with pytest.raises(InputError, match="carry: mixer 'softmax'"):
         check(hybrid)

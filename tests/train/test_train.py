@@ -655,7 +655,7 @@ def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path
         if verify == "sizes" and name.endswith("tokens"):
             loop.train(run)  # the id may be a wrong one; it is in the vocabulary
             return
-        with pytest.raises(InputError, match=f"{name} is damaged: .*copy or prepare it again"):
+        with pytest.raises(InputError, match=f"{name}: damaged, .*copy or prepare it again"):
             loop.train(run)
     finally:
         (prepared_set / name).write_bytes(before)
@@ -663,7 +663,7 @@ def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path
     loop.train(run)
     before, saved = flipped(prepared_set / name), latest_checkpoint(tmp_path / "run" / "checkpoints")
     try:
-        with pytest.raises(InputError, match=f"{name} is damaged"):
+        with pytest.raises(InputError, match=f"{name}: damaged"):
             loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
     finally:
         (prepared_set / name).write_bytes(before)
@@ -682,7 +682,7 @@ def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, 
     file, saved = tmp_path / "data" / part / "a.jsonl", latest_checkpoint(tmp_path / "run" / "checkpoints")
     file.write_bytes(text.replace(b"state", b"estat", 1))
     settings[1] = "train.steps=8"
-    with pytest.raises(InputError, match=f"{part}/a.jsonl has another content than when the checkpoint was"):
+    with pytest.raises(InputError, match=f"{part}/a.jsonl: other content than when the checkpoint was"):
         loop.train(configured(recipe, tmp_path / "run", *settings))
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     file.write_bytes(text)

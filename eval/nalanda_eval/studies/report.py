@@ -18,8 +18,7 @@ from rich.table import Table
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
 from nalanda.common.text import duration, size
-from nalanda.report.plot import smoothed
-from nalanda_eval.plots import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE, smoothed
 from nalanda_eval.recall import configured
 from nalanda_eval.report import markdown_table
 from nalanda_eval.studies.study import (

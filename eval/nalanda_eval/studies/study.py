@@ -31,7 +31,7 @@ from nalanda.common.text import suggest
 from nalanda.config.load import load_config, read_yaml, recipe_folders, section
 from nalanda.config.schema import DataConfig, RunConfig, TokenizerConfig
 from nalanda.data.prepare import prepare
-from nalanda.data.token_set import is_token_set, open_set, read_index
+from nalanda.data.token_set import TokenSet, is_token_set, read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train.build import open_batches
 from nalanda.train.log import read_facts, read_metrics, versions
@@ -387,7 +387,7 @@ def language(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Pat
         measured = next(line for line in reversed(lines) if "val_loss" in line)
         named = {k.removeprefix("val_ppl/"): v for k, v in measured.items() if k.startswith("val_ppl/")}
         model = AutoModelForCausalLM.from_pretrained(place / "final", dtype=torch.float32)
-        tokens = torch.as_tensor(open_set(text, "validation").read(0, SPREAD_ROWS * length))
+        tokens = torch.as_tensor(TokenSet(text, "validation").read(0, SPREAD_ROWS * length))
         record |= {
             "score": measured["val_loss"],
             "scores": named,

@@ -1,4 +1,4 @@
-"""What a trained model has to beat: bigrams of the text that it saw, and itself without its token mixers."""
+"""Baselines for a trained model: bigrams of its training text, and the model without its token mixers."""
 
 import contextlib
 import math
@@ -16,18 +16,18 @@ IGNORED = -100
 
 
 class Bigram:
-    """Interpolated Kneser–Ney bigrams over token ids, the strongest of the simple ones.
+    """Interpolated Kneser–Ney bigrams over token ids, the strongest of the simple bigram models.
 
         P(b|a)  = max(c(ab) − d, 0) / c(a) + d · n(a·) / c(a) · P(b)
         P(b)    = max(n(·b) − e, 0) / n(··) + e · n(·) / n(··) · 1/V
 
-    c counts tokens, n different ones: n(a·) followers of a, n(·b) predecessors of b, n(··) bigrams, n(·)
-    tokens with a predecessor. The discounts d and e are n₁/(n₁ + 2n₂) of the counts that they discount (Ney,
-    Essen and Kneser, 1994), so that nothing is tuned. After an unseen a, P(b|a) is P(b).
+    c counts occurrences. n counts distinct items: followers n(a·) of a, predecessors n(·b) of b, bigrams
+    n(··), tokens with a predecessor n(·). The discounts d and e are n₁/(n₁ + 2n₂) of the counts that they
+    discount (Ney, Essen and Kneser, 1994), so nothing is tuned. After an unseen a, P(b|a) is P(b).
 
     Args:
-        batches: dicts with input_ids [B, T] and labels [B, T], unshifted, −100 where no loss is taken: a pair
-            counts where its second token has a label, as the model's loss does.
+        batches: dicts with input_ids [B, T] and labels [B, T], unshifted, −100 where ignored. A pair counts
+            where its second token has a label, as in the model's loss.
         vocab_size: V.
     """
 
@@ -56,7 +56,7 @@ class Bigram:
         return seen + self.backoff[first] * self.lower[second]
 
     def perplexity(self, batches: Iterable[dict[str, Tensor]]) -> float:
-        """exp of the mean negative log-probability of the labels, a row's first one excepted."""
+        """exp of the mean negative log-probability of the labels, without the first of each row."""
         nll = np.concatenate([-np.log(self.probabilities(*_pairs(batch))) for batch in batches])
         return math.exp(nll.mean())
 
@@ -73,20 +73,20 @@ def _discount(counts: np.ndarray) -> float:
 
 
 def measure_perplexity(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> float:
-    """exp of the mean loss over the labels of packed batches, as the trainer validates."""
+    """exp of the mean loss over the labels of packed batches, as validation in training computes it."""
     total, count = loss_sums(model, batches)
     return math.exp(total / count)
 
 
-# What the layers of transformers and flash-linear-attention call the part that looks at other tokens.
 TOKEN_MIXERS = ("mixer", "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba")
+"""Names of a layer's token mixer here, in transformers and in flash-linear-attention."""
 
 
 @contextlib.contextmanager
 def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
-    """While this is open, no layer's token mixer adds anything: each token sees itself alone.
+    """In this context token mixers output zeros, so each token sees only itself.
 
-    Raises ValueError for a model with a layer whose token mixer is not found.
+    Raises ValueError if the token mixer of a layer is not found.
     """
     hooks = [mixer.register_forward_hook(_zero_output) for mixer in token_mixers(model)]
     try:
@@ -97,7 +97,7 @@ def zeroed_mixers(model: PreTrainedModel) -> Iterator[None]:
 
 
 def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """The token mixer of each layer of any decoder: nalanda's, transformers', flash-linear-attention's."""
+    """The token mixer of each layer of a decoder; see `TOKEN_MIXERS`."""
     depth = model.config.num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     mixers = [
@@ -111,7 +111,7 @@ def token_mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _zero_output(mixer: nn.Module, inputs: tuple, output: Any) -> Any:
-    """Mixers give their output alone, or in front of weights and states."""
+    """Zeros for the output, which may be the first of a tuple with weights and states."""
     if isinstance(output, Tensor):
         return torch.zeros_like(output)
     return (torch.zeros_like(output[0]), *output[1:])

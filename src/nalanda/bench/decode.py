@@ -1,4 +1,4 @@
-"""Milliseconds a token of decoding at growing contexts, beside transformers' Qwen3-Next and softmax."""
+"""Measures decoding time per token at growing contexts, beside transformers' Qwen3-Next and softmax."""
 
 import inspect
 import json as jsonlib
@@ -22,30 +22,22 @@ from torch import Tensor
 from nalanda.common.errors import output_file
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.report.plot import FAINT, GREY, PALETTE
+from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
-
-
 CONTEXTS = (1024, 4096, 16384, 65536)
-
-
 OURS = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "gated_deltanet, nala": {"mixer": "gated_deltanet", "feature_map": "nala"},
     "softmax": {"mixer": "softmax"},
 }
-
-
 PEER = "Qwen3-Next"
-
-
 FLOOR = "matrix products alone"
+SOFTMAX_INTERVAL = 8
+"""Rounds per measurement of softmax, which takes up to a hundred times as long."""
 
-
-SELDOM = 8  # softmax, which takes up to a hundred times as long, has its turn in every so many rounds
-
-Step = Callable[[], Any]  # reads one token behind a context, which stays as it is
+Step = Callable[[], Any]
+"""Decodes one token after a context, without changing the context."""
 
 
 def bench_decode(
@@ -56,22 +48,21 @@ def bench_decode(
     json: str | Path | None = None,
     png: str | Path | None = None,
 ) -> dict:
-    """Times one token at batch 1 in fp32 on the CPU behind contexts of 1 k to 64 k tokens.
+    """Times one token at batch 1 in fp32 on the CPU after contexts of 1 k to 64 k tokens.
 
-    Ours with two maps, our softmax baseline, and the layers of transformers' Qwen3-Next, all of them linear
-    attention, at the same shape. Every round takes each of them at each context once, in turn.
+    Compares, at the same shape: ours with two maps, our softmax baseline, transformers' Qwen3-Next with
+    linear attention in all layers, and a model's matrix products alone, the floor for any model of the shape.
+    Each round measures each of them once at each context. Ours and softmax are whole models as `generate`
+    calls them. Of the peer, only embedding, layers, norm and head are called, without its masks.
 
-    Prints per context the median milliseconds, the median ratio of the peer's to ours within a round, the
-    growth from the shortest context and the bytes carried. Ours and softmax are whole models as `generate`
-    calls them; of the peer only embedding, layers, norm and head are called, without its masks. Beside them
-    stand the products with all of a model's matrices and nothing else: what any model of the shape must read.
+    Prints per context the median milliseconds, the median ratio of the peer's time to ours within a round,
+    the growth from the shortest context, and the bytes of state.
 
     Args:
-        threads: that torch may use.
-        rounds: measurements of each pair of model and context; softmax has an eighth of them.
-        read: whether recurrent states behind the longer contexts come from reading so many tokens, which
-            takes minutes. By default all have read 1 k tokens, and longer contexts are their count alone;
-            softmax has random keys and values.
+        threads: number of threads for torch.
+        rounds: measurements of each model at each context; softmax gets an eighth of them.
+        read: whether to read the longer contexts too, which takes minutes. By default recurrent models read
+            1 k tokens and only count the others; softmax gets random keys and values.
         json, png: files for the figures and for a picture.
     """
     file = None if json is None else output_file(json, "--json")
@@ -89,7 +80,7 @@ def bench_decode(
             rows = _measure(rounds, read)
     finally:
         torch.set_num_threads(before)
-    _print(console, rows)
+    _print_rows(console, rows)
     figures = {
         "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
         "threads": threads,
@@ -113,16 +104,14 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     steps: dict[tuple[str, int], tuple[Step, int]] = {}
     for name, options in OURS.items():
         steps |= {(name, context): step for context, step in _ours(options, read).items()}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # it imports flash-linear-attention where that is installed
+    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
         peer = _peer()
     for name, step in ((PEER, peer), (FLOOR, _products())):
         steps |= {(name, context): step for context in CONTEXTS}
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for i in track(range(-1, rounds), "decoding", transient=True, console=Console(stderr=True)):
         for key, (step, _) in steps.items():
-            if key[0] == "softmax" and i % SELDOM:
+            if key[0] == "softmax" and i % SOFTMAX_INTERVAL:
                 continue
             start = time.perf_counter()
             step()
@@ -144,8 +133,8 @@ def _measure(rounds: int, read: bool) -> list[dict]:
 
 def _ratio(a: list[float], b: list[float]) -> float:
     """The median of what neighbouring measurements say: what else the machine does hits both."""
-    every = max(len(a), len(b)) // min(len(a), len(b))
-    a, b = (x[::every] if len(x) > min(len(a), len(b)) else x for x in (a, b))
+    shorter = min(len(a), len(b))
+    a, b = (x[:: len(x) // shorter] for x in (a, b))
     return statistics.median(x / y for x, y in zip(a, b, strict=False))
 
 
@@ -185,11 +174,11 @@ def _step(model: NalandaForCausalLM, cache: NalandaCache, token: Tensor) -> Step
 
 
 def _peer() -> tuple[Step, int]:
-    """What it carries is of one size and knows no count: one cache stands for every context."""
+    """Its state has one size and counts no tokens, so one cache stands for every context."""
     from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    # The public names prefer kernels for GPUs where such are installed, also on a CPU.
+    # The public names use GPU kernels where installed, even on a CPU.
     for name in ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"):
         setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
@@ -215,7 +204,7 @@ def _peer() -> tuple[Step, int]:
     return lambda: run(tokens[:, :1]), cache_bytes(cache)
 
 
-def _print(console: Console, rows: list[dict]) -> None:
+def _print_rows(console: Console, rows: list[dict]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     for head in ("context", "ms", "peer / it", "growth", "state"):
@@ -232,25 +221,23 @@ def _print(console: Console, rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], png: str | Path) -> None:
-    """Milliseconds a token against the context, a line a model."""
-    import matplotlib
+    """Draws milliseconds per token against the context, one line per model."""
+    from matplotlib import rc_context, ticker
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    looks = zip((*PALETTE[:4], GREY), "os^D ", ("-", "--", ":", "-.", "-"), strict=True)
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
-    for name, (colour, marker, line) in zip(dict.fromkeys(row["model"] for row in rows), looks, strict=True):
-        points = [(row["context"], row["ms"]) for row in rows if row["model"] == name]
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=name)
-    axes.set_title(f"Decoding on a CPU: {LAYERS} layers × {WIDTH}, batch 1, fp32", loc="left")
-    axes.set(xlabel="context (tokens)", ylabel="ms a token", xscale="log", yscale="log")
-    axes.set_xticks(CONTEXTS, [f"{n // 1024} k" for n in CONTEXTS])
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(png)
-    plt.close(figure)
+    looks = [*zip(COLOURS[:4], MARKERS, LINES, strict=False), (GREY, "", "-")]
+    models = dict.fromkeys(row["model"] for row in rows)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for name, (colour, marker, line) in zip(models, looks, strict=True):
+            points = [(row["context"], row["ms"]) for row in rows if row["model"] == name]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=name)
+        axes.set(title=f"Decoding on a CPU: {LAYERS} layers × {WIDTH}, batch 1, fp32")
+        axes.set(xlabel="context (tokens)", ylabel="ms per token", xscale="log", yscale="log")
+        axes.set_xticks(CONTEXTS, [f"{n // 1024} k" for n in CONTEXTS])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        figure.legend(loc="outside right upper")
+        figure.savefig(png)

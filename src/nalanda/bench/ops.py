@@ -1,4 +1,4 @@
-"""Speed of the ops beside a peer's, measured in one run, and only after the two are shown to agree."""
+"""Measures the speed of the ops beside a peer's, after checking that their results agree."""
 
 import inspect
 import json as jsonlib
@@ -18,19 +18,15 @@ from rich.table import Table
 from nalanda.common.errors import InputError, output_file
 from nalanda.model import ops
 
-HEAD_DIM = 128  # K and V
-
-
-SHAPES = ((2048, 8), (8192, 4))  # (T, H), beside the peer
-
-
 CASES = ("gated delta rule", "delta rule", "linear attention")
-
-
-LONG = (8192, 16384, 32768, 65536)  # T of the linearity row, with 4 heads
-
-
-TOLERANCE = 1e-4  # of the largest entry, between two fp32 results
+HEAD_DIM = 128
+"""K and V."""
+SHAPES = ((2048, 8), (8192, 4))
+"""(T, H) of the comparison with the peer."""
+LONG = (8192, 16384, 32768, 65536)
+"""T of the linearity measurement, with 4 heads."""
+TOLERANCE = 1e-4
+"""Largest difference between two fp32 results, relative to the largest entry."""
 
 Function = Callable[..., torch.Tensor]
 
@@ -38,22 +34,21 @@ Function = Callable[..., torch.Tensor]
 def bench_ops(
     *, threads: int = 2, json: str | Path | None = None, repeats: int = 7, long: bool = True
 ) -> dict:
-    """Times `delta_rule` and `linear_attention`, forward and backward in fp32 on the CPU, beside
+    """Times `delta_rule` and `linear_attention`, forward and backward in fp32 on the CPU.
 
-    transformers' torch paths for the same: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
-
-    Prints the agreement of outputs and gradients; per shape the median milliseconds of both (runs alternate),
-    the median ratio of neighbouring runs, and the share that ours has of the machine's matrix-product rate
-    (three times the forward's FLOPs, recomputation not counted); and the time a token up to T = 65 536.
+    The peers are transformers' torch paths: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
+    Prints the agreement of outputs and gradients, then per shape the median milliseconds of both (runs
+    alternate), the median ratio of neighbouring runs, and our share of the machine's matrix-product rate
+    (three times the forward FLOPs, without recomputation). Last comes the time per token up to T = 65 536.
 
     Args:
-        threads: that torch may use.
-        json: a file for the same figures.
-        repeats: timed runs of each side and shape, after one for warming up.
+        threads: number of threads for torch.
+        json: file for the figures.
+        repeats: timed runs per side and shape, after one warm-up.
         long: whether to measure long sequences, which takes a minute or two.
 
     Raises:
-        InputError: ours and the peer disagree; nothing is timed then.
+        InputError: ours and the peer disagree; nothing is timed.
     """
     file = None if json is None else output_file(json, "--json")
     console, before = Console(), torch.get_num_threads()
@@ -91,26 +86,24 @@ def _peer(case: str, H: int) -> Function:
     if case == "linear attention":
         attention = _lightning_attention(H)
 
-        def peer(q, k, v, beta, g):  # its decays are its own; `_inputs` gives ours the same
+        def peer(q, k, v, beta, g):  # has fixed decays, which `_inputs` gives ours too
             return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(2, (H, HEAD_DIM))
 
         return peer
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # it imports flash-linear-attention where that is installed
+    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
         from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    # The public name prefers a GPU kernel where one is installed, also on a CPU.
+    # The public name uses a GPU kernel where installed, even on a CPU.
     rule = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
 
-    def peer(q, k, v, beta, g):  # knows no rule without decay
+    def peer(q, k, v, beta, g):  # has no rule without decay
         return rule(q, k, v, g=torch.zeros_like(beta) if g is None else g, beta=beta)[0]
 
     return peer
 
 
 def _lightning_attention(H: int) -> torch.nn.Module:
-    """MiniMax's layer without its projections, activation, norm and gate: what remains is its recurrence."""
+    """MiniMax's layer reduced to its recurrence: no projections, activation, norm or gate."""
     from transformers import MiniMaxConfig
     from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
@@ -128,7 +121,7 @@ def _lightning_attention(H: int) -> torch.nn.Module:
 
 
 def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """Leaves q, k, v, beta, g (k of unit length, β in (0, 1)) that the case has, and a gradient of o."""
+    """The case's leaf tensors q, k, v, beta, g (k of unit length, β in (0, 1)), and a gradient of o."""
     generator = torch.Generator().manual_seed(T)
     q, k, v, d_o = (torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v)]
@@ -166,7 +159,7 @@ def _print_agreement(console: Console) -> None:
 
 
 def _matmul_rate(size: int = 1536) -> float:
-    """FLOP/s of one big fp32 product."""
+    """FLOP/s of one large fp32 matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     start = time.perf_counter()
     torch.mm(a, b)
@@ -196,7 +189,7 @@ def _compare(case: str, T: int, H: int, repeats: int) -> dict:
 
 
 def _linearity(repeats: int) -> list[dict]:
-    """Time a token at growing T, relative to the shortest; lengths alternate as the sides do."""
+    """Time per token at growing T, relative to the shortest; the lengths take turns."""
     cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
     seconds = {T: [] for T in LONG}
     for _ in range(1 + repeats // 2):
@@ -221,5 +214,5 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
 
 def _print_linearity(console: Console, rows: list[dict]) -> None:
     for row in rows:
-        cost = f"{row['us_per_token']:.1f} µs a token, {row['relative']:.2f}× that of T = {LONG[0]}"
+        cost = f"{row['us_per_token']:.1f} µs per token, {row['relative']:.2f}× that of T = {LONG[0]}"
         console.print(f"T = {row['T']:6d}, H = {row['H']}: {cost}")

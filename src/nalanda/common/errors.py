@@ -1,4 +1,4 @@
-"""What a person can mend, said in one line: bad input, full disks, too little memory."""
+"""Errors that the user can fix, in one line: bad input, full disks, too little memory."""
 
 import errno
 import os
@@ -7,68 +7,64 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """Something the user gave cannot work; the message is one line that says what to change."""
+    """Something in the user's input cannot work; the message is one line that says what to change."""
 
     exit_code = 2
 
 
 class OutOfMemory(InputError):
-    """The machine or its GPU has less memory than was asked for; files are unharmed."""
+    """The machine or its GPU has too little memory; files are unharmed."""
 
     exit_code = 71
 
 
 class DiskFull(InputError):
-    """A checkpoint did not fit; those before it are unharmed."""
+    """A file did not fit on the disk; finished ones are unharmed."""
 
     exit_code = 74
 
 
 class SourceUnavailable(InputError):
-    """Retries are used up: a server did not give what training needs next."""
+    """A server still fails after all retries."""
 
     exit_code = 75
 
 
 class NothingTrained(InputError):
-    """A run came to its end and no step of it reached the weights."""
+    """A run ended and no step changed the weights."""
 
     exit_code = 65
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, and quotas and limits of a file's size, which are mended in the same way."""
+"""A full disk, and quotas and limits of a file's size, which have the same remedy."""
 
-# Libraries beneath torch and safetensors raise errors of their own, which have the system's words or numbers.
+# Libraries below torch and safetensors raise their own errors, with the system's words or numbers.
 _NO_ROOM = re.compile(rf"\(os error ({'|'.join(map(str, NO_ROOM))})\)|disk is full")
-
-
 _NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc", re.I)
-
-
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether a file could not be written for want of space, or because it may not grow further."""
+    """Whether a file could not be written because the disk is full or the file may not grow."""
     known = isinstance(error, OSError) and error.errno in NO_ROOM
     return known or _NO_ROOM.search(str(error)) is not None
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch (on any device) or the system had no memory left to give."""
+    """Whether Python, torch (on any device) or the system is out of memory."""
     known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def asked_for(error: BaseException) -> str:
-    """`out of memory` with what was asked for last, where the error tells."""
+    """`out of memory`, with the amount asked for last if the error states it."""
     found = _ASKED.search(str(error))
     return "out of memory" + (f": {found[1]} more were asked for" if found else "")
 
 
 def explained(error: BaseException) -> InputError | None:
-    """`error` as one line for a person; None where only a traceback tells what is wrong."""
+    """`error` as an `InputError` of one line; None if only a traceback helps."""
     if isinstance(error, InputError):
         return error
     if out_of_memory(error):
@@ -83,9 +79,9 @@ def explained(error: BaseException) -> InputError | None:
 
 
 def output_folder(path: str | os.PathLike, option: str) -> Path:
-    """`path` as a folder that can be written to, made where there is none; before any work that it is for.
+    """`path` as a writable folder, created if missing. Call it before the work whose output goes there.
 
-    option: what the message calls it. Raises `InputError`.
+    option: the name that messages begin with. Raises `InputError`.
     """
     path = Path(path).expanduser()
     try:
@@ -99,9 +95,9 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
 
 
 def output_file(path: str | os.PathLike, option: str) -> Path:
-    """`path` as a file that can be written, its folder made; before any work that it is for.
+    """`path` as a writable file, its folder created if missing. Call it before the work that it stores.
 
-    option: what the message calls it. Raises `InputError`.
+    option: the name that messages begin with. Raises `InputError`.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -114,7 +110,7 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
 
 def _reason(error: OSError) -> str:
     path = Path(os.fsdecode(error.filename)) if error.filename is not None else None
-    if isinstance(error, FileExistsError) and path:  # mkdir: what is there is no folder
+    if isinstance(error, FileExistsError) and path:  # mkdir found a file
         return _link(path) if path.is_symlink() else "a file; name a folder"
     return error.strerror or type(error).__name__
 
@@ -128,5 +124,5 @@ def _is(error: BaseException, number: int) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, in one line; its type where it says nothing."""
+    """The first line of the error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

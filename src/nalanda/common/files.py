@@ -1,4 +1,4 @@
-"""Files that are whole or are not there: atomic, synced writes, and manifests with SHA-256 sums."""
+"""Atomic, synced writes, and manifests with SHA-256 sums."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def verify_manifest(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """One line on what is wrong with a folder that has a manifest, or None."""
     try:
         text = (path / "manifest.json").read_text()
         manifest = json.loads(text)
-        if manifest.get("format") != 1 and text != manifest_text(manifest):  # 1 had no sum of its own
+        if manifest.get("format") != 1 and text != manifest_text(manifest):  # format 1 had no sum
             return "manifest.json does not have the bytes that were written"
         files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def verify_manifest(path: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes of {size}"
-    for file in path.rglob("*"):  # what loading would find without a sum to hold it to
+    for file in path.rglob("*"):  # files that loading would read although the manifest has no sum of them
         name = file.relative_to(path).as_posix()
         if name not in files and file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py"):
             return f"{name} was not saved with it"
@@ -48,7 +48,7 @@ def manifest_text(manifest: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path) -> None:
-    """Syncs the files of `folder` and gives it a manifest that `verify_manifest` holds them to."""
+    """Syncs the files of `folder` and writes the manifest that `verify_manifest` checks."""
     files = {}
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         sync(file)
@@ -57,16 +57,21 @@ def write_manifest(folder: Path) -> None:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """`file` has the old content or the new, never a part of it."""
+    """Replaces the content of `file`: whenever the machine stops, it has the old content or the new."""
     part = file.with_name(f".tmp-{file.name}")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
+    rename_synced(part, file)
+
+
+def rename_synced(part: Path, file: Path) -> None:
+    """Renames `part` to `file`, in the same folder, with the content and then the name on the disk."""
     sync(part)
     part.rename(file)
     sync(file.parent)
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or, for the names in it, of a folder."""
+    """fsync of a file, or of the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Trying again what may succeed later, a bounded number of times."""
+"""Bounded retries of what may succeed later."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from nalanda.common.text import redact
 T = TypeVar("T")
 
 
-LONGEST_WAIT = 60.0  # seconds between two tries
+LONGEST_WAIT = 60.0
+"""Seconds between two tries, at most."""
+
+sleep = time.sleep
+"""The wait between two tries; tests replace it."""
 
 
 def describe_error(error: Exception) -> str:
     return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
 
 
-# ------------------------------ trying again
-
-sleep = time.sleep  # tests put another one here
-
 _TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
-
-
 _NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 
 
@@ -42,8 +40,8 @@ class Incomplete(ConnectionError):
 def transient(error: BaseException) -> bool:
     """Whether the same request may succeed later: no connection, a stall, a cut, status 408, 425, 429 or 5xx.
 
-    Libraries wrap one another's errors, and fsspec even calls a dropped connection FileNotFoundError: the
-    causes are looked at too, and a status decides before anything else.
+    Libraries wrap one another's errors (fsspec turns a dropped connection into FileNotFoundError), so the
+    causes count too. A status overrides everything else.
     """
     chain = [error]
     while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
@@ -58,7 +56,7 @@ def transient(error: BaseException) -> bool:
             return status in (408, 425, 429) or status >= 500
     if any(
         isinstance(link, (ssl.SSLCertVerificationError, InputError))
-        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that no waiting cures
+        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that waiting cannot fix
         for link in chain
     ):
         return False
@@ -70,8 +68,8 @@ def transient(error: BaseException) -> bool:
 
 
 class Patience:
-    """Counts failures in a row and waits after each: up to twice as long as before, by chance, since many
-    processes fail together and would come back together."""
+    """Counts failures in a row and waits a random time after each, with a limit that doubles. Random, because
+    many processes that fail together should not return together."""
 
     def __init__(self, what: str, retries: int):
         self.what, self.retries, self.failures = what, retries, 0
@@ -80,16 +78,16 @@ class Patience:
         """Returns when it is time to try again.
 
         Raises:
-            SourceUnavailable: after `retries` tries in a row that helped nothing.
-            Exception: `error` itself, where to try again is no use.
+            SourceUnavailable: after `retries` failed retries in a row.
+            Exception: `error` itself, if another try cannot help.
         """
         if not transient(error):
             raise error
         self.failures += 1
         if self.failures > self.retries:
             raise SourceUnavailable(
-                f"{self.what}: failed {self.failures} times in a row, gave up ({describe_error(error)}); the "
-                "same command resumes when it is back, and data.retries sets how often it is asked"
+                f"{self.what}: failed {self.failures} times in a row, gave up ({describe_error(error)}); "
+                "run the same command again later to resume, or raise data.retries"
             ) from None
         wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
         if os.environ.get("RANK", "0") == "0":
@@ -99,7 +97,7 @@ class Patience:
 
 
 def persist(do: Callable[[], T], what: str, retries: int) -> T:
-    """What `do` returns, tried again while it fails as `transient` says. Raises as `Patience.failed`."""
+    """`do()`, tried again after `transient` errors. Raises as in `Patience.failed`."""
     patience = Patience(what, retries)
     while True:
         try:
@@ -111,12 +109,14 @@ def persist(do: Callable[[], T], what: str, retries: int) -> T:
 def persistent(
     read: Callable[[Any], Iterator[tuple[T, Any]]], cursor: Any, what: str, retries: int
 ) -> Iterator[tuple[T, Any]]:
-    """`read(cursor)`, pairs of an item and the cursor behind it, opened again at the last cursor after a
-    failure; an item ends the row of failures. Raises as `Patience.failed`."""
+    """`read(cursor)`, pairs of an item and the cursor after it, reopened at the last cursor after a failure.
+
+    Each item resets the count of failures. Raises as in `Patience.failed`.
+    """
     patience = Patience(what, retries)
     while True:
         try:
-            for item, cursor in read(cursor):  # noqa: B020  the place from which the next reading goes on
+            for item, cursor in read(cursor):  # noqa: B020  the next reading resumes there
                 patience.failures = 0
                 yield item, cursor
             return

@@ -1,4 +1,4 @@
-"""Words for people: the nearest name, sizes, durations, URLs without their secrets."""
+"""Text for messages: the nearest name, sizes, durations, URLs without their secrets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def is_url(source: Any) -> bool:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `known` that `name` may be a misspelling of."""
+    """The known name that `name` may be a misspelling of, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean steps?`, or what there is."""
+    """`; did you mean steps?`, or the list of known names."""
     known = sorted(known)
     if close := closest(name, known):
         return f"; did you mean {close}?"

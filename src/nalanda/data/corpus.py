@@ -1,7 +1,7 @@
-"""Where documents come from: local files, datasets of the Hugging Face Hub, and the running Python itself.
+"""The corpus of a split: shards of local files, URLs, the Hub or this Python, and a stream over them.
 
-A corpus is a list of shards. A shard reads its documents in a fixed order and gives with each one a cursor
-(plain JSON) from which another reading goes on behind it.
+A shard (`documents.Shard`) reads its documents in a fixed order and gives with each one a cursor, plain JSON,
+from which a later reading resumes.
 """
 
 from __future__ import annotations
@@ -19,78 +19,56 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
-    AT_ONCE,
     FOLDERS,
-    READERS,
-    SAMPLES,
-    WHOLE,
     Document,
     Fields,
     FileShard,
     Shard,
     TextShard,
-    _hash_file,
+    digest,
     hash_text,
+    is_single,
     not_blank,
+    reader_of,
+    suffixes,
 )
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.token_set import is_token_set
 from nalanda.data.urls import open_urls
 
+WHOLE = 64 << 20
+"""Bytes up to which a file is hashed whole; of a larger one samples are."""
 
-@dataclass
-class Corpus:
-    """The shards of one split, and which of their documents belong to it."""
+AT_ONCE = 4 << 30
+"""Bytes hashed at a start; where whole files would be more, all are sampled."""
 
-    shards: list[Shard]
-    keep: Callable[[str], bool] = not_blank
-    ordered: bool = False  # one text: its documents are never shuffled
+SAMPLES = 16
+"""Samples of a file, head and tail included."""
 
-    @property
-    def fingerprint(self) -> str:
-        return blake2b("\n".join(s.identity for s in self.shards).encode(), digest_size=8).hexdigest()
 
-    @functools.cached_property
-    def hashed(self) -> tuple[int, int]:
-        """Bytes up to which a file is hashed whole, and bytes of each of the samples of a larger one."""
-        sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
-        whole = WHOLE if sum(size for size in sizes if size <= WHOLE) <= AT_ONCE else 0
-        return whole, min(1 << 16, max(1 << 12, AT_ONCE // (SAMPLES * max(1, len(sizes)))))
+def source_of(data: DataConfig, split: str) -> str | list[str]:
+    """The source that `split` is read from."""
+    return data.validation_source if split == "validation" and data.validation_source else data.source
 
-    def content(self, number: int) -> str:
-        """A hash of what is in a shard, which its size does not tell.
 
-        A file of up to `WHOLE` bytes is hashed whole, a larger one at `SAMPLES` places, spread evenly from
-        its head to its tail; so is every file of a corpus whose small ones are above `AT_ONCE` together. The
-        hash is "" of what lies elsewhere: there the name, with its revision, stands for the content.
-        """
-        shard = self.shards[number]
-        if isinstance(shard, FileShard):
-            return _hash_file(shard.path, shard.size, *self.hashed)
-        return f"{hash_text(shard.text):016x}" if isinstance(shard, TextShard) else ""
-
-    def contents(self, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """The hashes of all shards by their names, those that are `known` taken from there; {} where some
-        shards lie elsewhere."""
-        if not all(isinstance(shard, (FileShard, TextShard)) for shard in self.shards):
-            return {}
-        names = [str(getattr(shard, "path", shard.identity)) for shard in self.shards]
-        with ThreadPoolExecutor(8) as pool:
-            found = pool.map(lambda i: known.get(names[i]) or self.content(i), range(len(names)))
-            return dict(zip(names, found, strict=True))
+def is_local(source: str | list[str]) -> bool:
+    """Whether the documents of `source` are files of this machine or belong to its Python."""
+    if isinstance(source, list) or is_url(source):
+        return False
+    return source == "python" or Path(source).expanduser().exists() or glob.has_magic(source)
 
 
 def open_corpus(data: DataConfig, split: str) -> Corpus:
     """The documents of `split`, "train" or "validation", as `data` describes them.
 
     Raises:
-        InputError: nothing is there, or it is not in a form that can be read.
+        InputError: the source does not exist or cannot be read.
     """
     if data.mixture and not (split == "validation" and data.validation_source):
         return Corpus([MixtureShard(data, split)])
-    source = data.validation_source if data.validation_source and split == "validation" else data.source
-    shards, separate = _open(data, source, split)
+    source = source_of(data, split)
+    shards, separate = _open_shards(data, source, split)
     separate = separate or bool(data.validation_source)
     if data.documents == "joined":
         if not separate:
@@ -106,16 +84,123 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
 
 
 def held_out(text: str, share: float) -> bool:
-    """Whether a document is for validation. Its text alone decides: copies of a document never part."""
+    """Whether a document is for validation. The text alone decides, so all its copies are in one split."""
     return hash_text(text) < share * 2**64
 
 
-class DocumentStream:
-    """The documents of a corpus, each once an epoch, `epochs` times or without end.
+def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
+    """The shards of `split`, and whether the source has a validation part of its own."""
+    if isinstance(source, list) or is_url(source):
+        return open_urls(data, source, split)
+    if source == "python":
+        texts = python_splits(data.validation_share)[split]
+        return [TextShard(name, text) for name, text in texts.items()], True
+    root = Path(source).expanduser()
+    if is_token_set(root):
+        raise InputError(f"data.source: {source} is a token set, and texts are needed here; give its source")
+    if is_local(source):
+        files, separate = _find_files(root, split)
+        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], separate
+    if is_hub_id(source):
+        return open_hub(data, source, split)
+    raise InputError(
+        f"data.source: {source!r} does not exist; give python, a local file, directory or glob, "
+        "or a Hub dataset id such as cerebras/SlimPajama-627B"
+    )
 
-    The order depends on `seed` and the epoch alone: a permutation of the shards, then, where shards hold many
-    documents, a buffer from which every new document draws one out. No random generator is kept: each draw is
-    a hash of its place, so that the state is all there is. An ordered corpus is read as it stands.
+
+def _find_files(root: Path, split: str) -> tuple[dict[str, Path], bool]:
+    """Files by name, sorted, and whether validation has files of its own."""
+    separate = False
+    if root.is_dir():
+        names = [n for n in glob.glob("**/*", root_dir=root, recursive=True) if n.endswith(suffixes())]
+        files = {Path(n).as_posix(): root / n for n in sorted(names) if (root / n).is_file()}
+        parts = {part: {n: p for n, p in files.items() if n.startswith(f"{part}/")} for part in FOLDERS}
+        separate = bool(parts["validation"])
+        if split == "validation" and separate:
+            files = parts["validation"]
+        else:
+            files = parts["train"] or {n: p for n, p in files.items() if n.split("/")[0] not in FOLDERS}
+    else:
+        found = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
+        files = {path.as_posix(): path for path in found if path.is_file()}
+        for path in files.values():
+            reader_of(path)
+    if not files:
+        raise InputError(f"{root}: no documents for {split}; files may end in {', '.join(suffixes())}")
+    if len({is_single(path.name) for path in files.values()}) == 2:
+        raise InputError(
+            f"{root}: .txt files lie beside shards; name the files to read, such as {root}/**/*.jsonl"
+        )
+    return files, separate
+
+
+@dataclass
+class Corpus:
+    """The shards of one split, and which of their documents belong to it."""
+
+    shards: list[Shard]
+    keep: Callable[[str], bool] = not_blank
+    """The test that a text must pass to belong to the split."""
+    ordered: bool = False
+    """Whether the documents are one text and so never shuffled."""
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("\n".join(s.identity for s in self.shards))
+
+    @functools.cached_property
+    def hashed(self) -> tuple[int, int]:
+        """Bytes up to which a file is hashed whole, and bytes of each sample of a larger one."""
+        sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
+        whole = WHOLE if sum(size for size in sizes if size <= WHOLE) <= AT_ONCE else 0
+        return whole, min(1 << 16, max(1 << 12, AT_ONCE // (SAMPLES * max(1, len(sizes)))))
+
+    def content(self, number: int) -> str:
+        """A hash of a shard's content, which sees edits that leave the size unchanged.
+
+        A file of up to `WHOLE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
+        evenly from head to tail; so is every file if those up to `WHOLE` exceed `AT_ONCE` together. The hash
+        of a remote shard is "": its name, with its revision, stands for its content.
+        """
+        shard = self.shards[number]
+        if isinstance(shard, FileShard):
+            return _hash_file(shard.path, shard.size, *self.hashed)
+        return digest(shard.text) if isinstance(shard, TextShard) else ""
+
+    def contents(self, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """The hashes of all shards by name, `known` ones not computed again; {} if some are remote."""
+        if not all(isinstance(shard, (FileShard, TextShard)) for shard in self.shards):
+            return {}
+        names = [str(getattr(shard, "path", shard.identity)) for shard in self.shards]
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda i: known.get(names[i]) or self.content(i), range(len(names)))
+            return dict(zip(names, found, strict=True))
+
+
+def _hash_file(path: Path, size: int, whole: int, sample: int) -> str:
+    length = size if size <= max(whole, SAMPLES * sample) else sample
+    places = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)] if length < size else [0]
+    found = blake2b(str(size).encode(), digest_size=8)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for place in places:
+                file.seek(place)
+                left = length
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    found.update(piece)
+                    left -= len(piece)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
+    return found.hexdigest()
+
+
+class DocumentStream:
+    """The documents of a corpus, each once an epoch, for `epochs` epochs or without end (None).
+
+    The order depends only on `seed` and the epoch: a permutation of the shards, then, where shards hold many
+    documents, a shuffle buffer from which each new document draws another. Each draw is a hash of its
+    position, so no random generator is part of the state. An ordered corpus is not shuffled.
 
     Raises:
         InputError: an epoch has no document, or a shard cannot be read.
@@ -123,20 +208,20 @@ class DocumentStream:
 
     def __init__(self, corpus: Corpus, *, seed: int | str, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
-        self.permuted = all(shard.single for shard in corpus.shards)  # to order shards is to order documents
+        self.permuted = all(shard.single for shard in corpus.shards)  # permuting shards permutes documents
         self.ordered = corpus.ordered
         self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
         self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
 
     def state_dict(self) -> dict:
-        """Plain JSON: the epoch, the place in it, and the documents in the buffer."""
+        """Plain JSON: the epoch, the position in it, and the documents in the buffer."""
         return {
             "epoch": self.epoch,
-            "shard": self.shard,  # in this epoch's order
-            "cursor": self.cursor,  # in the shard
+            "shard": self.shard,  # position in this epoch's permutation
+            "cursor": self.cursor,  # in that shard
             "documents": self.documents,  # given in this epoch
             "buffer": [list(document) for document in self.buffer],
-            **({"skipped": self.skipped} if self.skipped else {}),  # for their size, in all epochs
+            **({"skipped": self.skipped} if self.skipped else {}),  # oversized ones, in all epochs
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -156,7 +241,7 @@ class DocumentStream:
         return (document.text for document in self)
 
     def rest_of_epoch(self) -> Iterator[Document]:
-        """The documents that this epoch has not given yet; behind the last one the next epoch begins."""
+        """The documents that this epoch has not given yet; then the state is the start of the next epoch."""
         shards = self.corpus.shards
         order = range(len(shards))
         if not self.ordered:
@@ -184,45 +269,18 @@ class DocumentStream:
             yield document
         if not self.documents:
             raise InputError(
-                "the corpus is empty: no document with text is left for this split; look at data.source "
-                "and data.validation_share, or give a data.validation_source"
+                "data.source: the corpus is empty, no document with text is left for this split; look at "
+                "data.source and data.validation_share, or give a data.validation_source"
             )
         self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
 
     def draw(self, what: str, number: int, epoch: int | None = None) -> int:
+        """A pseudo-random number of 64 bits."""
         return hash_text(f"{self.seed}/{self.epoch if epoch is None else epoch}/{what}/{number}")
 
 
-def _open(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
-    """The shards of `split`, and whether the source itself keeps the two splits apart."""
-    if isinstance(source, list) or is_url(source):
-        return open_urls(data, source, split)
-    if source == "python":
-        texts = python_splits(data.validation_share)[split]
-        return [TextShard(name, text) for name, text in texts.items()], True
-    root = Path(source).expanduser()
-    if is_token_set(root):
-        raise InputError(f"{source} is a prepared set: it has tokens, and here texts are needed")
-    if is_local(source):
-        files, separate = _find_files(root, split)
-        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], separate
-    if is_hub_id(source):
-        return open_hub(data, source, split)
-    raise InputError(
-        f"data.source {source!r} does not exist; give python, a local file, directory or glob, "
-        "or a Hub dataset id such as cerebras/SlimPajama-627B"
-    )
-
-
-def is_local(source: str | list[str]) -> bool:
-    """Whether the documents of `source` are files of this machine, or its Python's."""
-    if isinstance(source, list) or is_url(source):
-        return False
-    return source == "python" or Path(source).expanduser().exists() or glob.has_magic(source)
-
-
 class MixtureShard:
-    """The documents of a mixture's components, each once; while all last, by their weights in characters."""
+    """All documents of a mixture, each once, its components in proportion to their weights in characters."""
 
     single = False
 
@@ -249,33 +307,3 @@ class MixtureShard:
             number += 1
             if number > (cursor or 0):
                 yield document, number
-
-
-# ------------------------------ local files
-
-
-def _find_files(root: Path, split: str) -> tuple[dict[str, Path], bool]:
-    """Files by name, sorted, and whether validation has files of its own."""
-    if root.is_dir():
-        names = [n for n in glob.glob("**/*", root_dir=root, recursive=True) if n.endswith(tuple(READERS))]
-        files = {Path(n).as_posix(): root / n for n in sorted(names) if (root / n).is_file()}
-        parts = {part: {n: p for n, p in files.items() if n.startswith(f"{part}/")} for part in FOLDERS}
-        separate = bool(parts["validation"])
-        if split == "validation" and separate:
-            files = parts["validation"]
-        else:
-            files = parts["train"] or {n: p for n, p in files.items() if n.split("/")[0] not in FOLDERS}
-    else:
-        found = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
-        files = {path.as_posix(): path for path in found if path.is_file()}
-        separate = False
-        for path in files.values():
-            if not path.name.endswith(tuple(READERS)):
-                raise InputError(f"{path} is none of the kinds that can be read: {', '.join(READERS)}")
-    if not files:
-        raise InputError(f"no documents for {split} in {root}; readable files are {', '.join(READERS)}")
-    if len({path.suffix == ".txt" for path in files.values()}) == 2:
-        raise InputError(
-            f"{root} holds .txt files beside shards; name the ones that are meant: {root}/**/*.jsonl"
-        )
-    return files, separate

@@ -1,9 +1,9 @@
-"""The preparation of a corpus as a datatrove pipeline: for more than one machine tokenises in a day.
+"""Prepares a token set as a datatrove pipeline, on one machine, Slurm or Ray.
 
-The launching process lays out the work in the directory, which all machines must see under one name. Task r
-of W makes every W-th shard (`Preparation.make`); a last task, behind all others, writes the index. The bytes
-are those of `nalanda data prepare` without an executor, and so are the records of what is finished: running
-it again, with another executor or number of tasks, goes on.
+The launching process writes the plan in the directory, which all machines must see under one name. Task r of
+W makes every W-th shard (`Preparation.make`); a last task, after all others, writes the index. Bytes and
+records are those of `nalanda data prepare` without an executor, so running it again, with any executor or
+number of tasks, resumes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ try:
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     from datatrove.pipeline.base import PipelineStep
 except ImportError as error:
-    raise InputError(f"datatrove is not installed: pip install 'nalanda[cluster]' ({error})") from None
+    raise InputError(f"datatrove: not installed ({error}); pip install 'nalanda[cluster]'") from None
 
 
 class TokenShards(PipelineStep):
-    """Task `rank` of `world_size` makes its part of the shards that `directory` was set up for."""
+    """Task `rank` of `world_size` makes its part of the shards planned in `directory`."""
 
     name, type = "token shards", "nalanda"
 
@@ -35,7 +35,7 @@ class TokenShards(PipelineStep):
         self.directory = directory
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
-        """Raises `InputError` for the first damaged file of the source, once the other shards are made."""
+        """Raises `InputError` for the first damaged file of the source, after the other shards are made."""
         preparation = Preparation(self.directory)
         errors = []
         for number in range(rank, len(preparation.jobs), world_size):
@@ -52,34 +52,33 @@ class TokenShards(PipelineStep):
         yield from ()
 
 
-class TokenIndex(PipelineStep):
-    """Writes the index of `directory`, whose shards are all there."""
+class TokenIndex(TokenShards):
+    """Writes the index of `directory`, after all its shards."""
 
-    name, type = "index", "nalanda"
-
-    def __init__(self, directory: str):
-        super().__init__()
-        self.directory = directory
+    name = "index"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
         Preparation(self.directory).seal()
         yield from ()
 
 
-def _settings(directory: str, logs: str | None, part: str) -> dict[str, Any]:
-    # What is done is known by the shards' own records: datatrove's would be of another number of tasks.
-    return {"logging_dir": str(Path(logs or f"{directory}-logs") / part), "skip_completed": False}
+def _executor(kind: Any, directory: str, logs: str | None, shards: dict, index: dict) -> Any:
+    """The executor of the index, which runs the executor of the shards first."""
+
+    def step(part: str, task: TokenShards, options: dict) -> Any:
+        # The shards' own records say what is done; datatrove's depend on the number of tasks.
+        folder = str(Path(logs or f"{directory}-logs") / part)
+        return kind([task], logging_dir=folder, skip_completed=False, **options)
+
+    depends = step("shards", TokenShards(directory), shards)
+    return step("index", TokenIndex(directory), {"tasks": 1, "depends": depends, **index})
 
 
 def local(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
     """An executor on this machine: `.run()` makes the shards, then the index."""
     cast(Any, multiprocess).set_forkserver_preload(PRELOAD)  # imported once, not by every task
-    shards = LocalPipelineExecutor(
-        [TokenShards(directory)], tasks, workers or tasks, **_settings(directory, logs, "shards")
-    )
-    return LocalPipelineExecutor(
-        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
-    )
+    shards = {"tasks": tasks, "workers": workers or tasks}
+    return _executor(LocalPipelineExecutor, directory, logs, shards, {"workers": 1})
 
 
 def slurm(
@@ -93,11 +92,11 @@ def slurm(
     sbatch: dict[str, str] | None = None,
     memory_gb: int = 4,
 ) -> Any:
-    """An executor whose `.run()` hands two jobs to Slurm: an array that makes the shards, and the index.
+    """An executor whose `.run()` submits two jobs to Slurm: an array that makes the shards, and the index.
 
     Args:
-        workers: tasks at a time; None: as many as there is room for.
-        sbatch: more of sbatch's options.
+        workers: tasks at a time; None: no limit.
+        sbatch: further options of sbatch.
     """
     settings: dict[str, Any] = {
         "time": time,
@@ -109,36 +108,15 @@ def slurm(
     }
     if sys.prefix != sys.base_prefix:
         settings["venv_path"] = os.path.join(sys.prefix, "bin", "activate")
-    shards = SlurmPipelineExecutor(
-        [TokenShards(directory)],
-        tasks,
-        workers=workers or -1,
-        job_name="nalanda-shards",
-        **settings,
-        **_settings(directory, logs, "shards"),
-    )
-    return SlurmPipelineExecutor(
-        [TokenIndex(directory)],
-        1,
-        job_name="nalanda-index",
-        depends=shards,
-        **settings,
-        **_settings(directory, logs, "index"),
-    )
+    shards = {"tasks": tasks, "workers": workers or -1, "job_name": "nalanda-shards", **settings}
+    index = {"job_name": "nalanda-index", **settings}
+    return _executor(SlurmPipelineExecutor, directory, logs, shards, index)
 
 
 def ray(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
-    """An executor on the Ray cluster that this process is connected to, or can find."""
-    shards = RayPipelineExecutor(
-        [TokenShards(directory)],
-        tasks,
-        workers or -1,
-        mem_per_cpu_gb=4,
-        **_settings(directory, logs, "shards"),
-    )
-    return RayPipelineExecutor(
-        [TokenIndex(directory)], 1, 1, depends=shards, **_settings(directory, logs, "index")
-    )
+    """An executor on the Ray cluster that this process is connected to or finds."""
+    shards = {"tasks": tasks, "workers": workers or -1, "mem_per_cpu_gb": 4}
+    return _executor(RayPipelineExecutor, directory, logs, shards, {"workers": 1})
 
 
 def prepare_with(
@@ -153,18 +131,18 @@ def prepare_with(
     logs: str | None = None,
     slurm: dict[str, Any] | None = None,
 ) -> None:
-    """Lays out the work and hands it to "local", "slurm" or "ray". With Slurm it returns once it is queued.
+    """Plans the work and runs it with "local", "slurm" or "ray". With Slurm it returns once jobs are queued.
 
     Raises:
-        InputError: as `nalanda.data.prepare.begin`; or the executor cannot work.
+        InputError: as in `nalanda.data.prepare.begin`; or the executor does not start.
     """
     if executor not in ("local", "slurm", "ray"):
-        raise InputError(f"executor {executor!r}: there are local, slurm and ray")
+        raise InputError(f"executor: {executor!r} is unknown; there are local, slurm and ray")
     options: dict[str, Any] = {"tasks": tasks, "workers": workers, "logs": logs}
     if executor == "slurm":
         wanted = slurm or {}
         if not wanted.get("partition"):
-            raise InputError("Slurm needs a partition: --slurm-partition NAME")
+            raise InputError("executor: slurm needs a partition; give --slurm-partition NAME")
         pairs = [text.lstrip("-").partition("=") for text in wanted.get("args", [])]
         options |= {
             "partition": wanted["partition"],
@@ -177,7 +155,7 @@ def prepare_with(
     try:
         _BUILD[executor](directory, **options).run()
     except (ImportError, FileNotFoundError) as error:
-        raise InputError(f"the {executor} executor does not start here: {error}") from None
+        raise InputError(f"executor: {executor} does not start here ({error}); install it") from None
 
 
 _BUILD = {"local": local, "slurm": slurm, "ray": ray}

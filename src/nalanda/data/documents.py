@@ -1,4 +1,4 @@
-"""Documents of local files: one reader for each kind, and what a record must have."""
+"""Documents of local files: the table of readers by suffix, and what a record must have."""
 
 from __future__ import annotations
 
@@ -6,56 +6,53 @@ import functools
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.config.schema import MAX_DOCUMENT, DataConfig
 
-FOLDERS = ("train", "validation", "test")  # what the parts of a directory are called
+FOLDERS = ("train", "validation", "test")
+"""Names of the folders that hold the splits of a source."""
 
+BLOCK = 1 << 17
+"""Bytes read at a time."""
 
-BLOCK = 1 << 17  # bytes that are read at a time
+SLICE = 1 << 10
+"""Compressed bytes per call: zstandard makes up to 128 kB of 4 bytes, so a call gives 32 MB at most."""
 
-
-SLICE = 1 << 10  # of compressed bytes: zstandard makes up to 128 kB of 4, so that a call gives 32 MB at most
-
-
-WINDOW = 128 << 20  # bytes that a zstandard frame may refer back to; more where a document may be larger
-
-
-WHOLE = 64 << 20  # bytes of a file that is hashed whole; of a larger one samples
-
-
-AT_ONCE = 4 << 30  # bytes to hash at a start; where whole files would be more, all are sampled
-
-
-SAMPLES = 16  # of a file, head and tail among them
+WINDOW = 128 << 20
+"""Bytes that a zstandard frame may refer back to; more where a document may be larger."""
 
 
 class Document(NamedTuple):
     text: str
-    source: str = ""  # which part of a mixture it is from, where the corpus says so
+    source: str = ""
+    """Name of the part of the corpus that it is from; "" where the corpus names none."""
 
 
 class Fields(NamedTuple):
-    """Where a record has what a document needs; a dot leads into a field."""
+    """Where a record holds a document, and how large it may be."""
 
     text: str
+    """Name of the field with the text."""
     source: str
-    max_bytes: int = MAX_DOCUMENT  # of a document, as its line has it
-    skip: bool = False  # a larger one is left out, not refused
+    """Name of the field with the source; a dot leads into a nested field."""
+    max_bytes: int = MAX_DOCUMENT
+    """Most bytes of a document, counted as its line stands in the file."""
+    skip: bool = False
+    """Whether a larger document is left out instead of refused."""
 
     @staticmethod
     def of(data: DataConfig) -> Fields:
         return Fields(data.text_field, data.source_field, data.max_document_bytes, data.oversized == "skip")
 
     def oversized(self, where: str, size: int | None = None) -> None:
-        """Returns if a document of more than `max_bytes` is to be left out; raises `InputError` if not."""
+        """Returns if documents above `max_bytes` are left out. Raises `InputError` if they are refused."""
         if not self.skip:
             stated = f"{size:,}" if size else f"more than {self.max_bytes:,}"
             raise InputError(
@@ -69,17 +66,19 @@ class Shard(Protocol):
 
     @property
     def identity(self) -> str:
-        """Name and size: a saved position is only good for the same shards."""
+        """Name and size. A saved position is only valid for shards of the same identity."""
         ...
 
     @property
     def single(self) -> bool:
-        """Whether the shard is one document, so that to shuffle shards is to shuffle documents."""
+        """Whether the shard is one document, so that shuffling shards shuffles documents."""
         ...
 
     def read(self, cursor: Any) -> Iterator[tuple[Document | None, Any]]:
-        """Documents behind `cursor` (None: from the beginning), each with the cursor that lies behind it.
-        One that is left out for its size is None."""
+        """Yields the documents after `cursor` (None: from the start), each with the cursor after it.
+
+        A document that is left out for its size is None.
+        """
         ...
 
 
@@ -87,13 +86,35 @@ def not_blank(text: str) -> bool:
     return bool(text) and not text.isspace()
 
 
+def digest(text: str) -> str:
+    """64 bits of BLAKE2b in hexadecimal."""
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def hash_text(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int(digest(text), 16)
+
+
+D = TypeVar("D", Document, Document | None)
+
+
+def take_documents(documents: Iterator[D], characters: int) -> list[D]:
+    """The next documents, up to the one that completes `characters`; [] at the end."""
+    group = []
+    for document in documents:
+        group.append(document)
+        characters -= len(getattr(document, "text", ""))
+        if characters <= 0:
+            break
+    return group
+
+
+# ------------------------------ files
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """A local file; the cursor is the number of lines or rows read."""
+    """A local file. The cursor is the number of rows read."""
 
     path: Path
     name: str
@@ -105,53 +126,94 @@ class FileShard:
 
     @functools.cached_property
     def size(self) -> int:
-        """When it was first asked for; it stays so, or the shard is another."""
+        """Bytes of the file when first asked; reading is refused once the file has another size."""
         return self._size()
 
     def _size(self) -> int:
         try:
             return self.path.stat().st_size
         except OSError as error:
-            raise InputError(f"{self.path} cannot be read any more ({error.strerror})") from None
+            raise InputError(f"{self.path}: cannot be read any more ({error.strerror}); restore it") from None
 
     @property
     def single(self) -> bool:
-        return self.path.suffix == ".txt"
+        return is_single(self.path.name)
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document | None, int]]:
         if self.size != (now := self._size()):
             raise InputError(
-                f"{self.path} changed while it is in use: {self.size} bytes are {now} now; restore it, "
+                f"{self.path}: changed while in use, from {self.size} to {now} bytes; restore it, "
                 "or start a new run from the checkpoint's weights with model.init_from"
             )
         if not self.size and not self.single:
             raise InputError(f"{self.path}, line 1: the file is empty; fetch it again or remove it")
-        read = next(read for suffix, read in READERS.items() if self.path.name.endswith(suffix))
-        return read(self.path, self.fields, cursor or 0)
+        return reader_of(self.path)(self.path, self.fields, cursor or 0)
 
 
-def _hash_file(path: Path, size: int, whole: int, sample: int) -> str:
-    length = size if size <= max(whole, SAMPLES * sample) else sample
-    places = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)] if length < size else [0]
-    digest = blake2b(str(size).encode(), digest_size=8)
-    try:
-        with path.open("rb", buffering=0) as file:
-            for place in places:
-                file.seek(place)
-                left = length
-                while left and (piece := file.read(min(left, 1 << 20))):
-                    digest.update(piece)
-                    left -= len(piece)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})") from None
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class TextShard:
+    """One document in memory."""
+
+    single = True
+    name: str
+    text: str = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name}:{len(self.text)}"
+
+    def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
+        return iter([] if cursor else [(Document(self.text), 1)])
 
 
-def _read_txt(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
+# ------------------------------ readers
+
+
+class Reader(Protocol):
+    """Reads the documents of one file.
+
+    Args:
+        path: the file. It is not empty, unless it is a .txt file.
+        fields: the fields of a record that hold a document, and the size limit.
+        start: rows to pass over; a row is whatever the format repeats (a line, a table row).
+    Yields:
+        `(document, row)` for the rows after `start`, with `row` counted from 1 at the top of the file, so
+        that reading with `start=row` resumes after this document. Rows without content may be passed over
+        but count. For a document above `fields.max_bytes`, call `fields.oversized(where)`, which raises or
+        returns; then yield None in its place.
+    Raises:
+        InputError: names the path and the line or row that cannot be read.
+
+    The same file must give the same documents each time. Memory is bounded by a small multiple of
+    `fields.max_bytes`, however much a compressed file holds.
+    """
+
+    def __call__(self, path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]: ...
+
+
+def reader_of(path: Path) -> Reader:
+    """The reader of the longest suffix that fits. Raises `InputError` if none does."""
+    if not (fitting := [suffix for suffix in READERS if path.name.endswith(suffix)]):
+        raise InputError(f"{path}: no reader for this suffix; files may end in {', '.join(READERS)}")
+    return READERS[max(fitting, key=len)]
+
+
+def suffixes() -> tuple[str, ...]:
+    """The suffixes that have a reader now."""
+    return tuple(READERS)
+
+
+def is_single(name: str) -> bool:
+    """Whether a file of this name is one document."""
+    return name.endswith(".txt")
+
+
+def read_txt(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
     if start:
         return
     if (size := path.stat().st_size) > fields.max_bytes:
-        yield fields.oversized(str(path), size), 1
+        fields.oversized(str(path), size)
+        yield None, 1
         return
     content = path.read_bytes()
     try:
@@ -161,7 +223,7 @@ def _read_txt(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document
         raise InputError(f"{path}, line {line}: not UTF-8 ({error.reason})") from None
 
 
-def _read_jsonl(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
+def read_jsonl(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
     lines = split_lines(_blocks(path, fields), fields)
     row = 0
     while True:
@@ -179,18 +241,12 @@ def _read_jsonl(path: Path, fields: Fields, start: int) -> Iterator[tuple[Docume
             yield None if line is None else document_in(line, fields, where), row
 
 
-def document_in(line: bytes, fields: Fields, where: str) -> Document:
-    """The document of a line of .jsonl. Raises `InputError` where it has none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON, or cut short ({first_line(error)})") from None
-    return document_of(record, fields, where)
-
-
 def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | None, int]]:
-    """Lines without their ends, and their lengths in bytes. Of a line above `fields.max_bytes` no more than
-    that is ever held; it is None. Unless such lines are skipped, it is the last that is given."""
+    """Yields lines without their ends, and their lengths in bytes.
+
+    A line above `fields.max_bytes` is None, and no more than that of it is held. Unless such lines are
+    skipped, it is the last.
+    """
     parts, size = [], 0
     for block in blocks:
         *ends, rest = block.split(b"\n")
@@ -210,12 +266,12 @@ def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes
 
 
 def _blocks(path: Path, fields: Fields) -> Iterator[bytes]:
-    """The content of a file, a bounded number of bytes at a time, however much was compressed into few."""
+    """The decompressed content of a file, a bounded number of bytes at a time."""
     if path.suffix == ".zst":
         yield from _decompress_zst(path, max(WINDOW, fields.max_bytes))
     elif path.suffix == ".gz":
         with gzip.open(path) as file:
-            while block := file.read1(BLOCK):  # not `read`, which loses what came before an error
+            while block := file.read1(BLOCK):  # `read` loses what came before an error
                 yield block
     else:
         with path.open("rb") as file:
@@ -224,7 +280,7 @@ def _blocks(path: Path, fields: Fields) -> Iterator[bytes]:
 
 
 def _decompress_zst(path: Path, window: int) -> Iterator[bytes]:
-    """The content of all frames. zstandard's own reader takes a truncated frame for the end of the file."""
+    """The content of all frames. (zstandard's own reader takes a truncated frame for the end of the file.)"""
     import zstandard
 
     frame = None
@@ -240,7 +296,7 @@ def _decompress_zst(path: Path, window: int) -> Iterator[bytes]:
                         if "too much memory" in str(error):
                             raise EOFError(
                                 f"it was compressed with a window above {window >> 20} MiB; "
-                                "data.max_document_bytes allows as much"
+                                "raise data.max_document_bytes to that window"
                             ) from None
                         raise EOFError(error) from None
                     chunk = frame.unused_data if frame.eof else b""
@@ -249,7 +305,7 @@ def _decompress_zst(path: Path, window: int) -> Iterator[bytes]:
         raise EOFError("the last frame has no end")
 
 
-def _read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
+def read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -262,18 +318,21 @@ def _read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Docu
                 document_of(dict.fromkeys(names), fields, f"{path}, row 1")
             columns = [name for name in names if name in (fields.text, fields.source.split(".")[0])]
             for group in range(file.num_row_groups):
-                rows, stated = file.metadata.row_group(group).num_rows, _stated(file, group, fields.text)
+                rows, stated = (
+                    file.metadata.row_group(group).num_rows,
+                    _column_bytes(file, group, fields.text),
+                )
                 if row + rows <= start:
                     row += rows
                     continue
-                # No value of a column is larger than the column, so that few groups need a look at each.
+                # No value is larger than its column, so only large columns need a look at each value.
                 large = stated > fields.max_bytes
                 if large and rows == 1 and stated > fields.max_bytes + BLOCK:
                     row += 1
                     yield fields.oversized(f"{path}, row {row}"), row
                     continue
                 few, reader = max(1, min(256, 4 * fields.max_bytes // max(1, stated))), nullcontext(file)
-                if large:  # a value that many rows share is then held once
+                if large:  # as a dictionary, a value that many rows share is held once
                     shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
                     few, reader = 256, parquet.ParquetFile(path, **options, **shared)
                 with reader as opened:
@@ -291,15 +350,15 @@ def _read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Docu
         raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
 
 
-def _stated(file: Any, group: int, name: str) -> int:
-    """Bytes of a column in a row group, as the file states them."""
+def _column_bytes(file: Any, group: int, name: str) -> int:
+    """Uncompressed bytes of a column in a row group, as the file's metadata states them."""
     found = file.metadata.row_group(group)
     columns = [found.column(i) for i in range(found.num_columns)]
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == name)
 
 
 def _records(batch: Any, fields: Fields) -> Iterator[dict | None]:
-    """The rows of a batch, one at a time; None for one whose text is too large."""
+    """The rows of a batch one at a time; None for a row whose text is too large."""
     texts = batch.column(batch.schema.get_field_index(fields.text))
     for i in range(batch.num_rows):
         text = getattr(texts[i], "value", texts[i]) if texts[i].is_valid else None
@@ -307,7 +366,39 @@ def _records(batch: Any, fields: Fields) -> Iterator[dict | None]:
         yield None if large else batch.slice(i, 1).to_pylist()[0]
 
 
+READERS: dict[str, Reader] = {
+    ".txt": read_txt,
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".jsonl.zst": read_jsonl,
+    ".parquet": read_parquet,
+}
+"""The reader of each suffix. A row here is all that another file type needs."""
+
+
+def register_reader(suffix: str, read: Reader) -> None:
+    """Adds the reader of another suffix. Raises ValueError for a suffix that is taken, or is not one."""
+    if READERS.get(suffix, read) is not read:
+        raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
+    if not suffix.startswith(".") or suffix == "." or not callable(read):
+        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
+    READERS[suffix] = read
+
+
+# ------------------------------ records
+
+
+def document_in(line: bytes, fields: Fields, where: str) -> Document:
+    """The document of a line of JSON. Raises `InputError` if it has none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON, or cut short ({first_line(error)})") from None
+    return document_of(record, fields, where)
+
+
 def document_of(record: Any, fields: Fields, where: str) -> Document:
+    """The document of a record. Raises `InputError` if it has none; `where` begins the message."""
     if not isinstance(record, dict):
         raise InputError(f"{where}: not an object with a field {fields.text!r}")
     if fields.text not in record:
@@ -318,55 +409,9 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         raise InputError(f"{where}: field {fields.text!r} is not text but {type(text).__name__}")
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:  # half a surrogate pair: valid in JSON, not in UTF-8
         text = text.encode(errors="replace").decode()
     source: Any = record
     for name in fields.source.split("."):
         source = source.get(name) if isinstance(source, dict) else None
     return Document(text, source if isinstance(source, str) else "")
-
-
-Reader = Callable[[Path, Fields, int], Iterator[tuple[Document | None, int]]]
-READERS: dict[str, Reader] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".jsonl.zst": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-"""Suffix of a file's name to the function that reads its documents."""
-
-
-def register_reader(suffix: str, read: Reader) -> None:
-    """Adds a kind of file: `read(path, fields, start)` yields each document behind the first `start`, or None
-    for one that is left out for its size, with the number of documents read so far.
-
-    Raises ValueError for a suffix that is taken or is none, or for a `read` that cannot be called.
-    """
-    if READERS.get(suffix, read) is not read:
-        raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
-    if not suffix.startswith(".") or suffix == "." or not callable(read):
-        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
-    READERS[suffix] = read
-
-
-# ------------------------------ Python
-
-
-@dataclass(frozen=True)
-class TextShard:
-    """One document in memory."""
-
-    name: str
-    text: str = field(repr=False)
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name}:{len(self.text)}"
-
-    @property
-    def single(self) -> bool:
-        return True
-
-    def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
-        return iter([] if cursor else [(Document(self.text), 1)])

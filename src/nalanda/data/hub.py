@@ -11,24 +11,23 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import READERS, Document, Fields, Shard, document_of
+from nalanda.data.documents import Document, Fields, Shard, document_of, suffixes
 
-DOWNLOADED_SHARDS = 256  # into which a downloaded dataset is cut, so that their order can be shuffled
-
-
-# ------------------------------ the Hub
+DOWNLOADED_SHARDS = 256
+"""Shards into which a downloaded dataset is cut, so that their order can be shuffled."""
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether `source` is spelt OWNER/NAME."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(tuple(READERS))
+    """Whether `source` has the form OWNER/NAME."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(suffixes())
 
 
 def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
+    """The shards of `split`, and whether the dataset has a validation split. Raises `InputError`."""
     import datasets
 
-    # Its own retries, 20 of 5 s without a word, would hide a stall from whoever waits. A short one stays: it
-    # goes on at a byte, while ours read the file anew up to the place.
+    # The library's own 20 silent retries of 5 s would hide a stall. Two short ones stay: they resume at a
+    # byte, while `retry.persistent` reads the file again up to the position.
     config: Any = datasets.config
     config.STREAMING_READ_MAX_RETRIES = config.STREAMING_OPEN_MAX_RETRIES = 2
     for kind in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
@@ -45,9 +44,9 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
         dataset, separate, chosen = persist(load, f"Hub dataset {source}", data.retries)
     except SourceUnavailable:
         raise
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
+    except Exception as error:  # datasets, huggingface_hub and httpx share no base class
         raise InputError(
-            f"data.source {source!r} is neither a local path nor a Hub dataset that can be loaded "
+            f"data.source: {source!r} is neither a local path nor a Hub dataset that can be loaded "
             f"({redact(first_line(error))})"
         ) from None
     if not data.streaming:
@@ -58,8 +57,9 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
 
 @dataclass(frozen=True)
 class HubShard:
-    """One of the files behind a Hub dataset; the cursor is the dataset's own state."""
+    """A part of a Hub dataset. The cursor is the dataset's own state."""
 
+    single = False
     dataset: Any = field(repr=False)
     name: str
     fields: Fields
@@ -71,16 +71,12 @@ class HubShard:
     def identity(self) -> str:
         return f"{self.name}:{self.index}/{self.count}"
 
-    @property
-    def single(self) -> bool:
-        return False
-
     def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
         try:
             yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
         except (InputError, MemoryError):
             raise
-        except Exception as error:  # a broken file is told by whichever library reads it
+        except Exception as error:  # a broken file raises the error of the library that reads it
             raise InputError(
                 f"Hub dataset {self.identity}: cannot be read ({describe_error(error)})"
             ) from None

@@ -1,4 +1,4 @@
-"""What a token set holds, for people; whether its files are those of its index."""
+"""Prints what a token set holds, checks its files, and shows progress over bytes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from nalanda.data.token_set import (
     SPLITS,
     Entry,
     StatedFile,
-    load_tokenizer,
-    open_set,
+    TokenSet,
     read_index,
     shard_entries,
 )
-from nalanda.data.tokenizer import tokenizer_fingerprint
+from nalanda.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from nalanda.data.workers import processors
-
-# ------------------------------ what a person sees
 
 
 class ByteProgress:
-    """A bar over the bytes of input on a terminal; a line now and then elsewhere."""
+    """A bar over the bytes of input on a terminal; elsewhere a line every `EVERY` seconds."""
 
-    EVERY = 30.0  # seconds between lines
+    EVERY = 30.0
 
     def __init__(self, weights: list[int], todo: list[int]):
         self.total, self.before = sum(weights), sum(weights) - sum(weights[number] for number in todo)
@@ -61,6 +58,7 @@ class ByteProgress:
             self.bar.stop()
 
     def set(self, number: int, weight: int, text: int) -> None:
+        """Shard `number` has read `weight` bytes of input and `text` bytes of text."""
         if self.done.get(number) == (weight, text):
             return
         self.done[number] = weight, text
@@ -81,7 +79,7 @@ class ByteProgress:
         )
 
     def text(self) -> int:
-        """Bytes of text that were read."""
+        """Bytes of text read."""
         return sum(text for _, text in self.done.values())
 
     def say(self, line: str) -> None:
@@ -92,7 +90,7 @@ class ByteProgress:
 
 
 def print_token_set(index: dict, directory: str | os.PathLike) -> None:
-    """The totals of a set, and its sources with their shares."""
+    """Prints the totals of a set, and its sources with their shares."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -156,10 +154,10 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
 
 
 def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
-    """Compares the files of a set with its index: their sizes, and with `sums` all that is in them.
+    """Compares the files of a set with its index: their sizes, and with `sums` their contents.
 
     Raises:
-        InputError: names what is damaged.
+        InputError: names the first damaged file; the others are printed.
     """
     directory = Path(directory)
     index = read_index(directory)
@@ -184,14 +182,11 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
             found += [problem] if problem else []
     if sums:
         try:
-            same = (
-                tokenizer_fingerprint(load_tokenizer(directory / "tokenizer"))
-                == index["tokenizer"]["fingerprint"]
-            )
+            fingerprint = tokenizer_fingerprint(load_tokenizer(directory / "tokenizer"))
         except (OSError, ValueError):
-            same = False
-        if not same:
-            found.append(f"{directory / 'tokenizer'} is not the tokenizer that the index names")
+            fingerprint = None
+        if fingerprint != index["tokenizer"]["fingerprint"]:
+            found.append(f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again")
     for problem in found[1:]:
         print(problem)
     if found:
@@ -199,15 +194,15 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
 
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
-    """Prints what a set holds and `samples` of its documents, and checks it (`check_set`)."""
+    """Prints what a set holds, checks it (`check_set`) and prints the beginning of `samples` documents."""
     index = read_index(directory)
     print_token_set(index, directory)
     check_set(directory, sums=verify)
     files = sum(len(shard["files"]) for split in SPLITS for shard in index[split]["shards"])
-    print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} that the index states")
+    print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} of the index")
     if not samples:
         return
-    train, tokenizer = open_set(directory, "train"), load_tokenizer(Path(directory) / "tokenizer")
+    train, tokenizer = TokenSet(directory, "train"), load_tokenizer(Path(directory) / "tokenizer")
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
         named = f" of {source}" if source else ""

@@ -1,14 +1,15 @@
-"""What a run needs from elsewhere in one directory: filled where there is a network, read where none is.
+"""The offline mirror: a directory with everything remote that a recipe needs, filled with a network and read
+without one.
 
-    DIR/fetched.json                       what is whole; size and SHA-256 of every file
+    DIR/fetched.json                       the complete entries; size and SHA-256 of every file
     DIR/tokenizers/OWNER--NAME/            as `save_pretrained` writes it
-    DIR/datasets/OWNER--NAME[--CONFIG]/    train/, validation/: the dataset's own files where they can be
-                                           read, else its documents as .jsonl.zst
+    DIR/datasets/OWNER--NAME[--CONFIG]/    train/, validation/: the dataset's own files if they can be read,
+                                           else its documents as .jsonl.zst
     DIR/urls/NAME/                         the shards, below the names of their hosts
     DIR/models/OWNER--NAME/                config and safetensors, for model.init_from
     DIR/configs/OWNER--NAME/               config alone, for model.auto
 
-Files and directories appear under their names when they are whole, so that an interrupted fetch goes on.
+Files and directories get their names when they are complete, so an interrupted download can be resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import re
@@ -34,34 +34,43 @@ from nalanda.common.retry import persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
+from nalanda.data.documents import digest
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
 from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
 
 INDEX = "fetched.json"
 
-
-WEIGHTS = ("*.json", "*.safetensors")  # no pickle, no code
-
+WEIGHTS = ("*.json", "*.safetensors")
+"""Patterns of a model's files, without pickle and code."""
 
 CONFIG = ("config.json", "generation_config.json")
 
-
-# Hub files that are read as they are, by what they are called here: .json.gz on the Hub is a record a line.
-KINDS = {".jsonl.gz": "", ".jsonl.zst": "", ".jsonl": "", ".parquet": "", ".json.gz": ".jsonl.gz"} | {
-    ".json.zst": ".jsonl.zst"
+KINDS = {
+    ".jsonl.gz": ".jsonl.gz",
+    ".jsonl.zst": ".jsonl.zst",
+    ".jsonl": ".jsonl",
+    ".parquet": ".parquet",
+    ".json.gz": ".jsonl.gz",
+    ".json.zst": ".jsonl.zst",
 }
+"""Suffixes of Hub files that are mirrored as they are → those in the mirror (.json.gz: a record a line)."""
 
 
 @dataclass
 class Need:
-    """Something that a recipe names and this machine does not have."""
+    """A remote thing that a recipe names."""
 
-    key: str  # where the recipe says it: data.source
-    name: str | list[str]  # a Hub id, a URL or several
-    path: str  # in the directory; it tells all that the content depends on
-    holder: Any  # of the key's last part: a section, or a mapping
-    data: DataConfig  # as they hold for this source
+    key: str
+    """Key of the recipe that names it, such as data.source."""
+    name: str | list[str]
+    """Hub id, URL or URLs."""
+    path: str
+    """Path in the mirror, which tells all that the content depends on."""
+    holder: Any
+    """Section or mapping that holds the key's last part."""
+    data: DataConfig
+    """Data settings of this source."""
 
     @property
     def title(self) -> str:
@@ -73,10 +82,10 @@ class Need:
 
 
 def needs(config: RunConfig) -> list[Need]:
-    """What `config` names on the Hub or by URL: its tokenizer, its data, its model."""
+    """The tokenizer, data and model that `config` names on the Hub or by URL."""
     found = []
     name = config.tokenizer.path
-    if name and name not in MISTRAL and _elsewhere(name):
+    if name and name not in MISTRAL and _on_hub(name):
         found.append(
             Need("tokenizer.path", name, f"tokenizers/{_plain(name)}", config.tokenizer, config.data)
         )
@@ -89,7 +98,7 @@ def needs(config: RunConfig) -> list[Need]:
             source = getattr(holder, key)
             if is_url(source):
                 found.append(Need(f"{where}.{key}", source, f"urls/{_slug(source)}", holder, data))
-            elif isinstance(source, str) and is_hub_id(source) and _elsewhere(source):
+            elif isinstance(source, str) and is_hub_id(source) and _on_hub(source):
                 path = f"datasets/{_dataset(source, data)}" + (
                     "--alone" if key == "validation_source" else ""
                 )
@@ -97,14 +106,18 @@ def needs(config: RunConfig) -> list[Need]:
     first = config.model.get("init_from")
     for key in ("auto", "init_from"):
         name = config.model.get(key)
-        if name and _elsewhere(str(name)) and (key == "init_from" or _is_model(config)):
+        if (
+            name
+            and _on_hub(str(name))
+            and (key == "init_from" or isinstance(config_source(config.model), str))
+        ):
             path = f"{'models' if name == first else 'configs'}/{_plain(name)}"
             found.append(Need(f"model.{key}", name, path, config.model, config.data))
     return found
 
 
-def _elsewhere(name: str) -> bool:
-    """Whether `name` is spelt as a Hub id and no local file."""
+def _on_hub(name: str) -> bool:
+    """Whether `name` has the form of a Hub id and is not a local path."""
     id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith((".json", ".model"))
     return bool(id) and not Path(name).exists()
 
@@ -115,11 +128,6 @@ def _dataset(source: str, data: DataConfig) -> str:
     return "--".join(_plain(part) for part in [source, data.name, *splits] if part)
 
 
-def _is_model(config: RunConfig) -> bool:
-    """Whether `model.auto` is a Hub id, not the name of an architecture."""
-    return isinstance(config_source(config.model), str)
-
-
 def _plain(name: str) -> str:
     return re.sub(r"[^\w.-]", "-", name.replace("/", "--"))
 
@@ -127,34 +135,38 @@ def _plain(name: str) -> str:
 def _slug(source: str | list[str]) -> str:
     if isinstance(source, str):
         parts = urlsplit(identity_of(source))
-        if (
-            len(slug := _plain(f"{parts.netloc}{parts.path}") + (f"-{parts.query}" if parts.query else ""))
-            < 200
-        ):
+        slug = _plain(f"{parts.netloc}{parts.path}") + (f"-{parts.query}" if parts.query else "")
+        if len(slug) < 200:
             return slug
         source = [source]
-    return "list-" + hashlib.blake2b("\n".join(map(identity_of, source)).encode(), digest_size=8).hexdigest()
+    return "list-" + digest("\n".join(map(identity_of, source)))
 
 
-# ------------------------------ without a network
+# ------------------------------ reading the mirror
 
 
 def use_mirror(config: RunConfig) -> RunConfig:
-    """`config` with paths below `config.offline` in place of Hub ids and URLs; without `use_mirror`, itself.
+    """`config` with paths below `config.offline` in place of Hub ids and URLs; without `offline`, unchanged.
 
-    The Hub's libraries are told to open no connection, for the rest of the process and of those it starts.
-    The result is for building things: what a run is, is what `config` says.
+    The Hub's libraries open no connection from then on, in this process and those it starts. Use the result
+    to build things only: a run is identified by `config` itself.
 
     Raises:
-        InputError: something is not there, or in part.
+        InputError: the mirror lacks something, or a part of it.
     """
     if not config.offline:
         return config
     _close_the_hub()
     root = Path(config.offline).expanduser()
     config = copy.deepcopy(config)
+    again = f"with a network, run nalanda data fetch RECIPE --to {root}"
     for need in needs(config):
-        _check_whole(root, _read_index(root), need)
+        index = _read_index(root)
+        if need.path not in index["whole"]:
+            what = "only a part of" if (root / need.path).exists() else "no"
+            raise InputError(f"offline: {root} has {what} {need.key} {need.title}; {again}")
+        for file in _damaged(root, index, need):
+            raise InputError(f"offline: {root / file} is missing or of another size; {again}")
         path = str(root / need.path)
         if isinstance(need.holder, dict):
             need.holder[need.key.rpartition(".")[2]] = path
@@ -163,18 +175,8 @@ def use_mirror(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_whole(root: Path, index: dict, need: Need) -> None:
-    """Raises InputError unless all of `need` lies below `root`."""
-    again = f"where there is a network, run: nalanda data fetch RECIPE --to {root}"
-    if need.path not in index["whole"]:
-        what = "only a part of" if (root / need.path).exists() else "no"
-        raise InputError(f"offline: {root} has {what} {need.key} {need.title}; {again}")
-    for file in _damaged(root, index, need):
-        raise InputError(f"offline: {root / file} is missing or of another size; {again}")
-
-
 def _damaged(root: Path, index: dict, need: Need) -> list[str]:
-    """Files of `need` that are not as they were fetched."""
+    """Files of `need` that are missing or have another size."""
     return [
         name
         for name, facts in index["files"].items()
@@ -193,19 +195,19 @@ def _close_the_hub() -> None:
             setattr(config, name, True)
 
 
-# ------------------------------ with one
+# ------------------------------ filling the mirror
 
 
 def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | None = None) -> Path:
-    """Fills `to` with what `config` needs; what is there already is kept. Returns it.
+    """Downloads what `config` needs into the mirror `to`, except what is there already. Returns its path.
 
     Args:
-        config: a run; its own `use_mirror` is not looked at.
-        to: the directory that `use_mirror` then names.
-        max_shards: of each split of each source, at most so many files: for a part of a large dataset.
+        config: a run; its `offline` is ignored.
+        to: the directory that `offline` then names.
+        max_shards: most files of each split of each source, for a part of a large dataset.
     Raises:
-        InputError: something cannot be had.
-        SourceUnavailable: a server failed too often in a row; the same command goes on.
+        InputError: something cannot be downloaded.
+        SourceUnavailable: a server failed too many times in a row; the same command resumes.
     """
     from rich.console import Console
 
@@ -233,7 +235,8 @@ def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | N
             say(f"{need.title}: hashing")
             _record(root, index, need.path)
         index["whole"][need.path] = {"from": need.title, "max_shards": limit}
-        _write_index(root, index)
+        index["files"] = dict(sorted(index["files"].items()))
+        write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
     size = sum(facts["size"] for facts in index["files"].values())
     facts = f"{len(wanted)} things, {len(index['files'])} files, {size / 1e6:,.1f} MB"
     console.print(f"{root}: {facts}", soft_wrap=True, highlight=False)
@@ -248,20 +251,14 @@ def _read_index(root: Path, missing: dict | None = None) -> dict:
         if missing is not None:
             return missing
         raise InputError(
-            f"offline: {root} has no {INDEX}; where there is a network, run: "
-            f"nalanda data fetch RECIPE --to {root}"
+            f"offline: {root} has no {INDEX}; with a network, run nalanda data fetch RECIPE --to {root}"
         ) from None
     except ValueError:
-        raise InputError(f"{file} is broken; remove it and fetch again") from None
-
-
-def _write_index(root: Path, index: dict) -> None:
-    index["files"] = dict(sorted(index["files"].items()))
-    write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
+        raise InputError(f"{file}: damaged; remove it and fetch again") from None
 
 
 def _record(root: Path, index: dict, path: str) -> None:
-    """Sizes and hashes of the files below `path`; the half ones of an interrupted fetch are removed."""
+    """Records sizes and hashes of the files below `path`, and removes partial downloads."""
     for file in sorted((root / path).rglob("*")):
         if file.is_file() and file.name.endswith(".partial"):
             file.unlink()
@@ -277,8 +274,8 @@ def _from_hub(do: Callable[[], Any], what: str, retries: int) -> Any:
         return persist(do, what, retries)
     except SourceUnavailable:
         raise
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common one
-        raise InputError(f"{what}: cannot be had from the Hub ({redact(first_line(error))})") from None
+    except Exception as error:  # datasets, huggingface_hub and httpx share no base class
+        raise InputError(f"{what}: cannot be downloaded from the Hub ({redact(first_line(error))})") from None
 
 
 def _fetch_tokenizer(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
@@ -293,7 +290,7 @@ def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None
     from huggingface_hub import snapshot_download
 
     weights = need.kind == "models"
-    part = target.with_name(f"{target.name}.partial")  # the Hub's library goes on in it
+    part = target.with_name(f"{target.name}.partial")  # the Hub's library resumes in it
     patterns = list(WEIGHTS if weights else CONFIG)
     _from_hub(
         lambda: snapshot_download(str(need.name), local_dir=part, allow_patterns=patterns),
@@ -330,7 +327,7 @@ def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | No
     splits = {"validation": data.validation_split} if separate else {}
     if not (need.key.endswith("validation_source") and separate):
         splits["train"] = data.train_split
-    staging = target.with_name(f"{target.name}.partial")  # the Hub's library goes on with half files in it
+    staging = target.with_name(f"{target.name}.partial")  # the Hub's library resumes partial files in it
     for folder, split in splits.items():
         places = [_hub_file(str(file)) for file in files.get(split, [])]
         if places and all(places):
@@ -342,7 +339,7 @@ def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | No
 
 
 def _hub_file(url: str) -> tuple[str, str | None, str] | None:
-    """(dataset, revision, path) of a Hub file whose kind can be read as it is."""
+    """(dataset, revision, path) of a Hub file that can be mirrored as it is, else None."""
     match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
     if not match or not match[3].endswith(tuple(KINDS)):
         return None
@@ -356,7 +353,7 @@ def _copy(
 
     name, revision, path = place
     kind = next(kind for kind in KINDS if path.endswith(kind))
-    local = path.removesuffix(kind) + (KINDS[kind] or kind)
+    local = path.removesuffix(kind) + KINDS[kind]
     file = folder / local.removeprefix(f"{folder.name}/")
     if file.exists():
         return
@@ -371,7 +368,7 @@ def _copy(
 
 
 def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | None, say: Callable) -> None:
-    """A .jsonl.zst of each of the dataset's shards, where its own files cannot be read as they are."""
+    """Writes each shard of a dataset as a .jsonl.zst, for datasets whose own files cannot be mirrored."""
     import zstandard
 
     shards = open_hub(data, name, split)[0]
@@ -384,7 +381,7 @@ def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | N
         part = file.with_name(f".{file.name}.partial")
         with part.open("wb") as stream, zstandard.ZstdCompressor().stream_writer(stream) as writer:
             for document, _ in shard.read(None):
-                if document is None:  # too large; data.oversized: skip
+                if document is None:  # oversized
                     continue
                 record: dict[str, Any] = {data.text_field: document.text}
                 if document.source:

@@ -1,4 +1,4 @@
-"""Makes a prepared set (`prepared.py` has its form): many processes, each writing whole shards."""
+"""Prepares a token set (`token_set.py` has its format): many processes, each writing whole shards."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
-from nalanda.common.files import sync
+from nalanda.common.files import rename_synced
 from nalanda.common.plugins import import_plugins, imported
 from nalanda.common.text import duration
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, open_corpus
-from nalanda.data.documents import BLOCK, Document, FileShard, Shard, TextShard, document_in, split_lines
+from nalanda.data.documents import (
+    BLOCK,
+    Document,
+    FileShard,
+    Shard,
+    TextShard,
+    document_in,
+    split_lines,
+    take_documents,
+)
 from nalanda.data.inspect import ByteProgress, check_set
 from nalanda.data.token_set import (
     FORMAT,
@@ -38,37 +47,47 @@ from nalanda.data.token_set import (
     VERSION,
     Entry,
     is_token_set,
-    load_tokenizer,
     read_index,
     totals,
 )
-from nalanda.data.tokenizer import build_tokenizer, encoder, tokenizer_fingerprint
+from nalanda.data.tokenizer import (
+    build_tokenizer,
+    encoder,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    vocabulary_of,
+)
 
-PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]  # what every worker imports
+PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]
+"""Modules that every worker imports."""
 
+GROUP = 1 << 20
+"""Characters tokenised at a time."""
 
-GROUP = 1 << 20  # characters that are tokenised at a time
-
-
-SMALLEST, LARGEST = 1 << 20, 256 << 20  # bytes of input of a shard, where its size is not given
+SMALLEST, LARGEST = 1 << 20, 256 << 20
+"""Bounds of the default bytes of input of a shard."""
 
 
 # ------------------------------ the plan
 
 
 class Unit(NamedTuple):
-    """A part of a source's shard: all of it, lines that begin in bytes [start, stop), or such rows."""
+    """A part of a source's shard: all of it, the lines that begin in bytes [start, stop), or such rows."""
 
-    corpus: str  # the split that it was opened for
+    corpus: str
+    """Split that the shard's corpus was opened for."""
     shard: int
     identity: str
-    weight: int  # bytes of input
+    weight: int
+    """Bytes of input."""
     start: int = 0
     stop: int | None = None
-    content: str = ""  # a hash of the shard, as the corpus gives it
+    content: str = ""
+    """Hash of the shard (`Corpus.content`)."""
 
 
 def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
+    """The units of a corpus; a large .jsonl or .parquet file is cut into parts of about `limit` bytes."""
     contents = [*corpus.contents().values()] or [""] * len(corpus.shards)
     for number, (shard, content) in enumerate(zip(corpus.shards, contents, strict=True)):
         size = _size(shard)
@@ -83,19 +102,19 @@ def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
 
 
 def _size(shard: Shard) -> int | None:
-    """Bytes of input, where they are known without reading it."""
+    """Bytes of input, or None if only reading tells."""
     if isinstance(shard, FileShard):
         return shard.path.stat().st_size
     return len(shard.text.encode()) if isinstance(shard, TextShard) else None
 
 
 def _density(shard: Shard) -> int:
-    """Bytes of text in one of input, about: a bar should not stand still in a large file."""
+    """About the bytes of text in a byte of input, so that the bar moves within a large file."""
     return 3 if isinstance(shard, FileShard) and shard.path.suffix in (".gz", ".zst", ".parquet") else 1
 
 
 def _row_groups(path: Path) -> list[tuple[int, int, int]]:
-    """First row, the row behind the last, bytes. None of a damaged file, whose reader will say so."""
+    """(first row, row after the last, bytes) of each row group; [] for a damaged file, left to its reader."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -112,7 +131,7 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
 
 
 def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
-    """Consecutive units of up to `limit` bytes together; a larger one by itself."""
+    """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group."""
     groups: list[list[Unit]] = []
     weight = limit
     for unit in units:
@@ -141,7 +160,7 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
     with shard.path.open("rb") as file:
         file.seek(place := max(0, start - 1))
         lines = split_lines(iter(partial(file.read, BLOCK), b""), shard.fields._replace(skip=True))
-        if start:  # to the end of the line that the part before reads
+        if start:  # skips the line that the part before reads
             place += next(lines, (b"", 0))[1] + 1
         for line, size in lines:
             if place >= stop:
@@ -151,7 +170,7 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
             elif line is None or line.strip():
                 try:
                     document: Document | None = document_in(line or b"", shard.fields, "")
-                except ValueError:  # the file's own reader says what is wrong, with the line's number
+                except ValueError:  # the file's own reader names the line
                     document = next(shard.read(_lines_before(shard.path, place)))[0]
                 yield document
             place += size + 1
@@ -170,7 +189,7 @@ def _lines_before(path: Path, place: int) -> int:
 
 
 class _Writer:
-    """A shard in the making, under names that no reader looks at."""
+    """A shard that is being written, under names that no reader opens."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -180,8 +199,8 @@ class _Writer:
         self.file = self.partial.open("wb")
         self.ends: list[int] = []
         self.sources: list[int] = []
-        self.numbers: dict[str, int] = {}  # of the sources, in the order of their appearance
-        self.counts: dict[str, list[int]] = {}  # source → documents, tokens; in the same order
+        self.numbers: dict[str, int] = {}  # source → position, in the order of appearance
+        self.counts: dict[str, list[int]] = {}  # source → documents, tokens, in the same order
 
     def add(self, document: Document, tokens: np.ndarray) -> None:
         if not len(tokens):
@@ -198,17 +217,18 @@ class _Writer:
         counts[1] += len(tokens)
 
     def close(self) -> dict | None:
-        """Puts the shard in its place, on the disk; its entry in the index, None without a document."""
+        """Syncs and renames the shard; returns its entry in the index, or None without a document."""
         if not self.ends:
             self.abandon()
             return None
         if len(self.counts) > 1 << 16:
-            raise InputError(f"data.source_field names {len(self.counts):,} sources; 65,536 is the most")
-        _sync(self.file)
+            raise InputError(
+                f"data.source_field: names {len(self.counts):,} sources, above 65,536; set another field"
+            )
+        self.file.close()
         docs = np.array(self.ends, "<i8").tobytes() + np.array(self.sources, "<u2").tobytes()
         write_whole(self.path.with_suffix(".docs"), docs)
-        self.partial.replace(self.path.with_suffix(".tokens"))
-        sync(self.path.parent)
+        rename_synced(self.partial, self.path.with_suffix(".tokens"))
         return {
             "name": self.path.name,
             "documents": len(self.ends),
@@ -227,23 +247,14 @@ class _Writer:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file is there as a whole or not at all, whenever the machine stops."""
+    """`files.write_atomically` for a file that several processes may write at once."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
-        file.write(content)
-        _sync(file)
-    partial.replace(path)
-    sync(path.parent)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+    partial.write_bytes(content)
+    rename_synced(partial, path)
 
 
 class Preparation:
-    """The work that `begin` laid out in a directory. Any process may open it and make any of the shards."""
+    """The plan that `begin` wrote in a directory. Any process may open it and make any of the shards."""
 
     def __init__(self, directory: str | os.PathLike):
         self.directory = Path(directory)
@@ -251,7 +262,7 @@ class Preparation:
         try:
             plan = json.loads(path.read_bytes())
         except OSError as error:
-            raise InputError(f"{path}: {first_line(error)}; nothing is being prepared there") from None
+            raise InputError(f"{path}: {first_line(error)}; begin with nalanda data prepare") from None
         import_plugins(plan.get("plugins", ()))
         self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
@@ -269,7 +280,7 @@ class Preparation:
         return {split: open_corpus(self.data, split) for split in SPLITS}
 
     def _content(self, unit: Unit) -> str:
-        """The hash of a unit's shard as it is now; a file that is cut into many units is read once."""
+        """The present hash of a unit's shard; a file that is cut into many units is read once."""
         path = getattr(self.corpora[unit.corpus].shards[unit.shard], "path", None)
         found = path.stat() if path else None
         key = unit.corpus, unit.shard, found and (found.st_mtime_ns, found.st_ctime_ns)
@@ -278,33 +289,32 @@ class Preparation:
         return self._known[key]
 
     def record(self, number: int) -> dict | None:
-        """What a shard's record says, if it is there and so are its files, in their sizes."""
+        """A finished shard's record, or None if the record or a file of its size is missing."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            found = json.loads(self._record(number).read_bytes())
+            found = json.loads(self._record_path(number).read_bytes())
             for split, entry in record_entries(found).items():
                 for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
                     file.check_size()
             return found
         return None
 
-    def _record(self, number: int) -> Path:
+    def _record_path(self, number: int) -> Path:
         return self.directory / "preparing" / f"{number:05d}.json"
 
     def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
-        """Makes a shard, unless it is there; its record.
+        """Makes a shard, unless it is finished, and returns its record.
 
-        Its record has an entry for each split and, where documents were left out for their size, "skipped".
+        The record has an entry for each split and, if documents were left out for their size, "skipped".
 
         Args:
-            report: is told every now and then how many bytes of input and of text are done.
+            report: called from time to time with the bytes of input and of text that are done.
         Raises:
-            InputError: the source cannot be read or has changed; nothing of this shard is left.
+            InputError: the source cannot be read or has changed; nothing of this shard is kept.
             OSError: the directory cannot be written.
         """
         if (record := self.record(number)) is not None:
-            report(
-                self.weights[number], sum(entry["text_bytes"] for entry in record_entries(record).values())
-            )
+            text = sum(entry["text_bytes"] for entry in record_entries(record).values())
+            report(self.weights[number], text)
             return record
         units = self.jobs[number]
         skipped = 0
@@ -319,12 +329,11 @@ class Preparation:
             for unit in units:
                 shard = self.corpora[unit.corpus].shards[unit.shard]
                 if shard.identity != unit.identity:
-                    raise InputError(f"{unit.identity} is {shard.identity} by now; prepare another directory")
+                    raise InputError(f"{unit.identity}: now {shard.identity}; prepare another directory")
                 if unit.content and unit.content != self._content(unit):
-                    raise InputError(
-                        f"{shard.identity} has another content by now; prepare another directory"
-                    )
-                for group in _groups(_read(shard, unit)):
+                    raise InputError(f"{shard.identity}: has other content now; prepare another directory")
+                documents, read = _read(shard, unit), text
+                while group := take_documents(documents, GROUP):
                     skipped += group.count(None)
                     chosen = [
                         (document, split)
@@ -341,11 +350,11 @@ class Preparation:
                 report(weight, read)
             record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
         record |= {"skipped": skipped} if skipped else {}
-        write_whole(self._record(number), json.dumps(record).encode())
+        write_whole(self._record_path(number), json.dumps(record).encode())
         return record
 
     def seal(self) -> dict:
-        """Writes the index, once every shard is there, and tidies up; the index.
+        """Writes the index and removes the plan and leftovers. Returns the index.
 
         Raises:
             InputError: shards are missing.
@@ -354,15 +363,15 @@ class Preparation:
         missing = [number for number, record in enumerate(records) if record is None]
         if missing:
             raise InputError(
-                f"{self.directory}: {len(missing)} of {len(records)} shards are missing (the first is number "
-                f"{missing[0]}); run the same command again"
+                f"{self.directory}: {len(missing)} of {len(records)} shards are missing, the first is number "
+                f"{missing[0]}; run the same command again"
             )
         splits = {
             split: totals([record[split] for record in records if record and split in record])
             for split in SPLITS
         }
         if not splits["train"]["documents"]:
-            raise InputError(f"{self.data.source}: no document with text; there is nothing to prepare")
+            raise InputError(f"{self.data.source}: no document with text; name another source or text field")
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -376,31 +385,20 @@ class Preparation:
             index["skipped"] = skipped
         places = [self.directory / split / ".*" for split in SPLITS] + [self.directory / ".index.json.*"]
         for leftover in [p for place in places for p in place.parent.glob(place.name)]:
-            leftover.unlink(missing_ok=True)  # of processes that were killed
+            leftover.unlink(missing_ok=True)  # of killed processes
         write_whole(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
         shutil.rmtree(self.directory / "preparing", ignore_errors=True)
         return index
 
 
 def record_entries(record: dict) -> dict[str, dict]:
-    """What a shard's record says of each split."""
+    """The index entries of a shard's record, by split."""
     return {split: record[split] for split in SPLITS if split in record}
-
-
-def _groups(documents: Iterator[Document | None]) -> Iterator[list[Document | None]]:
-    group, characters = [], 0
-    for document in documents:
-        group.append(document)
-        characters += len(document.text) if document else 0
-        if characters >= GROUP:
-            yield group
-            group, characters = [], 0
-    yield group
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Processes share the work; threads of each would only be in the others' way."""
+    """Turns off the tokenizer's threads, since processes share the cores."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -419,27 +417,27 @@ def begin(
     shard_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Preparation | None:
-    """Lays out the work in `directory`, or finds it there; None where the set is finished.
+    """Plans the work in `directory`, or resumes the plan there. Returns None if the set is finished.
 
     Raises:
-        InputError: the source or the tokenizer cannot be had; the directory holds something else, or was
+        InputError: the source or the tokenizer cannot be opened; the directory holds something else, or was
             begun with other settings.
     """
     directory = Path(directory).expanduser()
     if getattr(data, "mixture", None):
-        raise InputError("data.mixture: prepare each source of a mixture by itself, with one tokenizer")
+        raise InputError("data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer")
     data.check()
     tokenizer.check()
     if isinstance(data.source, str) and is_token_set(data.source):
-        raise InputError(f"{data.source} is a prepared set already")
+        raise InputError(f"data.source: {data.source} is a token set already; name texts")
     if shard_bytes is not None and shard_bytes < 1:
-        raise InputError(f"a shard of {shard_bytes} bytes holds nothing; take 1 MB or more")
+        raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
     corpora = {split: open_corpus(data, split) for split in SPLITS}
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     separate = prints["train"] != prints["validation"]
     if data.validation_source and not separate:
-        raise InputError(f"data.validation_source is the training source, {data.source}; leave it out")
+        raise InputError(f"data.validation_source: is the training source, {data.source}; leave it out")
     parts = SPLITS if separate else SPLITS[:1]
     if shard_bytes is None:
         total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
@@ -451,11 +449,11 @@ def begin(
     begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
     if begun is None:
         if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
-            raise InputError(f"{directory} is not empty and no prepared set; name another directory")
+            raise InputError(f"{directory}: not empty and not a token set; name another directory")
     elif begun != settings:
         key = next(key for key in settings | begun if begun.get(key) != settings.get(key))
         raise InputError(
-            f"{directory} was prepared with {key} {json.dumps(begun.get(key))}, and this is "
+            f"{directory}: was prepared with {key} {json.dumps(begun.get(key))}, and this is "
             f"{json.dumps(settings.get(key))}; name another directory, or remove it"
         )
     if finished:
@@ -463,21 +461,21 @@ def begin(
         return None
 
     work.mkdir(parents=True, exist_ok=True)
-    write_whole(work / "settings.json", json.dumps(settings).encode())  # before anything that they decide
+    write_whole(work / "settings.json", json.dumps(settings).encode())  # before what depends on them
     for split in SPLITS:
         (directory / split).mkdir(exist_ok=True)
     saved = directory / "tokenizer"
     if tokenizer.train and not saved.exists():
         say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
-    built = build_tokenizer(tokenizer, data, saved)  # one that is trained is saved there, once
+    built = build_tokenizer(tokenizer, data, saved)  # a trained one is saved there
     if not saved.exists():
         partial = work / "tokenizer"
         built.save_pretrained(partial)
         partial.replace(saved)
     found = load_tokenizer(saved)
     if tokenizer_fingerprint(built) != tokenizer_fingerprint(found):
-        raise InputError(f"the tokenizer is not the one in {saved}; restore it, or name another directory")
-    vocab_size = max(found.get_vocab().values()) + 1
+        raise InputError(f"tokenizer: not the one in {saved}; restore it, or name another directory")
+    vocab_size = vocabulary_of(found)
     jobs = [
         group
         for split in parts
@@ -488,7 +486,7 @@ def begin(
     for unit in itertools.chain(*jobs):
         if known.get((unit.corpus, unit.identity), unit.content) != unit.content:
             raise InputError(
-                f"{unit.identity} changed since {directory} was begun; restore it, or name another directory"
+                f"{unit.identity}: changed since {directory} was begun; restore it, or name another directory"
             )
     plan = {
         "settings": settings,
@@ -503,7 +501,7 @@ def begin(
 
 
 def _settings(data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int) -> dict:
-    """What the bytes of a set depend on."""
+    """The settings that the bytes of a set depend on."""
     keys = ["source", "validation_source", "text_field", "source_field", "bos", "eos", "documents"]
     if prints["train"] == prints["validation"]:
         keys.append("validation_share")
@@ -532,25 +530,25 @@ def prepare(
     shard_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict:
-    """Tokenises a corpus into `directory`; its index. What an earlier call has finished is not done again.
+    """Tokenises a corpus into `directory` and returns the index. Shards of an earlier call are kept.
 
     Args:
         data, tokenizer: as in a recipe.
-        workers: processes; with 1 it happens in this one.
-        shard_bytes: of input for a shard; by default a 64th of it, between 1 and 256 MiB.
-        say: takes a line for people.
+        workers: processes; 1 works in this process.
+        shard_bytes: bytes of input for a shard; by default a 64th of the input, between 1 and 256 MiB.
+        say: prints a line.
     Raises:
-        InputError: as `begin`; or files of the source are damaged: all others are prepared, and stay.
+        InputError: as in `begin`; or files of the source are damaged: the other shards are finished and kept.
     """
     preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
     if preparation is None:
         check_set(directory)
-        say(f"{directory} is prepared already, with these settings")
+        say(f"{directory}: prepared already, with these settings")
         return read_index(directory)
     numbers = range(len(preparation.jobs))
     todo = [number for number in numbers if preparation.record(number) is None]
     if len(todo) < len(numbers):
-        say(f"{len(numbers) - len(todo)} of {len(numbers)} shards are there from before")
+        say(f"{len(numbers) - len(todo)} of {len(numbers)} shards are finished already")
     begun = time.monotonic()
     run = _in_processes if workers > 1 and len(todo) > 1 else _in_this_process
     errors: list[InputError] = []
@@ -559,18 +557,15 @@ def prepare(
             for number, error in run(preparation, todo, workers, progress):
                 if error:
                     errors.append(error)
-                    progress.say(f"shard {number}: {error}; going on with the others")
+                    progress.say(f"shard {number}: {error}; the others continue")
     except OSError as error:
         if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
-        raise DiskFull(
-            f"{directory}: no space left; what is finished stays, and the same command goes on behind it"
-        ) from None
+        raise DiskFull(f"{directory}: no space left; make room, and run the same command again") from None
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise type(errors[0])(
-            f"{errors[0]}{more}; {len(numbers) - len(errors)} of {len(numbers)} shards are finished and stay"
-        )
+        finished = f"{len(numbers) - len(errors)} of {len(numbers)} shards are finished and kept"
+        raise type(errors[0])(f"{errors[0]}{more}; {finished}")
     text, seconds = progress.text(), max(time.monotonic() - begun, 1e-3)
     say(
         f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
@@ -586,12 +581,8 @@ def _in_this_process(
     preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
 ) -> Outcomes:
     for number in todo:
-
-        def report(weight: int, text: int, number: int = number) -> None:
-            progress.set(number, weight, text)
-
         try:
-            preparation.make(number, report)
+            preparation.make(number, partial(progress.set, number))
             yield number, None
         except InputError as error:
             yield number, error
@@ -600,12 +591,12 @@ def _in_this_process(
 def _in_processes(
     preparation: Preparation, todo: list[int], workers: int, progress: ByteProgress
 ) -> Outcomes:
-    # Forked from a server that has imported everything once, and that no thread of this process troubles.
+    # Forked from a server that has imported everything once and has no threads.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if server else "spawn")
     if server:
         context.set_forkserver_preload(PRELOAD)
-    # Weight and text of each shard, then whether to stop. Nobody locks it: a killed worker leaves no lock.
+    # Weight and text of each shard, then whether to stop; without a lock, which a killed worker would keep.
     board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
     pool = ProcessPoolExecutor(
         min(workers, len(todo)), context, initializer=_start, initargs=(str(preparation.directory), board)
@@ -624,8 +615,8 @@ def _in_processes(
                 yield futures[future], error
     except BrokenProcessPool:
         raise InputError(
-            f"a worker of {preparation.directory} was killed, perhaps for its memory; "
-            "what is finished stays, and the same command goes on behind it"
+            f"{preparation.directory}: a worker was killed, perhaps for its memory; take fewer workers, "
+            "and run the same command again to resume"
         ) from None
     finally:
         board[2 * len(preparation.jobs)] = 1
@@ -637,7 +628,7 @@ _mine: tuple[Preparation, Any]
 
 def _start(directory: str, board: Any) -> None:
     global _mine
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process will say when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parent = multiprocessing.parent_process()
 

@@ -1,4 +1,4 @@
-"""The text that every Python brings along, as a corpus."""
+"""A corpus of the text that comes with every Python: reference, library sources and docstrings."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.data.documents import hash_text
 
-# Tests, tables, what is generated at build time, and the topics, which are read as text.
+# Tests, tables, generated files, and the topics, which are read as text.
 NOT_PROSE = {
     "__phello__", "__pycache__", "_bundled", "dist-packages", "encodings", "idle_test", "lib-dynload",
     "lib2to3", "pydoc_data", "site-packages", "test", "tests",
 }  # fmt: skip
 
 
-SHORTEST_DOCUMENT = 256  # characters
+SHORTEST_DOCUMENT = 256
+"""Least characters of a document."""
 
+LETTERS = 0.7
+"""Least share of letters and spaces in a document; tables of numbers have less."""
 
-LETTERS = 0.7  # of a document, spaces included; tables of numbers have fewer
-
-
-PASSAGE = 60  # characters; two documents that share a passage as long as this belong together
+PASSAGE = 60
+"""Characters of a shared passage from which on two documents belong to one family."""
 
 
 @functools.cache
@@ -41,19 +42,18 @@ def python_splits(share: float) -> dict[str, dict[str, str]]:
 
 
 def python_documents(only: Container[str] | None = None) -> dict[str, str]:
-    """Text that every Python brings along: its language reference, its library's sources with the docstrings
-    in them, and the docstrings of the modules that are written in C.
+    """The running Python's documents by name: language reference, library sources, docstrings of C modules.
 
     Args:
-        only: names of top-level modules (and "reference"), for a part of it.
+        only: names of top-level modules (and "reference") to restrict them to.
     Raises:
-        InputError: this Python comes without its library's sources or its language reference.
+        InputError: this Python lacks its library's sources or its language reference.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise InputError(
-            f"{sys.executable} has no pydoc_data.topics; install its full standard library"
+            f"{sys.executable}: no pydoc_data.topics; install its full standard library"
         ) from None
     names = sorted(n for n in sys.stdlib_module_names if only is None or n in only)
     documents = {}
@@ -69,12 +69,12 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
     documents = {name: _tidy(text) for name, text in sorted(documents.items())}
     documents = {n: t for n, t in documents.items() if len(t) >= SHORTEST_DOCUMENT and _is_prose(t)}
     if not documents:
-        raise InputError(f"{library} holds no sources of the standard library; install all of it")
+        raise InputError(f"{library}: no sources of the standard library; install all of it")
     return documents
 
 
 def _c_docstrings(name: str) -> str:
-    """The docstrings of a module without a Python source, laid out as one; "" for other modules."""
+    """The docstrings of a module without a Python source as one document; "" for other modules."""
     if name.startswith(("_test", "_xx", "xx")) or name == "readline":  # importing readline may print
         return ""
     try:
@@ -90,7 +90,7 @@ def _c_docstrings(name: str) -> str:
     for key, value in sorted(vars(module).items()):
         if key.startswith("_") or not (inspect.isclass(value) or inspect.isroutine(value)):
             continue
-        if key.endswith("hook"):  # sys.excepthook and its kin: a program may have put its own there
+        if key.endswith("hook"):  # sys.excepthook and its like: a program may have replaced it
             continue
         parts.append(_definition(key, value, ""))
         if inspect.isclass(value) and value.__module__ == name:
@@ -118,13 +118,13 @@ def _is_prose(text: str) -> bool:
 
 
 def _passages(text: str) -> dict[str, int]:
-    """Paragraphs and docstrings of some length, spaces normalised, with their lengths."""
+    """Paragraphs and docstrings of `PASSAGE` characters or more, spaces normalised, with their lengths."""
     blocks = (" ".join(block.split()) for block in re.split(r'\n\s*\n|"""|' + "'''", text))
     return {block: len(block) for block in blocks if len(block) >= PASSAGE}
 
 
 def without_copies(documents: dict[str, str]) -> dict[str, str]:
-    """Leaves out documents of which more than half stands in others: the longest of each kind stays."""
+    """Leaves out documents of which more than half is in longer ones."""
     seen: set[str] = set()
     kept = set()
     for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):
@@ -136,8 +136,10 @@ def without_copies(documents: dict[str, str]) -> dict[str, str]:
 
 
 def split_families(documents: dict[str, str], share: float) -> tuple[dict[str, str], dict[str, str]]:
-    """Holds out about `share` of the characters. Documents that share a passage (a C module and its Python
-    twin, two classes with one docstring) are a family and stay together: training sees nothing held out.
+    """Training and validation documents, with about `share` of the characters held out.
+
+    Documents that share a passage (a C module and its Python twin, two classes with one docstring) are a
+    family and stay together, so training sees no held-out passage.
     """
     head = {name: name for name in documents}  # union-find
 

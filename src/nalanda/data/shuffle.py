@@ -1,4 +1,4 @@
-"""Which row comes when: orders that are computed from a number, not drawn, so that a place is a number."""
+"""The shuffle: permutations computed from a key instead of drawn, and the turns of a mixture."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hashlib import blake2b
 
 import numpy as np
 
-ROUNDS = 6  # of the Feistel network; four make it a pseudo-random permutation (Luby and Rackoff 1988)
+ROUNDS = 6
+"""Rounds of the Feistel network; four make a pseudo-random permutation (Luby and Rackoff 1988)."""
 
 
 class Permutation:
-    """A pseudo-random permutation of `range(size)`: called with places, int64 [N], it gives what lies there.
+    """A pseudo-random permutation of `range(size)`. Called with positions, int64 [N], it gives their values.
 
-    Nothing is stored. A Feistel network permutes the pairs of k-bit halves, k the least with 4^k ≥ size; what
-    falls outside of the range is permuted again until it falls inside, which keeps it one to one (cycle
-    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The round function is
-    splitmix64's finaliser (Steele, Lea and Flood 2014): good shuffling, no secrecy.
+    It takes no memory. A Feistel network permutes pairs of k-bit halves, with the least k for which 4^k ≥
+    size. A value outside of the range is permuted again until it falls inside, which keeps the map one to one
+    (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The round function is
+    splitmix64's finaliser (Steele, Lea and Flood 2014): it shuffles well and keeps no secret.
     """
 
     def __init__(self, size: int, key: str):
@@ -48,7 +49,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The weights as they are written, 0.7 being seven tenths, in the smallest whole numbers."""
+    """The smallest integers in proportion to the weights, which are read as decimals: 0.7 is 7/10."""
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     numbers = [int(weight * scale) for weight in exact]
@@ -56,10 +57,11 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def next_source(weights: Sequence[int], counts: Sequence[int]) -> int:
-    """Whose turn it is after `counts`: every count stays within 1 of its weight's share of them all.
+    """The source that gives the next row after `counts` rows of each.
 
-    Of those that are not ahead of their share, the one whose next item is due first (the quota method of
-    Balinski and Young 1975; as a schedule, earliest deadline first).
+    Every count stays within 1 of its share of the sum. Among the sources not ahead of their share, it is the
+    one whose next row is due first (the quota method of Balinski and Young 1975; as a schedule, earliest
+    deadline first).
     """
     total, number = sum(weights), sum(counts) + 1
     ready = [i for i, count in enumerate(counts) if count * total < weights[i] * number]

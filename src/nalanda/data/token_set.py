@@ -1,16 +1,16 @@
-"""A corpus tokenised once: token shards that are memory-mapped, and the index that vouches for them.
+"""Token sets: a corpus tokenised once, in memory-mapped shards, with an index of their sums.
 
-A prepared set is a directory:
+A token set is a directory:
 
     index.json              written last: settings, the tokenizer's fingerprint, each shard with its sums
     tokenizer/              as `save_pretrained` writes it
-    train/00000.tokens      little-endian uint16, or uint32 where the vocabulary needs it
+    train/00000.tokens      little-endian uint16, or uint32 for a larger vocabulary
     train/00000.docs        D document ends in tokens, int64, then D sources, uint16, both little-endian
     validation/…
 
-A document's source is the place of its name in its shard's `sources` of the index. The bytes are a function
-of the listing of the source and of the settings: which process wrote a shard, and when, leaves no trace.
-While a set is being prepared, `preparing/` has the plan and a record of every shard that is on the disk.
+A document's source is the position of its name in its shard's `sources` in the index. The bytes depend on the
+listing of the source and the settings, not on the process that wrote a shard or the time. During preparation
+`preparing/` has the plan and a record of every finished shard.
 """
 
 from __future__ import annotations
@@ -20,35 +20,28 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+from nalanda.common.files import sha256_of
 
 FORMAT, VERSION = "nalanda token shards", 1
 
-
 SPLITS = ("train", "validation")
 
+OPEN_FILES = 100
+"""Files that this process keeps mapped; a shard has two."""
 
-OPEN_FILES = 100  # that this process keeps mapped; a shard has two
-
-
-DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])  # columns of a .docs file, one behind the other
-
-
-# ------------------------------ reading a set
+DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])
+"""The columns of a .docs file, one after the other."""
 
 
 def is_token_set(path: str | os.PathLike) -> bool:
-    """Whether a directory is a prepared set: a finished one, of whatever version."""
+    """Whether a directory is a finished token set, of any version."""
     try:
         with (Path(path) / "index.json").open("rb") as file:
             return FORMAT.encode() in file.read(256)
@@ -56,27 +49,20 @@ def is_token_set(path: str | os.PathLike) -> bool:
         return False
 
 
-def open_set(path: str | os.PathLike, split: str) -> TokenSet:
-    """The tokens of `split`, "train" or "validation".
-
-    Raises:
-        InputError: no such set or split, or a file has not the size that the index states.
-    """
-    return TokenSet(path, split)
-
-
 class TokenSet:
-    """All tokens of a split, one document behind the other, `[bos] tokens [eos]`.
+    """All tokens of a split, "train" or "validation": documents in a line, `[bos] tokens [eos]`.
 
-    It holds no file: it may be pickled, and read by many threads and in forked processes.
+    It holds no open file, so it may be pickled, and read by threads and forked processes.
 
     Attributes:
-        identity: of the tokens, documents and sources, whatever the directory is called.
-        tokens, documents: how many there are.
-        sources: the names that documents come from; [""] where the corpus names none.
+        identity: a hash of the tokens, documents and sources, whatever the directory is called.
+        tokens, documents: their numbers.
+        sources: the names of the documents' sources; [""] if the corpus names none.
         by_source: name → (documents, tokens).
-        files: with the sizes and sums that the index states.
-        settings: what the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
+        files: the files, with the sizes and sums in the index.
+        settings: the settings that the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
+    Raises:
+        InputError: the set or split does not exist, or a file's size is not that of the index.
     """
 
     def __init__(self, path: str | os.PathLike, split: str):
@@ -85,7 +71,7 @@ class TokenSet:
         self._shards = shard_entries(path, index, split)
         if not self._shards:
             raise InputError(
-                f"{path} has no documents for {split}; prepare it with another validation share or source"
+                f"{path}: no documents for {split}; prepare it with another validation share or source"
             )
         self.files = [file for shard in self._shards for file in shard.files()]
         for file in self.files:
@@ -113,7 +99,7 @@ class TokenSet:
         return out
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in [start, stop), int64, counted from the split's first token."""
+        """Positions in [start, stop) where documents begin, int64, counted from the split's first token."""
         _within(start, stop, self.tokens, "tokens")
         found = [np.zeros(0, np.int64)]
         for shard, base, low, high in self._parts(start, stop):
@@ -125,7 +111,7 @@ class TokenSet:
         return np.concatenate(found)
 
     def document(self, number: int) -> tuple[np.ndarray, str]:
-        """Tokens, int32, and source of a document."""
+        """Tokens, int32, and source of document `number`."""
         _within(number, number + 1, self.documents, "documents")
         place = int(np.searchsorted(self._documents, number, "right")) - 1
         shard, number = self._shards[place], number - int(self._documents[place])
@@ -133,11 +119,11 @@ class TokenSet:
         low, high = int(ends[number - 1]) if number else 0, int(ends[number])
         shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
         if (source := int(sources[number])) >= len(shard.sources):
-            raise shard.damaged("docs", f"document {number} is of source {source} of {len(shard.sources)}")
+            raise shard.damaged("docs", f"document {number} has source {source} of {len(shard.sources)}")
         return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
-        """Shards that [start, stop) touches: where each begins, and which of its own tokens are meant."""
+        """The shards that [start, stop) touches, each with its first token and its own range of tokens."""
         place = int(np.searchsorted(self._tokens, start, "right")) - 1
         while start < stop:
             base, end = int(self._tokens[place]), min(stop, int(self._tokens[place + 1]))
@@ -146,11 +132,11 @@ class TokenSet:
 
 
 class SumCheck:
-    """Compares files with the sums of their index in a thread, up to the first that has another.
+    """Compares files with the sums in their index, in a thread, up to the first damaged one.
 
     Attributes:
-        problem: one line about it, for people; None while there is none.
-        settled: whether somebody has waited for the end, and it was good.
+        problem: one line about the damaged file, or None.
+        settled: whether the comparison was waited for and found no damage.
     """
 
     settled = False
@@ -168,7 +154,7 @@ class SumCheck:
             self.problem = file.damage(sums=True)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
-        """`problem`, once all files were read. `beat` is called every second."""
+        """`problem`, after all files were read. `beat` is called every second."""
         while self._thread.is_alive():
             self._thread.join(1.0)
             beat()
@@ -179,6 +165,8 @@ class SumCheck:
 
 
 class StatedFile(NamedTuple):
+    """A file with the size and sum that the index states."""
+
     path: Path
     size: int
     sha256: str
@@ -190,29 +178,22 @@ class StatedFile(NamedTuple):
             raise InputError(f"{self.path}: {first_line(error)}; prepare the set again") from None
         if size != self.size:
             raise InputError(
-                f"{self.path} has {size:,} bytes and the index says {self.size:,}; copy or prepare it again"
+                f"{self.path}: {size:,} bytes, and the index says {self.size:,}; copy or prepare it again"
             )
 
     def damage(self, *, sums: bool) -> str | None:
-        """How the file is not the index's, None where it is: of its size or, with `sums`, of its content."""
+        """How the size or, with `sums`, the content differs from the index, in one line, or None."""
         try:
             self.check_size()
-            if sums and self.sum() != self.sha256:
-                return f"{self.path} is damaged: its SHA-256 is not the index's; copy or prepare it again"
+            if sums and sha256_of(self.path) != self.sha256:
+                return f"{self.path}: damaged, its SHA-256 is not that of the index; copy or prepare it again"
         except (InputError, OSError) as error:
             return str(error)
         return None
 
-    def sum(self) -> str:
-        with self.path.open("rb") as file:
-            digest = sha256()
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-        return digest.hexdigest()
-
 
 class Entry:
-    """A shard as the index describes it, ids of `vocabulary` tokens in it.
+    """A shard as the index describes it; its ids lie below `vocabulary`.
 
     Raises:
         KeyError, TypeError, ValueError: the entry contradicts itself.
@@ -226,10 +207,8 @@ class Entry:
         sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
         if [self.sizes["tokens"][0], self.sizes["docs"][0]] != sizes or not self.tokens >= self.documents > 0:
             raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
-        if [sum(column) for column in zip(*self.counts.values(), strict=True)] != [
-            self.documents,
-            self.tokens,
-        ]:
+        totals = [sum(column) for column in zip(*self.counts.values(), strict=True)]
+        if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
     def files(self) -> list[StatedFile]:
@@ -238,7 +217,7 @@ class Entry:
         ]
 
     def tokens_between(self, low: int, high: int) -> np.ndarray:
-        """Raises `InputError` for an id that the vocabulary does not have."""
+        """The shard's tokens [low, high). Raises `InputError` for an id outside of the vocabulary."""
         tokens = _map(self.files()[0], self.dtype, self.tokens)[0][low:high]
         self._check_ids(tokens, low)
         return tokens
@@ -252,15 +231,15 @@ class Entry:
     def _check_ids(self, tokens: np.ndarray, first: int) -> None:
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
             place = first + int(tokens.argmax())
-            raise self.damaged("tokens", f"token {place} is {largest}, of a vocabulary of {self.vocabulary}")
+            raise self.damaged("tokens", f"token {place} is {largest}, in a vocabulary of {self.vocabulary}")
 
     def check_ends(self, ends: np.ndarray) -> None:
-        """Raises `InputError` unless each is behind the one before."""
+        """Raises `InputError` unless each end lies after the one before."""
         if (np.diff(ends) <= 0).any():
-            raise self.damaged("docs", "its documents do not lie one behind the other, up to the last token")
+            raise self.damaged("docs", "its documents do not follow one another up to the last token")
 
     def check(self, kind: str) -> None:
-        """All of a file that is otherwise checked where it is read. Raises `InputError`."""
+        """Checks a whole file, "tokens" or "docs"; reading checks only what it reads. Raises `InputError`."""
         if kind == "tokens":
             (tokens,) = _read_map(self.files()[0], self.dtype, self.tokens)
             for low in range(0, self.tokens, 1 << 22):
@@ -275,11 +254,11 @@ class Entry:
             raise self.damaged("docs", "its documents by source are not those of the index")
 
     def damaged(self, kind: str, how: str) -> InputError:
-        return InputError(f"{self.path.with_suffix(f'.{kind}')} is damaged: {how}; copy or prepare it again")
+        return InputError(f"{self.path.with_suffix(f'.{kind}')}: damaged, {how}; copy or prepare it again")
 
 
 def _read_map(file: StatedFile, dtype: np.dtype, count: int) -> list[np.ndarray]:
-    """A file's columns, each of `count` items, one behind the other."""
+    """A file's columns, each of `count` items, one after the other."""
     file.check_size()
     whole = np.memmap(file.path, np.uint8, mode="r")
     columns, offset = [], 0
@@ -298,18 +277,22 @@ def _within(start: int, stop: int, count: int, what: str) -> None:
 
 
 def read_index(path: str | os.PathLike) -> dict:
-    """Raises `InputError` where a directory has no index that this version reads."""
+    """The index of a token set. Raises `InputError` if the directory has none that this version reads."""
     path = Path(path) / "index.json"
     try:
         index = json.loads(path.read_bytes())
         if index["format"] != FORMAT:
             raise KeyError
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist; nalanda data prepare makes one") from None
+        raise InputError(f"{path}: does not exist; nalanda data prepare makes one") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is damaged, or not the index of a prepared set") from None
+        raise InputError(
+            f"{path}: damaged, or not the index of a token set; copy or prepare it again"
+        ) from None
     if index.get("version") != VERSION:
-        raise InputError(f"{path} has version {index.get('version')}; this Nalanda reads {VERSION}")
+        raise InputError(
+            f"{path}: version {index.get('version')}, and this Nalanda reads {VERSION}; prepare the set again"
+        )
     try:
         for split in SPLITS:
             if index[split] != totals([entry.stated for entry in shard_entries(path.parent, index, split)]):
@@ -318,7 +301,7 @@ def read_index(path: str | os.PathLike) -> dict:
             raise ValueError("its sources are not those of its shards")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
+            f"{path}: damaged, it contradicts itself ({first_line(error)}); copy or prepare it again"
         ) from None
     return index
 
@@ -330,7 +313,7 @@ def shard_entries(path: str | os.PathLike, index: dict, split: str) -> list[Entr
 
 
 def totals(shards: list[dict]) -> dict:
-    """What the index says of a split, from what it says of its shards."""
+    """The index's entry of a split, from the entries of its shards."""
     sources: dict[str, list[int]] = {}
     for shard in shards:
         for name, counts in shard["sources"].items():
@@ -338,9 +321,3 @@ def totals(shards: list[dict]) -> dict:
             sources[name] = [before[0] + counts[0], before[1] + counts[1]]
     sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")}
     return {**sums, "sources": dict(sorted(sources.items())), "shards": shards}
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))

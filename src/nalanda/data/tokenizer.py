@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 
-
 MISTRAL = ("mistral", "mistral-common")
 
+UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"
+"""Special tokens of a word tokenizer, spelt as in fairseq."""
 
-UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"  # of words, as fairseq writes them
-
-
-BPE_SAMPLE = 200_000_000  # characters of the training documents that a tokenizer is trained on, at most
+BPE_SAMPLE = 200_000_000
+"""Most characters of the training documents that a BPE is trained on."""
 
 
 def build_tokenizer(
@@ -39,35 +38,34 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that `config` names, or one trained on the training documents.
 
-    A trained one is saved in `directory`, and read from there when it is already there, so that a resumed
-    run has the same tokens. It has no padding token, because training pads nothing, and many collators mask
-    a padding token that equals eos from the labels; an exported model's has one, see `export.pad_batches`.
-    With `data.bos` a trained tokenizer, or one from a SentencePiece model, puts bos in front of what it
-    encodes, as training does: evaluation and generation see documents begin as training saw them.
+    A trained one is saved in `directory` and, if it is already there, loaded from it, so a resumed run has
+    the same tokens. It has no padding token: training pads nothing, and many collators mask a padding token
+    that equals eos from the labels. (An exported model's has one, see `export.pad_batches`.) With `data.bos`
+    a trained tokenizer, or one from a SentencePiece model, puts bos in front of each text, so evaluation and
+    generation see documents begin as in training.
 
-    bpe: byte-level, so that every text has tokens and none is unknown; `<|endoftext|>`, id 0, is bos and eos.
-    words: what stands between white space, from the most frequent on, equals in the order of their text;
-    `<unk>` is 0, eos `</s>` 1 and, with `data.bos`, bos `<s>` 2. A line end inside a text is `</s>`; at the
-    end of a text it is nothing, since `data.eos` is there. (Of WikiText-103's tokens fairseq's dictionary
-    holds 267 744: 267 733 words, these three, `<pad>`, and 7 that no text has, up to a multiple of 8.)
+    bpe: byte-level, so no text has unknown tokens; `<|endoftext|>`, id 0, is bos and eos.
+    words: white-space separated, by falling frequency, ties in the order of their text; `<unk>` is 0, eos
+    `</s>` 1 and, with `data.bos`, bos `<s>` 2. A line end inside a text is `</s>`; at the end of a text it is
+    dropped, since `data.eos` stands there. (fairseq's dictionary of WikiText-103 has 267 744 entries: 267 733
+    words, these three, `<pad>`, and 7 unused ones up to a multiple of 8.)
 
-    With several processes call it in the first one before the others.
+    With several processes, call it in the first one before the others.
 
     Raises:
-        InputError: the tokenizer cannot be had.
+        InputError: the tokenizer cannot be loaded or trained.
     """
-    from transformers import AutoTokenizer
-
     config.check()
     directory = Path(directory)
     if config.train:
         if not is_whole(directory):
             save_tokenizer((_train_words if config.train == "words" else _train_bpe)(config, data), directory)
         try:
-            return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
-        except Exception as error:  # one that an older version saved, without sums
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"{directory}: damaged: {reason}; delete it and it is trained again") from None
+            return load_tokenizer(directory)
+        except Exception as error:  # saved by an older version, without sums
+            raise InputError(
+                f"{directory}: damaged ({first_line(error)}); delete it to train again"
+            ) from None
     name = config.path or ""
     path = Path(name).expanduser()
     if name in MISTRAL and not path.exists():
@@ -79,18 +77,23 @@ def build_tokenizer(
             if not (path.parent / "tokenizer_config.json").exists():
                 return _load_tokenizer_json(path)
             path = path.parent
-        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path if path.is_dir() else name))
-    except Exception as error:  # tokenizers, sentencepiece and huggingface_hub have no common one
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return load_tokenizer(path if path.is_dir() else name)
+    except Exception as error:  # tokenizers, sentencepiece and huggingface_hub share no base class
         raise InputError(
-            f"tokenizer {name!r} cannot be loaded: give a directory, a Hub id, a tokenizer.json, "
-            f"a SentencePiece model, or train: bpe or words ({reason})"
+            f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give a directory, a Hub id, a "
+            "tokenizer.json, a SentencePiece model, or train: bpe or words"
         ) from None
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """`directory` has all of the tokenizer, on the disk and with its sums, or is what it was."""
+def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or a Hub id."""
+    from transformers import AutoTokenizer
 
+    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Writes the tokenizer to `directory` with its sums, synced, or leaves `directory` unchanged."""
     part, old = (directory.with_name(f".tmp-{directory.name}{end}") for end in ("", "-old"))
     for left in (part, old):
         shutil.rmtree(left, ignore_errors=True)
@@ -104,9 +107,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether a tokenizer is there with the bytes that `save_tokenizer` wrote, or one of an older version,
-    without sums. Prints what is wrong with one that is there."""
-
+    """Whether `directory` holds the bytes that `save_tokenizer` wrote, or a tokenizer of an older version,
+    without sums. Prints what is damaged."""
     if not directory.is_dir() or not (directory / "manifest.json").exists():
         return (directory / "tokenizer_config.json").exists()
     if problem := verify_manifest(directory):
@@ -115,7 +117,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def mistral_model() -> Path:
-    """Mistral 7B's SentencePiece model in the package mistral-common, which is not imported.
+    """Mistral 7B's SentencePiece model in the package mistral-common, without importing it.
 
     Raises:
         InputError: it is not installed.
@@ -125,7 +127,7 @@ def mistral_model() -> Path:
         if (path := Path(folder) / "data" / "tokenizer.model.v1").is_file():
             return path
     raise InputError(
-        "tokenizer: mistral is part of the package mistral-common: pip install mistral-common; "
+        "tokenizer: mistral needs the package mistral-common; pip install mistral-common, "
         "or give a directory, a Hub id or a file"
     )
 
@@ -174,7 +176,7 @@ def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokeniz
         vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
     )
     backend.train_from_iterator(_training_texts(data), trainer)
-    # The trainer would give a special token that the text also spells two ids, and leave one of them empty.
+    # The trainer gives a special token that the text also spells two ids, one of them unused.
     ranks = backend.get_vocab(with_added_tokens=False)
     words = special + sorted(ranks.keys() - set(special), key=ranks.__getitem__)
     vocabulary = {word: i for i, word in enumerate(words[: config.vocab_size])}
@@ -197,7 +199,7 @@ def _wrap(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerBase:
 
 
 def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
-    """A lone tokenizer.json does not say which token is which; the usual names do."""
+    """A lone tokenizer.json, whose special tokens are recognised by their usual names."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
@@ -212,7 +214,7 @@ def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
-    """A BPE model such as Llama's or Mistral's as a fast tokenizer, checked against SentencePiece itself."""
+    """A BPE model such as Llama's or Mistral's as a fast tokenizer, checked against SentencePiece."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -267,25 +269,25 @@ def _put_in_front(backend: Tokenizer, bos: str) -> None:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id, and one."""
+    """The largest id plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises `InputError` where the tokenizer has ids that a model of `vocab_size` has no embedding for."""
+    """Raises `InputError` if the tokenizer has ids without an embedding in a model of `vocab_size`."""
     needed = vocabulary_of(tokenizer)
     if needed > vocab_size:
         raise InputError(
-            f"the tokenizer has {needed} tokens and the model's vocab_size is {vocab_size}; "
-            f"set model.vocab_size to {needed} or more"
+            f"model.vocab_size: the tokenizer has {needed} tokens and the model's vocab_size is "
+            f"{vocab_size}; set {needed} or more"
         )
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides which tokens a text has: vocabulary, merges, normaliser, special tokens.
+    """A hash of everything that decides the tokens of a text: vocabulary, merges, normaliser, special tokens.
 
-    Truncation and padding are left out: they are settings of a call. It is the same in every process, and for
-    the tokenizer as `save_pretrained` wrote it.
+    Truncation and padding, settings of a call, are left out. It is the same in every process and after
+    `save_pretrained`.
 
     Raises:
         InputError: the tokenizer has no fast version.
@@ -297,13 +299,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """A copy of the fast version, without truncation and padding.
 
-    A copy, since the tokenizer itself may be at work in another thread, and refuses two users at a time.
+    (The tokenizer itself may be in use in another thread, and refuses two users at a time.)
 
     Raises:
-        InputError: there is none.
+        InputError: the tokenizer has no fast version.
     """
     if not tokenizer.is_fast:
-        raise InputError("the tokenizer has no fast version (tokenizer.json); convert it first")
+        raise InputError("tokenizer: no fast version (tokenizer.json); convert it first")
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.no_truncation()
     backend.no_padding()
@@ -311,10 +313,10 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
-    """Texts → tokens, `[bos] tokens [eos]`. What looks like a special token in a text is read as text."""
+    """Texts → tokens, `[bos] tokens [eos]`. Raises `InputError` if the tokenizer lacks bos or eos."""
     ends = {"bos": (data.bos, tokenizer.bos_token_id), "eos": (data.eos, tokenizer.eos_token_id)}
     for name, (wanted, token) in ends.items():
         if wanted and token is None:
-            raise InputError(f"the tokenizer has no {name} token; set data.{name}: false")
+            raise InputError(f"tokenizer: no {name} token; set data.{name}: false")
     first, last = ([token] if wanted else [] for wanted, token in ends.values())
     return Encoder(fast_backend(tokenizer), first, last)

@@ -1,7 +1,7 @@
-"""Documents that lie elsewhere: datasets of the Hugging Face Hub, and shards that have a URL.
+"""Documents of shards that have a URL: downloaded as a whole, kept in a small cache, then read as files.
 
-Servers fail for a while: what may succeed later is tried again where it stopped, a bounded number of times.
-What a server says about itself may hold a password or a signature, so messages pass through `redact`.
+A download that fails is resumed a bounded number of times. URLs and servers' answers may hold a password or a
+signature, so messages pass through `redact`.
 """
 
 from __future__ import annotations
@@ -20,65 +20,62 @@ from nalanda.common.errors import DiskFull, InputError, no_room
 from nalanda.common.retry import Incomplete, Patience, T, describe_error, persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import FOLDERS, READERS, Document, Fields, FileShard, Shard
+from nalanda.data.documents import FOLDERS, Document, Fields, FileShard, Shard, digest, is_single, suffixes
 
-LISTS = (".urls", ".list")  # a text file with one URL a line
+LISTS = (".urls", ".list")
+"""Suffixes of a text file with one URL a line."""
 
+TIMEOUT = (10.0, 60.0)
+"""Seconds to connect, and seconds without a byte after which a download has failed."""
 
-TIMEOUT = (10.0, 60.0)  # seconds to connect; without a byte. A server that stalls is a server that failed
+CACHED_SHARDS = 16
+"""Downloaded shards that stay on disk; the next download removes the least recently used."""
 
-
-CACHED_SHARDS = 16  # downloaded ones that stay on disk; the next download removes the one unused the longest
-
-
-STALE = 3600.0  # seconds after which a half download is one that a killed process left
-
-# ------------------------------ what a message may say
+STALE = 3600.0
+"""Seconds after which a partial download belongs to a killed process."""
 
 _SECRET = re.compile(r"^x-(amz|goog)-|sig|token|key|secret|password|credential|expires|policy|^s[a-z]$", re.I)
 
 
 def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
-    """The shards of `split` that `source` names: a shard, a list of shards, or the URL of a list (`LISTS`).
+    """The shards of `split`, and whether the source has a validation part.
 
-    As with a local directory, what lies below `train/`, `validation/` or `test/` is for that; without a
-    `validation/` the training documents hold some out.
+    `source` is the URL of a shard or of a list of shards (`LISTS`), or several of them. As with a local
+    directory, URLs below `train/`, `validation/` or `test/` belong to that split.
 
     Raises:
-        InputError: a shard of no known kind, an empty list, or a list that is not there.
-        SourceUnavailable: the list's server does not give it.
+        InputError: a shard's suffix has no reader, a list is empty, or a list does not exist.
+        SourceUnavailable: a list's server keeps failing.
     """
     parts = split_urls(list_urls(source, data.retries))
     separate = bool(parts["validation"])
     urls = parts["validation"] if split == "validation" and separate else parts["train"] or parts[""]
     if not urls:
-        raise InputError(f"no shard for {split} is in {_name(source)}")
+        raise InputError(f"{_name(source)}: no shard for {split}; add some, or name another source")
     return [UrlShard(url, Fields.of(data), data.retries) for url in urls], separate
 
 
 def list_urls(source: str | list[str], retries: int) -> list[str]:
-    """The shards' URLs, in the order in which they stand; those in a list may be relative to it."""
+    """The shards' URLs in order; those in a list may be relative to it."""
     found: list[str] = []
     for url in [source] if isinstance(source, str) else source:
         if "***" in url:
             raise InputError(
-                f"{redact(url)}: its password or query is never written down; give data.source as it was"
+                f"{redact(url)}: the password or query was never stored; give data.source as it was"
             )
         lines = _text(url, retries).splitlines() if urlsplit(url).path.endswith(LISTS) else [url]
         found += [urljoin(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
     for url in found:
-        if not is_url(url) or not urlsplit(url).path.endswith(tuple(READERS)):
-            kinds = ", ".join(READERS)
-            raise InputError(
-                f"{redact(url)} is no URL of a kind that can be read: {kinds}; lists: .urls, .list"
-            )
+        if not is_url(url) or not urlsplit(url).path.endswith(suffixes()):
+            kinds = ", ".join((*suffixes(), *LISTS))
+            raise InputError(f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}")
     if not found:
-        raise InputError(f"{_name(source)} lists no shard")
+        raise InputError(f"{_name(source)}: lists no shard; give one URL a line")
     return found
 
 
 def split_urls(urls: list[str]) -> dict[str, list[str]]:
-    """URLs by the last of `FOLDERS` that they lie below; "": below none."""
+    """URLs by the innermost of `FOLDERS` that they lie below; "": below none."""
     parts: dict[str, list[str]] = {part: [] for part in (*FOLDERS, "")}
     for url in urls:
         folders = [part for part in urlsplit(url).path.split("/")[:-1] if part in FOLDERS]
@@ -87,19 +84,15 @@ def split_urls(urls: list[str]) -> dict[str, list[str]]:
 
 
 def identity_of(url: str) -> str:
-    """What stays the same when a link is signed anew: the URL without password and signature."""
+    """The URL without password and signature, which stays the same when a link is signed anew."""
     parts = urlsplit(url)
     kept = sorted((key, value) for key, value in parse_qsl(parts.query) if not _SECRET.search(key))
-    query = f"?{_hash(repr(kept))}" if kept else ""
+    query = f"?{digest(repr(kept))}" if kept else ""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{query}"
 
 
 def _name(source: str | list[str]) -> str:
     return redact(source if isinstance(source, str) else f"{source[0]} and others")
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _text(url: str, retries: int) -> str:
@@ -114,24 +107,24 @@ def _text(url: str, retries: int) -> str:
 
 
 def reachable(do: Callable[[], T], url: str) -> T:
-    """What `do` returns; what other libraries raise about `url`, in one line."""
+    """`do()`, with errors of other libraries about `url` turned into `InputError` or `DiskFull`."""
     try:
         return do()
     except InputError:
         raise
-    except Exception as error:  # 404 and its like; requests, urllib3 and the system have no common one
+    except Exception as error:  # requests, urllib3 and the system share no base class
         if no_room(error):
             place = getattr(error, "filename", None) or cache()
-            raise DiskFull(f"{redact(url)}: no space is left in {place}") from None
-        raise InputError(f"{redact(url)}: cannot be had ({describe_error(error)})") from None
+            raise DiskFull(f"{redact(url)}: no space left in {place}; make room, and start again") from None
+        raise InputError(f"{redact(url)}: cannot be downloaded ({describe_error(error)})") from None
 
 
 @dataclass(frozen=True)
 class UrlShard:
-    """A shard that is downloaded as a whole, then read; the cursor is its size and the lines or rows read.
+    """A shard that is downloaded as a whole, then read. The cursor is its size and the rows read.
 
-    Its name is its identity: to ask a server for the size of each of ten thousand shards takes longer than to
-    begin. That a shard is still the one in which a reading stopped is seen when it goes on.
+    The identity has no size, since asking a server for the sizes of ten thousand shards delays the start too
+    long. The size is checked when reading resumes inside the shard.
     """
 
     url: str = field(repr=False)
@@ -144,14 +137,14 @@ class UrlShard:
 
     @property
     def single(self) -> bool:
-        return urlsplit(self.url).path.endswith(".txt")
+        return is_single(urlsplit(self.url).path)
 
     def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | None, list[int]]]:
         path = cached(self.url, self.retries)
         size = path.stat().st_size
         if cursor and cursor[0] != size:
             raise InputError(
-                f"{self.identity}: has {size} bytes and had {cursor[0]} when the run stopped in it; "
+                f"{self.identity}: {size} bytes, and {cursor[0]} when the run stopped in it; "
                 "restore it, or start a new run from the checkpoint's weights with model.init_from"
             )
         try:
@@ -160,21 +153,22 @@ class UrlShard:
             ):
                 yield document, [size, row]
         except InputError as error:
-            path.unlink(missing_ok=True)  # so that one repaired at its place is seen
+            path.unlink(missing_ok=True)  # so that a repaired one is downloaded
             raise InputError(str(error).replace(str(path), self.identity)) from None
 
 
 def cache() -> Path:
+    """The folder of downloaded shards (`NALANDA_CACHE`)."""
     return Path(os.environ.get("NALANDA_CACHE") or "~/.cache/nalanda/shards").expanduser()
 
 
 def cached(url: str, retries: int) -> Path:
-    """The shard's file in the cache (`NALANDA_CACHE`), downloaded by one of the processes that ask for it."""
+    """The shard's file in the cache, downloaded by one of the processes that ask for it."""
     from filelock import FileLock
 
     def get() -> Path:
         folder = cache()
-        path = folder / f"{_hash(identity_of(url))}-{urlsplit(url).path.rpartition('/')[2]}"
+        path = folder / f"{digest(identity_of(url))}-{urlsplit(url).path.rpartition('/')[2]}"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             if not path.exists():
@@ -187,10 +181,10 @@ def cached(url: str, retries: int) -> Path:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    # Whoever reads a file that is removed has it open, and reads on.
+    # A process that reads a removed file has it open and is not disturbed.
     files = {path: _age(path) for path in folder.iterdir() if path != newest}
     shards = sorted(
-        (p for p in files if p.name.endswith(tuple(READERS)) and p.name[0] != "."), key=files.__getitem__
+        (p for p in files if p.name.endswith(suffixes()) and p.name[0] != "."), key=files.__getitem__
     )
     halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
     for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
@@ -200,17 +194,18 @@ def _prune(folder: Path, newest: Path) -> None:
 def _age(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
-    except FileNotFoundError:  # another process was quicker
+    except FileNotFoundError:  # another process removed it
         return 0.0
 
 
 def download(url: str, path: Path, retries: int) -> None:
-    """Writes what `url` gives to `path`, which appears when it is whole: the announced length and, where the
-    server gives one, checksum agree. After a failure it goes on where it stopped if the server can.
+    """Downloads `url` to `path`, which appears once its length and the server's checksum, if any, agree.
+
+    After a failure it resumes where it stopped, if the server supports that.
 
     Raises:
-        SourceUnavailable: after `retries` tries in a row that brought nothing new.
-        Exception: as requests, urllib3 and the system have it; to try again is no use.
+        SourceUnavailable: after `retries` tries in a row without a new byte.
+        Exception: of requests, urllib3 or the system, if another try cannot help.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.partial")
     patience, validator, furthest = Patience(redact(url), retries), "", 0
@@ -225,17 +220,17 @@ def download(url: str, path: Path, retries: int) -> None:
         with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
             if reply.status_code == 416:
                 validator = ""
-                raise Incomplete("the server cannot go on where it stopped")
+                raise Incomplete("the server cannot resume the download")
             reply.raise_for_status()
             if reply.status_code != 206:
                 start = 0
             elif not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                 validator = ""
-                raise Incomplete("the server went on at another place")
+                raise Incomplete("the server resumed at another byte")
             etag = reply.headers.get("ETag", "")
             validator = etag if etag[:1] == '"' else reply.headers.get("Last-Modified", "")
             with part.open("ab" if start else "wb") as file:
-                # A stall loses a chunk, so they are small; bytes as they are stored, so that .gz stays .gz.
+                # Small chunks, since a stall loses one; stored bytes, so that .gz stays .gz.
                 for chunk in reply.raw.stream(1 << 16, decode_content=False):
                     file.write(chunk)
                 size, length = file.tell(), reply.headers.get("Content-Length")
@@ -243,7 +238,7 @@ def download(url: str, path: Path, retries: int) -> None:
                 raise Incomplete(f"{size} of {start + int(length)} bytes came")
             if (checksum := _checksum(reply.headers)) and _digest(part, checksum[0]) != checksum[1]:
                 validator = ""
-                raise Incomplete(f"the bytes that came are not those of the server's {checksum[0]}")
+                raise Incomplete(f"the bytes do not have the server's {checksum[0]}")
 
     try:
         while True:
@@ -261,14 +256,14 @@ def download(url: str, path: Path, retries: int) -> None:
 
 
 def _checksum(headers: Any) -> tuple[str, str] | None:
-    """(algorithm, hexadecimal digest) of the whole file, where a server says it plainly."""
+    """(algorithm, hexadecimal digest) of the whole file, if the server states them."""
     for kind in ("sha256", "md5"):
         if value := headers.get(f"x-checksum-{kind}"):
             return kind, value.lower()
     etag = re.fullmatch(r'"([0-9a-f]{32})"', headers.get("ETag", ""))
     encrypted = "kms" in headers.get("x-amz-server-side-encryption", "") or any(
         "server-side-encryption-customer" in name.lower() for name in headers
-    )  # then S3's ETag is not the content's MD5
+    )  # S3's ETag is then not the MD5 of the content
     return ("md5", etag[1]) if etag and not encrypted else None
 
 

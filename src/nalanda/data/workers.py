@@ -1,7 +1,7 @@
-"""Work that is done ahead: tokenising in processes of its own, reading in a thread.
+"""Work ahead of the training loop: processes that tokenise, and a thread that reads.
 
-This file is also what those processes run. It imports neither torch nor anything of ours, so that one starts
-in a moment, and nothing of the program that trains is run a second time.
+The processes run this file. It imports neither torch nor other files of ours, so they start quickly and do
+not run the training program again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-READ_AHEAD = 4  # batches
-
+READ_AHEAD = 4
+"""Batches read ahead."""
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals blocked in the processes: the trainer still has a step to finish and a checkpoint to save."""
+
+
+def processors() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Encoder:
-    """Texts → their tokens, int32, between `first` and `last`. A special token spelt in a text is text."""
+    """Texts → tokens, int32, between `first` and `last`. A special token spelt in a text is read as text."""
 
     def __init__(self, backend: Tokenizer, first: list[int], last: list[int]):
         self.backend, self.first, self.last = backend, first, last
@@ -47,12 +53,11 @@ class Encoder:
 
 
 class Tokenisers:
-    """Tokenises groups of texts in their order, in `workers` processes ahead of the reader, or here if < 2.
+    """Tokenises groups of texts in order, in `workers` processes ahead of the reader, or in this one if < 2.
 
-    A process takes one group at a time and they take turns, so that no more than `workers` groups a stream
-    are under way. They start with the first group. They end when `close` is called, with this object or the
-    interpreter, and, since their input ends, however the trainer dies. Signals that are sent to all processes
-    of a run do not reach them: the trainer still has a step to finish and a checkpoint to save.
+    Each process takes one group at a time, in turn, so at most `workers` groups of a stream are under way.
+    They start with the first group. They end with `close`, with this object, with the interpreter, and
+    however the trainer dies, since their input ends.
     """
 
     def __init__(self, encode: Encoder, workers: int):
@@ -62,7 +67,7 @@ class Tokenisers:
         self.close = weakref.finalize(self, _close, self._workers)
 
     def in_order(self, groups: Iterator[tuple[Any, list[str]]]) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        """`(what, texts)` → `(what, tokens)`. An error in `groups` is raised behind what was read before."""
+        """`(key, texts)` → `(key, tokens)`. An error in `groups` is raised after the groups before it."""
         waiting: deque[tuple[Any, Callable[[], list[np.ndarray]]]] = deque()
         failure = None
         while True:
@@ -73,8 +78,8 @@ class Tokenisers:
             if group:
                 waiting.append((group[0], self._begin(group[1])))
             if waiting and (not group or len(waiting) > len(self._workers)):
-                what, result = waiting.popleft()
-                yield what, result()
+                key, result = waiting.popleft()
+                yield key, result()
             elif not group:
                 break
         if failure:
@@ -89,15 +94,15 @@ class Tokenisers:
 
 
 class _Worker:
-    """One process and the group it is at."""
+    """One process and the group that it works on."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen | None = None
+        self.process: Any = None  # a Popen
         self.closed = False
         self._task: list | None = None  # becomes [tokens]
 
     def begin(self, encode: Encoder, texts: list[str]) -> Callable[[], list[np.ndarray]]:
-        self._finish()  # with two under way both sides could wait for room in a pipe
+        self._finish()  # with two under way, both sides could block on a full pipe
         if not self.process:
             self._start()
             self._send((encode.backend.to_str(), encode.first, encode.last))
@@ -113,7 +118,7 @@ class _Worker:
         return result
 
     def _start(self) -> None:
-        # A process inherits which signals are blocked: there is no moment at which they could strike it.
+        # A process inherits the blocked signals, so they cannot strike it while it starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
             self.process = subprocess.Popen(
@@ -124,24 +129,20 @@ class _Worker:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self.closed:  # meanwhile
+        if self.closed:  # by another thread meanwhile
             self.close()
-
-    @property
-    def _pipes(self) -> Any:
-        return self.process
 
     def _send(self, message: Any) -> None:
         try:
-            pickle.dump(message, self._pipes.stdin, pickle.HIGHEST_PROTOCOL)
-            self._pipes.stdin.flush()
+            pickle.dump(message, self.process.stdin, pickle.HIGHEST_PROTOCOL)
+            self.process.stdin.flush()
         except OSError:
             self._ended()
 
     def _finish(self) -> None:
         if self._task is not None:
             try:
-                self._task.append(pickle.load(self._pipes.stdout))
+                self._task.append(pickle.load(self.process.stdout))
             except (EOFError, OSError, pickle.UnpicklingError):
                 self._ended()
             self._task = None
@@ -149,16 +150,16 @@ class _Worker:
     def _ended(self) -> None:
         from nalanda.common.errors import InputError
 
-        code = self._pipes.wait()
+        code = self.process.wait()
         raise InputError(
-            f"a process that tokenises ended by itself (exit code {code}; -9 may be a lack of memory); "
-            "lower data.workers"
+            f"data.workers: a process that tokenises ended by itself (exit code {code}; -9 may be a lack of "
+            "memory); lower data.workers"
         ) from None
 
     def close(self) -> None:
         self.closed = True
         if self.process:
-            self.process.kill()  # it has nothing to lose
+            self.process.kill()
             self.process.wait()
 
 
@@ -173,11 +174,11 @@ class ReadAhead:
     def __init__(self, items: Iterator, tokenisers: Tokenisers):
         self._queue: queue.Queue = queue.Queue(READ_AHEAD)
         stop = threading.Event()
-        # The thread must not hold `self`, or the object would never be collected and the thread never end.
+        # The thread must not hold `self`: the object would never be collected, and the thread never end.
         thread = threading.Thread(
             target=_produce, args=(items, self._queue, stop), name="nalanda-data", daemon=True
         )
-        # Also runs when the interpreter exits: a daemon thread inside a tokenizer must not outlive it.
+        # Also runs at the interpreter's exit, which a daemon thread inside a tokenizer must not outlive.
         self.close = weakref.finalize(self, _stop, thread, self._queue, stop, tokenisers.close)
         thread.start()
 
@@ -203,12 +204,12 @@ def _stop(
     thread: threading.Thread, out: queue.Queue, stop: threading.Event, close: Callable[[], Any]
 ) -> None:
     stop.set()
-    close()  # a thread that waits for a process is woken
-    patience = 500  # a read from the network may not return; such a thread is left behind
+    close()  # wakes a thread that waits for a process
+    patience = 500  # a thread whose read from the network never returns is left behind
     while thread.is_alive() and thread is not threading.current_thread() and patience:
         patience -= 1
         with contextlib.suppress(queue.Empty):
-            out.get_nowait()  # room for a `put` that waits
+            out.get_nowait()  # makes room for a `put` that waits
         thread.join(0.01)
 
 
@@ -217,19 +218,15 @@ def _serve() -> None:
     from tokenizers import Tokenizer
 
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that is printed may lie between the answers
+    os.dup2(2, 1)  # keeps printed text out of the answers
     with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):  # the trainer is gone
         backend, first, last = pickle.load(sys.stdin.buffer)
         encode = Encoder(Tokenizer.from_str(backend), first, last)
         while True:
             pickle.dump(encode(pickle.load(sys.stdin.buffer)), answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
-    os._exit(0)  # without another try to write
+    os._exit(0)  # skips the flush at exit, which could block
 
 
 if __name__ == "__main__":
     _serve()
-
-
-def processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A conversation at the terminal. A model's memory of it is carried: each turn, only what is new is read."""
+"""A conversation at the terminal. The model's state is kept, so each turn reads only new text."""
 
 import json
 import sys
@@ -23,8 +23,8 @@ HELP = "/save FILE, /load FILE, /reset, /quit; ctrl-C ends an answer"
 class Conversation:
     """Turns of a user and a model, rendered by the tokenizer's chat template, or as plain text without one.
 
-    Our models carry a state. Others carry transformers' cache beside all tokens; where they have none that
-    comes back, they read everything again.
+    Our models keep a state. Others keep transformers' cache and all tokens, and read everything again if
+    `generate` returns no cache.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class Conversation:
     ):
         self.model: Any = model
         self.tokenizer, self.options, self.system = tokenizer, options, system
-        # Turns of plain text end where the model begins to speak for the user.
+        # In plain text an answer ends where the model starts the user's turn.
         self.stop = "" if tokenizer.chat_template else "\nUser:"
         eos = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
         flat = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
         self.options = options | ({"eos_token_id": sorted(set(flat))} if flat else {})
         if self.stop:
             self.options |= {"stop_strings": [self.stop], "tokenizer": tokenizer}
-        self.ended = False  # whether the last answer came to its end-of-text token
+        self.ended = False  # whether the last answer ended with an end-of-text token
         self.reset()
 
     def reset(self, base: State | None = None) -> None:
-        """Begins anew; base: what was read before the first turn."""
+        """Starts over; base: the state before the first turn."""
         self.base, self.messages = base, []
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
@@ -58,9 +58,7 @@ class Conversation:
 
     def save(self, path: str) -> None:
         if self.state is None:
-            raise InputError(
-                "nothing to save: only conversations with our own models have a state, once begun"
-            )
+            raise InputError("nothing to save: only a started conversation with a Nalanda model has a state")
         notes = {"messages": json.dumps(self.messages), "text": self.text}
         self.state.save(Path(path).expanduser(), **notes)
 
@@ -69,15 +67,15 @@ class Conversation:
         self.reset(state)
         if "messages" in state.notes:
             self.messages, self.text = json.loads(state.notes["messages"]), state.notes["text"]
-            self.base = None  # the turns themselves say all that it has read
+            self.base = None  # the turns render everything that it has read
 
     def render(self) -> str:
-        """The turns so far, up to where the model is to go on."""
+        """The turns so far, up to the start of the next answer."""
         if self.tokenizer.chat_template:
             return str(
                 self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
             )
-        # The space before an answer is the model's own.
+        # The model generates the space before an answer.
         turns = [
             f"{m['role'].capitalize()}:{'' if m['role'] == 'assistant' else ' '}{m['content']}"
             for m in self.messages
@@ -85,16 +83,16 @@ class Conversation:
         return "\n" * (self.base is not None) + "\n".join([*turns, "Assistant:"])
 
     def answer(self, said: str) -> str:
-        """Streams the answer to stdout, says its speed on stderr, and returns it; ctrl-C cuts it short."""
+        """Streams the answer to stdout, prints its speed on stderr, and returns it; ctrl-C ends it early."""
         self.messages.append({"role": "user", "content": said})
         whole = self.render()
-        if not whole.startswith(self.text):  # a template may show earlier turns in another way than it did
+        if not whole.startswith(self.text):  # the template renders earlier turns differently
             self._forget()
         begun = self.state is not None or bool(self.tokens)
         new = whole[len(self.text) :]
         eos = self.tokenizer.eos_token
         if self.text and self.ended and isinstance(eos, str):
-            new = new.removeprefix(eos)  # read as the answer's last token
+            new = new.removeprefix(eos)  # already read as the answer's last token
         tokens = self.tokenizer(new, add_special_tokens=False).input_ids
         bos = bos_token(self.model, self.tokenizer)
         if not begun and tokens[: len(bos)] != bos:
@@ -102,10 +100,10 @@ class Conversation:
         printer = Printer(self.tokenizer, tokens, self.stop)
         start = time.perf_counter()
         try:
-            self._go_on(tokens, printer)
+            self._generate(tokens, printer)
         except KeyboardInterrupt:
             printer.end()
-            # Whatever it broke off in is dropped; a state is never changed.
+            # Read the partial answer again from the last state, which the interrupted call has not changed.
             if is_ours(self.model):
                 self.state = self.model.read(self._ids(tokens + printer.tokens), state=self.state)
             else:
@@ -123,7 +121,7 @@ class Conversation:
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.model.device)
 
-    def _go_on(self, tokens: list[int], printer: Printer) -> None:
+    def _generate(self, tokens: list[int], printer: Printer) -> None:
         options = self.options | {"streamer": printer, "return_dict_in_generate": True}
         if is_ours(self.model):
             out = self.model.generate(state=read_with_progress(self.model, tokens, self.state), **options)
@@ -150,7 +148,7 @@ def chat(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> None:
-    """Talks with a model until /quit or the end of the input; options as of `generate`."""
+    """Talks with a model until /quit or the end of the input; options as for `generate`."""
     check_seed(seed, "--seed")
     options = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k

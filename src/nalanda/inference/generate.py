@@ -1,4 +1,4 @@
-"""Load a checkpoint with transformers' Auto classes and stream a continuation of a prompt, or of a state."""
+"""Streams the continuation of a prompt or of a saved state."""
 
 import sys
 import time
@@ -20,13 +20,14 @@ from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
 
-PIECE = 4096  # tokens of a prompt that are read between two looks at the progress bar
+PIECE = 4096
+"""Tokens of a prompt read between updates of the progress bar."""
 
 
 class Printer(BaseStreamer):
-    """Prints what is generated as soon as it is characters, up to a stop text, and keeps the tokens.
+    """Prints generated tokens as soon as they form characters, up to a stop text, and keeps the tokens.
 
-    before: the prompt's tokens, whose end decides whether the first word begins with a space.
+    before: tokens of the prompt, whose end decides whether the first word begins with a space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int], stop: str = ""):
@@ -39,14 +40,14 @@ class Printer(BaseStreamer):
         return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
 
     def put(self, value: Tensor) -> None:
-        if self.silent:  # the prompt comes first
+        if self.silent:  # `generate` first puts the prompt
             self.silent = False
             return
         new = value.flatten().tolist()
         self.tokens += new
         self.window += new
         text = self._decoded()
-        if text.endswith("\ufffd"):  # a character whose last bytes are to come
+        if text.endswith("\ufffd"):  # an incomplete character
             return
         self._print(text[self.shown :])
         self.shown = len(text)
@@ -60,7 +61,7 @@ class Printer(BaseStreamer):
             ready = len(self.held)
         elif self.stop in self.held:
             ready = self.held.index(self.stop)
-        else:  # what may become the stop text waits
+        else:  # holds back what may become the stop text
             ready = next(i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:]))
         print(self.held[:ready], end="", flush=True)
         self.held = self.held[ready:]
@@ -72,10 +73,10 @@ class Printer(BaseStreamer):
 
 
 def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
-    """`model.read` with a progress bar, on stderr, where it takes a while."""
+    """`model.read` with a progress bar on stderr for long texts."""
     ids = torch.tensor([tokens], device=model.device)
     bar = Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE)
-    # Whoever calls this has added no special token: a bos at the head of a piece is the text's own.
+    # Callers add no special tokens: a bos at the start of a piece belongs to the text, so nothing to warn of.
     with warnings.catch_warnings(action="ignore", category=UserWarning), bar as progress:
         task = progress.add_task("reading", total=len(tokens))
         for piece in ids.split(PIECE, 1):
@@ -86,9 +87,9 @@ def read_with_progress(model: Any, tokens: list[int], state: State | None = None
 
 
 def load_state(path: str | Path, model: Any) -> State:
-    """The saved state; InputError where it is none of this model's."""
+    """The saved state. Raises InputError if it cannot be read or belongs to another model."""
     if not is_ours(model):
-        raise InputError(f"{model.config.model_type} models keep no state: leave the state's file out")
+        raise InputError(f"{model.config.model_type} models have no state to load; leave the state file out")
     try:
         return model.load_state(Path(path).expanduser())
     except (OSError, ValueError) as error:
@@ -96,23 +97,21 @@ def load_state(path: str | Path, model: Any) -> State:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of what generation carried from token to token, in any cache of transformers."""
+    """Bytes of tensors in any cache of transformers."""
     if isinstance(cache, NalandaCache):
         return cache.nbytes
 
-    def tensors(found: Any) -> int:
-        if isinstance(found, Tensor):
-            return found.nbytes
-        inner = (
-            found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
-        )
-        return sum(map(tensors, inner))
+    def nbytes(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        values = value.values() if isinstance(value, dict) else value
+        return sum(map(nbytes, values)) if isinstance(value, dict | list | tuple) else 0
 
-    return sum(tensors(vars(layer)) for layer in getattr(cache, "layers", ()))
+    return sum(nbytes(vars(layer)) for layer in getattr(cache, "layers", ()))
 
 
 def peak_memory(device: torch.device) -> str:
-    """The most that this process has held so far: of the GPU's memory, or resident."""
+    """The process's peak GPU memory, or its peak resident memory on a CPU."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of GPU memory at most"
     import resource  # not on Windows
@@ -122,7 +121,7 @@ def peak_memory(device: torch.device) -> str:
 
 
 def describe_speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
-    """What is said at the end of an answer."""
+    """The line on stderr after an answer."""
     state = f"{cache_bytes(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
     return f"{new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens/s; {state}{peak_memory(device)}"
 
@@ -144,18 +143,18 @@ def generate(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> str:
-    """Continue `prompt`, printing each token as it comes, and return the continuation.
+    """Continues `prompt`, prints each token as it is generated, and returns the continuation.
 
     Args:
-        model: a checkpoint directory or hub id, see `load`.
-        prompt: the text to continue; `-` reads it from standard input. None with a state: that alone.
-        file: a text file in the prompt's place, of any length.
-        state: a saved state to go on from, instead of a beginning.
+        model: a checkpoint directory or hub id, see `load_model`.
+        prompt: the text to continue; `-` reads it from standard input. None continues `state` directly.
+        file: a text file to read instead of `prompt`.
+        state: a saved state that the prompt continues.
         save_state: a file for the state after the prompt, before the continuation.
-        max_new_tokens: stop after so many tokens, or at the end-of-text token.
+        max_new_tokens: length limit; the end-of-text token ends the continuation earlier.
         temperature: 0 is greedy decoding.
         top_p, top_k: keep the most probable tokens that make up `top_p`, at most `top_k`; 1 and 0 keep all.
-        seed: of the sampling; by default every call differs.
+        seed: seed of the sampling; by default every call differs.
         stream: print prompt and continuation to stdout, and speed and memory to stderr.
     """
     if prompt is not None and file is not None:
@@ -178,13 +177,13 @@ def generate(
     network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     options |= end_tokens(tokenizer)
     if save_state is not None and not is_ours(network):
-        raise InputError(f"{network.config.model_type} models keep no state that could be saved")
+        raise InputError(f"{network.config.model_type} models have no state to save; leave --save-state out")
     held = None if state is None else load_state(state, network)
     tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
     if held is None:
         tokens = bos_token(network, tokenizer) + tokens
     if not tokens and held is None:
-        raise InputError("the prompt is empty, and the tokenizer has no bos token to begin with")
+        raise InputError("the prompt is empty and the tokenizer has no bos token; give a prompt")
     if seed is not None:
         transformers.set_seed(seed)
     if echoed:

@@ -18,9 +18,9 @@ def load_model(
 
     Args:
         name: a checkpoint directory or an id on the Hugging Face hub.
-        device: where the model goes; the GPU if there is one, else the CPU.
-        dtype: `auto` keeps the checkpoint's own, or `float32`, `bfloat16`, `float16`, `float64`.
-        trust_remote_code: run the modeling files that a checkpoint brings with it. Never needed for our own.
+        device: device for the model; by default a GPU if there is one, else the CPU.
+        dtype: `float32`, `bfloat16`, `float16`, `float64`, or `auto` for the checkpoint's own.
+        trust_remote_code: run the modeling files of the checkpoint. Not needed for our own checkpoints.
 
     Raises:
         InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
@@ -40,7 +40,7 @@ def load_model(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         model = model.to(device)
-    except Exception as error:  # tokenizers, safetensors and transformers have no common one
+    except Exception as error:  # tokenizers, safetensors and transformers share no exception class
         if out_of_memory(error):
             raise explained(error) from None  # pyrefly: ignore[bad-raise]
         reason = next(
@@ -50,18 +50,18 @@ def load_model(
     finally:
         transformers.logging.set_verbosity(verbosity)
         transformers.logging.enable_progress_bar()
-    if report["missing_keys"]:  # transformers fills them with random numbers and only warns
+    if report["missing_keys"]:  # transformers only warns and initialises them randomly
         missing = sorted(report["missing_keys"])
-        raise InputError(f"{name} lacks {len(missing)} of the model's tensors, {missing[0]} for one")
+        raise InputError(f"{name} lacks {len(missing)} of the model's tensors, such as {missing[0]}")
     return model.eval(), tokenizer  # type: ignore[bad-return]
 
 
 def choose_device(name: str | None) -> str:
-    """`name`, or the GPU where there is one, else the CPU. Raises `InputError` for what is not there."""
+    """`name`, or a GPU if there is one, else the CPU. Raises InputError for an unavailable device."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name).item()  # no values: `meta`
+        torch.zeros(1, device=name).item()  # `item` fails on meta, which has no values
     except (RuntimeError, AssertionError):
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
@@ -69,9 +69,9 @@ def choose_device(name: str | None) -> str:
 
 
 def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that stood before every text in training, as a list of one id, or of none.
+    """The bos token that preceded every text in training, as a list of one id or none.
 
-    Our checkpoints' config has a bos token if training wrote one; of other models the tokenizer knows.
+    Our checkpoints name it in their config if training used one. For other models the tokenizer decides.
     """
     bos = tokenizer.bos_token_id
     if model.config.model_type == "nalanda":
@@ -82,7 +82,7 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """`generate`'s own options for the token that ends a text."""
+    """The options of `generate` for the end-of-text and padding tokens."""
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
 

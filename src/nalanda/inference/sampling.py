@@ -1,4 +1,4 @@
-"""What the options of sampling may be. Imports neither torch nor transformers."""
+"""Checks sampling options. Imports neither torch nor transformers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nalanda.common.errors import InputError
 def sampling_options(
     *, max_new_tokens: int = 128, temperature: float = 0.8, top_p: float = 1.0, top_k: int = 0
 ) -> dict[str, Any]:
-    """`generate`'s own options for these; InputError for values that cannot be meant."""
+    """The options for transformers' `generate`. Raises InputError for values out of range."""
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
     if temperature < 0:

@@ -1,4 +1,4 @@
-"""The model: flat files, sibling-relative imports only: `save_pretrained` copies them with the weights."""
+"""The model. `save_pretrained` copies these files: they stay flat, with sibling-relative imports only."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -15,7 +15,7 @@ AutoConfig.register("nalanda", NalandaConfig)
 AutoModel.register(NalandaConfig, Decoder)
 AutoModelForCausalLM.register(NalandaConfig, NalandaForCausalLM)
 
-# For `save_pretrained`: checkpoints carry these files, and load elsewhere with trust_remote_code.
+# `save_pretrained` then copies these files, so that checkpoints load elsewhere with trust_remote_code.
 NalandaConfig.register_for_auto_class()
 Decoder.register_for_auto_class("AutoModel")
 NalandaForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,7 +1,7 @@
-"""Attention whose keys and values are carried: softmax over everything or a window, and TransNormer's blocks.
+"""Attention with a key/value cache: softmax over all tokens or a window, and TransNormer's blocks.
 
-What is carried are the last R keys and values of each sequence, the latest of them last (`Sequences.pad`),
-so that the place of each follows from how many tokens its sequence has.
+The state is the last R keys and values of each sequence, the latest last (`Sequences.pad`), so the position
+of each follows from the sequence's length.
 """
 
 import torch
@@ -16,24 +16,25 @@ from .transnormer import SimpleRMSNorm, build_positions
 
 
 class SoftmaxAttention(Mixer):
-    """Softmax attention as Transformer++ has it (Vaswani et al. 2017):
+    """Softmax attention (Vaswani et al. 2017) as in Transformer++:
 
         o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
 
-    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and neither convolution, gate nor norm.
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without convolution, gate or norm.
 
-    Options: `num_kv_heads`, a divisor of `num_heads` (default: all), each serving a group of query heads
-    (GQA, arXiv 2305.13245); `window`, so many tokens, itself included, that a token sees (default: all
-    before it); `rope_theta`, the base of the rotary angles (10000; null: none).
-    Cost a token and head: (K + V)·T FLOPs at length T, since causal attention sees half of T × T; with a
-    window w < T, 2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
-    (K + V)·itemsize bytes a token and head.
+    Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
+    keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
+    itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation).
+    Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
+    2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
+    (K + V)·itemsize bytes per token and head.
     """
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
     norm = None
-    reach: int | None = None  # how many tokens, itself included, one can see at most; None: all
+    reach: int | None = None
+    """Largest number of tokens that a token sees, including itself; None: all before it."""
 
     def __init__(
         self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
@@ -72,17 +73,18 @@ class SoftmaxAttention(Mixer):
         return self.attend_all(q, k, v, seq)
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
-        return state  # of rows: each sequence would bring keys of its own
+        return state  # kept per row, see `mix_rows`
 
     def gather_states(self, new: State, seq: Sequences) -> State:
         return {name: x.detach() for name, x in new.items()}
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
-        """Rows that go on: the keys that their first sequence still sees are laid before it, with queries
+        """Attends packed rows that continue row states, in linear time.
 
-        whose outputs nobody reads, and all is attended as whole sequences are, in linear time.
+        The kept keys that a continuing sequence still sees are put before it, with queries whose outputs are
+        dropped. Then all are attended as whole sequences.
         """
-        assert self.reach is not None, "a state that grows"
+        assert self.reach is not None, "row states cannot grow"
         tokens = None
         if state:
             assert seq.past is not None
@@ -98,25 +100,25 @@ class SoftmaxAttention(Mixer):
         return o if tokens is None else o.index_select(1, tokens)
 
     def wanted(self, past: Tensor) -> Tensor:
-        """How many of its `past` tokens a sequence's next one sees."""
+        """How many of its `past` tokens a sequence's next token sees."""
         return past if self.reach is None else past.clamp(max=self.reach - 1)
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
-        """A batch `[B, T, …]` or `[1, ΣT, …]` of whole sequences."""
+        """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
         if seq.cu_seqlens is None:
             return self.attend(q, k, v)
         groups, where = seq.groups(q.device)
         out = [self.attend(q[0, rows], k[0, rows], v[0, rows]).flatten(0, 1) for rows in groups]
-        none = q.new_zeros(0, q.shape[2], v.shape[3])  # there are no groups if all sequences are empty
+        none = q.new_zeros(0, q.shape[2], v.shape[3])  # for `cat` if all sequences are empty
         return torch.cat([none, *out]).index_select(0, where)[None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Whole sequences `[B, T, …]` from their first tokens on; linear in T where there is a window."""
+        """Attends sequences `[B, T, …]` from their first tokens; linear in T with a window."""
         w, T = self.reach, q.shape[1]
         if w is None or w >= T:
             return self.weigh(q, k, v, causal=True)
         first = self.weigh(q[:, :w], k[:, :w], v[:, :w], causal=True)
-        # Each further block of w queries sees its own w keys and those of the block before.
+        # Each further block of w queries sees the keys of its own block and the previous one.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % w)) for x in (q, k, v))
         q = q[:, w:].unflatten(1, (-1, w))
         k, v = (x.unfold(1, 2 * w, w).movedim(-1, 2).flatten(0, 1) for x in (k, v))
@@ -125,8 +127,8 @@ class SoftmaxAttention(Mixer):
         return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - w]], 1)
 
     def attend_past(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, T: int) -> Tensor:
-        """q `[N, L, …]` on k and v `[N, W, …]`, the past and their own; last tokens come last."""
-        assert seq.past is not None, "a state without a past"
+        """Attends from q `[N, L, …]` to k and v `[N, W, …]`, past and new; all are right-aligned."""
+        assert seq.past is not None, "a state needs its past"
         L, past = q.shape[1], int(seq.past[0])
         if L == 1 and bool((seq.past == past).all()):  # the common decoding step needs no mask
             seen = self.span(past)
@@ -137,14 +139,14 @@ class SoftmaxAttention(Mixer):
         return self.weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]))
 
     def span(self, place: int) -> int:
-        """How many tokens, itself included, the one at `place` sees."""
+        """How many tokens the token at position `place` sees, including itself."""
         return place + 1 if self.reach is None else min(place + 1, self.reach)
 
     def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """Which places, `[B, W]`, are seen from which, `[B, L]`: bool `[B, L, W]`.
+        """Which key positions `[B, W]` are visible from query positions `[B, L]`: bool `[B, L, W]`.
 
-        Places before a sequence's first token are < 0 and hold nothing. What they see themselves is read by
-        nobody, but they must see something: a softmax over nothing is NaN.
+        Positions below 0 are padding. As queries they must see something to keep their softmax finite,
+        although nothing reads their outputs.
         """
         keys, queries = keys[:, None], queries[..., None]
         seen = (keys <= queries) & ((keys >= 0) | (queries < 0))
@@ -169,7 +171,7 @@ class SoftmaxAttention(Mixer):
         return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T)
 
     def seen(self, T: int) -> float:
-        """How many tokens one sees, the mean over a length of T: T/2, or with a window nearly all of it."""
+        """How many tokens a token sees, the mean over length T: T/2, or up to the window."""
         w = T if self.reach is None else min(T, self.reach)
         return w - w * w / (2 * T)
 
@@ -177,14 +179,14 @@ class SoftmaxAttention(Mixer):
 class DiagAttention(SoftmaxAttention):
     """TransNormer's early layers (Qin et al. 2022, arXiv 2210.10340): attention inside blocks.
 
-    o_t = Σ_j p_tj v_j over those j ≤ t that lie in t's own block of `block_size` tokens, blocks being counted
-    from a document's first token and not overlapping. p is softmax_j(K^-½ q_t·k_j), masked before the softmax
-    (T2), or relu(K^-½ q_t·k_j) followed by an RMSNorm over all heads (T1, ReLA).
+    o_t = Σ_j p_tj v_j over the j ≤ t in t's block of `block_size` tokens. Blocks do not overlap and start at
+    a document's first token. p is softmax_j(K^-½ q_t·k_j), masked before the softmax (T2), or
+    relu(K^-½ q_t·k_j) followed by an RMSNorm over all heads (T1, ReLA).
 
     Options: `block_size` (64); `scores`, "softmax" (default) or "relu"; `positions`, "lrpe" (default, see
     `LRPE`, from 0 in every block) or "none"; `norm_eps_placement` of relu's norm, see `SimpleRMSNorm`.
-    Cost a token and head: (K + V)·block_size FLOPs, half of each block. State: the last `block_size` keys and
-    values of each head, (K + V)·itemsize bytes a token and head, whatever the length.
+    Cost per token and head: (K + V)·block_size FLOPs, half of each block. State: the last `block_size` keys
+    and values of each head, (K + V)·itemsize bytes per token and head, at any length.
     """
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
@@ -197,15 +199,13 @@ class DiagAttention(SoftmaxAttention):
         longest = config.max_position_embeddings
         if not 1 <= block_size <= longest:
             raise ValueError(
-                f"diag_attention: block_size={block_size} must be from 1 to "
-                f"max_position_embeddings={longest}: the cache could never hold a whole block"
+                f"diag_attention: block_size={block_size} must be from 1 to max_position_embeddings={longest}"
             )
         if scores not in ("softmax", "relu"):
-            raise ValueError(f"diag_attention: scores={scores!r} is none of softmax, relu")
+            raise ValueError(f"diag_attention: scores={scores!r} is not one of softmax, relu")
         if scores == "softmax" and norm_eps_placement != "inside":
             raise ValueError(
-                "diag_attention: softmax scores have no norm: take scores=relu, or leave "
-                "norm_eps_placement out"
+                "diag_attention: softmax scores have no norm: set scores=relu, or drop norm_eps_placement"
             )
         Mixer.__init__(self, config, layer_idx)
         self.reach = self.block = block_size
@@ -259,8 +259,8 @@ class DiagAttention(SoftmaxAttention):
 
 
 def last(x: Tensor, rows: int) -> Tensor:
-    """The last rows of x `[N, W, …]`, behind zeros where there are fewer."""
+    """The last `rows` rows of x `[N, W, …]`, zero-padded on the left."""
     missing = rows - x.shape[1]
     if missing >= 0:
         return F.pad(x, (0, 0) * (x.dim() - 2) + (missing, 0)) if missing else x
-    return x[:, -rows:].clone()  # a view would keep all of x alive
+    return x[:, -rows:].clone()  # a view would keep x alive

@@ -1,4 +1,4 @@
-"""What generation carries from token to token, behind transformers' cache interface."""
+"""The state of generation, with transformers' cache interface."""
 
 import copy
 
@@ -8,32 +8,30 @@ from transformers.cache_utils import Cache
 
 
 class NalandaCache(Cache):
-    """A dict of named tensors for each layer, as its mixer's `state_spec` has them, batch first.
+    """Each layer's state: a dict of tensors as in its mixer's `state_spec`, batch first.
 
-    The states are of constant size: nothing here grows with the text, except for mixers whose spec says so.
-    Nothing writes into a state's tensors either: each call puts new ones in their place, so that to keep old
-    ones is to keep references.
+    States have constant size, except for mixers whose spec grows. Calls replace tensors and never write into
+    them, so keeping an old state costs only references.
 
-    A state cannot forget its last tokens. Where assisted decoding asks for that (`activate_past_recording`),
-    a mark is set before the candidates, and `crop` goes back to it: those of the tokens behind it that stay
-    are read again by the next call.
+    A state cannot forget its last tokens. For assisted decoding (`activate_past_recording`) a mark is set
+    before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.
     """
 
     def __init__(self, num_layers: int):
-        # transformers' own constructor builds key/value layers; a recurrent model has none.
+        # transformers' constructor would build key/value layers.
         self.layers = []
         self.layer_class_to_replicate = None
         self.offloading = False
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
-        self.seen_tokens = 0  # columns read so far, padding included, as attention masks count them
-        self.lengths: Tensor | None = None  # int64 [batch], on the host: real tokens of each sequence
+        self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
+        self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
         self.recording = False
-        self.marked: NalandaCache | None = None  # as it was at the mark
-        self.tail: list[tuple[Tensor, Tensor]] = []  # read since: embeddings [B, T, D] and mask [B, T]
-        self.unread: tuple[Tensor, Tensor] | None = None  # the same of what `crop` has left to be read again
+        self.marked: NalandaCache | None = None  # a fork made at the mark
+        self.tail: list[tuple[Tensor, Tensor]] = []  # read since the mark: embeddings [B, T, D], mask [B, T]
+        self.unread: tuple[Tensor, Tensor] | None = None  # the part of it that the next call reads again
 
     def seen(self, columns: int, tokens: Tensor) -> None:
-        """Counts what a call has read: columns of the batch, and real tokens of each sequence."""
+        """Adds the columns of a call, and the tokens of each sequence in it."""
         self.seen_tokens += columns
         self.lengths = tokens if self.lengths is None else self.lengths + tokens
 
@@ -76,7 +74,7 @@ class NalandaCache(Cache):
         return 0 if self.lengths is None else len(self.lengths)
 
     def check_batch(self, batch: int) -> None:
-        """Raise ValueError where a cache of another batch size would be read silently wrong."""
+        """Raises ValueError if the cache is for another batch size."""
         if self.is_initialized and self.batch_size != batch:
             raise ValueError(f"past_key_values holds {self.batch_size} sequences, the input has {batch} rows")
 
@@ -84,7 +82,7 @@ class NalandaCache(Cache):
         return self.is_initialized
 
     def fork(self) -> "NalandaCache":
-        """A cache of the same text that goes its own way, for the price of a few references."""
+        """An independent cache of the same text, which shares the tensors."""
         other = copy.copy(self)
         other.states = list(self.states)
         other.recording = False
@@ -95,11 +93,11 @@ class NalandaCache(Cache):
         self.recording = True
 
     def mark(self) -> None:
-        """What is read from here on can be taken back by `crop`, which must be called to end it."""
+        """Starts recording tokens, which `crop` can remove. `crop` must be called to end it."""
         self.marked, self.tail = self.fork(), []
 
     def record(self, embeddings: Tensor, mask: Tensor | None) -> None:
-        """Columns that were read, `[B, T, D]`; mask `[B, T]`, or None where no column is padding."""
+        """Records columns `[B, T, D]` with their mask `[B, T]`; None: no column is padding."""
         if self.marked is not None:
             if mask is None:
                 mask = embeddings.new_ones(embeddings.shape[:2], dtype=torch.bool)
@@ -112,17 +110,17 @@ class NalandaCache(Cache):
         return unread
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last −tokens_to_remove columns; 0 keeps all, and lets go of the mark.
+        """Forgets the last −tokens_to_remove columns and the mark; 0 only forgets the mark.
 
-        Raises ValueError where they lie before the mark, or none was set.
+        Raises ValueError if they begin before the mark, or there is no mark.
         """
         marked, tail = self.marked, self.tail
         if tokens_to_remove == 0:
             return self._forget()
         if marked is None or tokens_to_remove > 0 or -tokens_to_remove > sum(m.shape[1] for _, m in tail):
             raise ValueError(
-                f"crop({tokens_to_remove}): a recurrent state forgets only what it has recorded; give a "
-                "negative number, and call activate_past_recording before reading, or fork() to return to"
+                f"crop({tokens_to_remove}): only recorded tokens can be removed; give a negative number, and "
+                "call activate_past_recording before reading, or keep a fork()"
             )
         embeddings, mask = (torch.cat(parts, 1)[:, :tokens_to_remove] for parts in zip(*tail, strict=True))
         self.states, self.lengths = marked.states, marked.lengths

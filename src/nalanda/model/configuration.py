@@ -1,4 +1,4 @@
-"""NalandaConfig: every architecture of the house, in the names that transformers' users know."""
+"""NalandaConfig describes every architecture of Nalanda, with transformers' names."""
 
 import dataclasses
 import sys
@@ -15,13 +15,13 @@ from .mixers import MIXERS, build_mixer
 from .options import check_types, did_you_mean
 from .plugins import missing_plugins, plugin_files, plugins_of
 
-# `transformers serve` looks up the class that config.json names in its module `transformers`, an earlier
-# copy of the one here. The Auto class there loads the code beside the checkpoint.
+# `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
+# Auto class there loads the code in the checkpoint.
 _serving = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serving, "transformers", transformers)):
     setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
-# What transformers itself hands to a config beside its fields.
+# Keys that transformers adds to a config's own fields.
 _FOREIGN_KEYS = frozenset(
     {
         "attn_implementation",
@@ -51,25 +51,25 @@ _POSITIVE = (
 
 
 class NalandaConfig(PreTrainedConfig):
-    """Configuration of a `NalandaForCausalLM`; a key that it does not know is refused.
+    """Configuration of a `NalandaForCausalLM`. Unknown keys are refused.
 
     vocab_size, hidden_size, num_hidden_layers: sizes of the decoder.
     num_heads (or num_attention_heads): heads of the mixer; head_dim defaults to hidden_size // num_heads.
     expand_k, expand_v: a head's key and value sizes, K = head_dim·expand_k, V = head_dim·expand_v.
     intermediate_size: of the GLU; default ⌈8/3·hidden_size⌉ rounded up to a multiple of 256.
-    mixer: a name from `MIXERS`, or one name per layer; mixer_options: the mixer's own options, or those of
-        each by its name.
-    feature_map: a name from `FEATURE_MAPS`; feature_map_options: the map's own options.
+    mixer: a name from `MIXERS`, or one name per layer; mixer_options: options of the mixer, or of each mixer
+        by its name.
+    feature_map: a name from `FEATURE_MAPS`; feature_map_options: options of the map.
     conv_size: taps of the short convolutions, 0 for none.
-    use_gate: output gate of the mixer (off in deltanet, on in gated_deltanet).
-    feature_map, conv_size and use_gate are the mixer's own choice where they are None; a value that no mixer
-        of the model takes is refused.
-    position_embedding: "none", or "sinusoidal" added to the embeddings; scale_embeddings: times
-        √hidden_size; use_bias: of the mixers' and the GLU's projections; dropout: of the embeddings and of
-        what each mixer and GLU add; initializer: "normal" (std initializer_range) or "xavier".
-    max_position_embeddings: the training length; nothing in the model depends on it.
+    use_gate: whether the mixer has an output gate (by default not in deltanet, but in gated_deltanet).
+    feature_map, conv_size and use_gate default to the mixer's choice. A value that no mixer of the model
+        uses is refused.
+    position_embedding: "none", or "sinusoidal" added to the embeddings; scale_embeddings: multiply them by
+        √hidden_size; use_bias: biases in the projections of mixers and GLU; dropout: rate for the embeddings
+        and the outputs of mixers and GLU; initializer: "normal" (std initializer_range) or "xavier".
+    max_position_embeddings: the training length; the model does not depend on it.
 
-    Raises ValueError, in one line that says what to change, for values that no model can be built from.
+    Raises ValueError, in one line that says what to change, for values that cannot work.
     """
 
     model_type = "nalanda"
@@ -80,7 +80,7 @@ class NalandaConfig(PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 24
     num_heads: int = 8
-    head_dim: int = None  # pyrefly: ignore[bad-assignment]  (None is resolved when the config is made)
+    head_dim: int = None  # pyrefly: ignore[bad-assignment]  (None is resolved in __post_init__)
     expand_k: float = 1.0
     expand_v: float = 1.0
     intermediate_size: int = None  # pyrefly: ignore[bad-assignment]
@@ -121,7 +121,7 @@ class NalandaConfig(PreTrainedConfig):
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
-                    f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: "
+                    f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: "
                     "change one of them or set head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_heads
@@ -144,7 +144,7 @@ class NalandaConfig(PreTrainedConfig):
             ("initializer", ("normal", "xavier")),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
         if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
@@ -168,7 +168,7 @@ class NalandaConfig(PreTrainedConfig):
         ):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
-                raise ValueError(f"{field}={getattr(self, field)!r}: {names} has none of that; leave it out")
+                raise ValueError(f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out")
         if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
@@ -177,17 +177,17 @@ class NalandaConfig(PreTrainedConfig):
 
     @property
     def key_dim(self) -> int:
-        """K, a head's query and key features before the feature map."""
+        """K, the size of a head's queries and keys before the feature map."""
         return int(self.head_dim * self.expand_k)
 
     @property
     def value_dim(self) -> int:
-        """V, a head's value features."""
+        """V, the size of a head's values."""
         return int(self.head_dim * self.expand_v)
 
     @property
     def layer_mixers(self) -> list[str]:
-        """The mixer's name, layer by layer."""
+        """The name of each layer's mixer."""
         return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else self.mixer
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
@@ -205,11 +205,10 @@ class NalandaConfig(PreTrainedConfig):
         return plugin_files(getattr(self, "plugins", ()))
 
     def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
-        """transformers'. Copies the plugins' files beside the model's code, which then imports them.
+        """transformers', with the plugins' files copied beside the model's code, which imports them.
 
-        Names the decoder, which loads from the same files, for AutoModel.
-
-        Raises ValueError as `plugin_files` does.
+        transformers names only the saved class, for AutoModelForCausalLM; the decoder loads from the same
+        files, for AutoModel. Raises ValueError as `plugin_files` does.
         """
         files = self.plugin_files()
         if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
@@ -223,22 +222,22 @@ class NalandaConfig(PreTrainedConfig):
                 own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
-        """One module for each mixer that the layers name, on the meta device: no memory."""
+        """One module for each of the layers' mixers, on the meta device."""
         try:
             with torch.device("meta"):
                 return {name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)}
-        except (OverflowError, RuntimeError) as error:  # beyond the sizes that a tensor may have
+        except (OverflowError, RuntimeError) as error:  # too large for a tensor
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"hidden_size={self.hidden_size}, num_heads={self.num_heads}: {reason}"
             ) from None
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs a token at length `seq_len`; training costs three times as many.
+        """Forward FLOPs per token at length `seq_len`; training takes three times as many.
 
-        A multiply-add is two. Counted: every matrix product, the head's included, the convolutions and the
-        mixers' own terms, in the chunkwise form, of causal attention the half of T × T that is seen; not
-        counted: the embedding's look-up, norms and other elementwise work.
+        A multiply-add is two. Includes all matrix products with the head's, the convolutions, and the mixers'
+        own terms in chunkwise form (half of T × T for causal attention). Excludes the embedding's look-up,
+        norms and other elementwise work.
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
@@ -250,7 +249,7 @@ class NalandaConfig(PreTrainedConfig):
         return float(sum(mixers[name] + glu for name in self.layer_mixers) + head)
 
     def state_bytes(self, T: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes that generation carries for one sequence after T tokens, with a model of `dtype`."""
+        """Bytes of one sequence's state after T tokens in a model of `dtype`."""
         sizes = {
             name: sum(
                 torch.Size(shape).numel() * (own or dtype).itemsize

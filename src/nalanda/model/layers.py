@@ -1,4 +1,4 @@
-"""What the mixers and the decoder are made of: norms, the GLU, the short convolution, the chunked loss."""
+"""Layers of the mixers and the decoder: norms, rotary positions, the GLU, the short convolution."""
 
 from contextlib import nullcontext
 
@@ -14,17 +14,17 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def no_autocast(x: Tensor):
-    """A context in which products on the device of x keep their operands' precision."""
-    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # meta has no autocast
+    """A context without autocast on the device of x."""
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # not supported on meta
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 class Fp32Module(nn.Module):
-    """A module of decays, exponents, angles, landmarks: fp32 when a model is cast, and without weight decay.
+    """A module whose parameters stay fp32 when the model is cast, and have no weight decay.
 
-    A module of its own, so that a sharding wrapper can keep it so as well. Create them with an explicit
-    `dtype=torch.float32`: transformers builds models under the dtype that was asked for.
+    It is a module of its own so that sharding wrappers can keep its dtype too. Create its parameters with an
+    explicit `dtype=torch.float32`: transformers changes the default dtype while it builds a model.
     """
 
     def _apply(self, fn, recurse=True):
@@ -63,7 +63,7 @@ class LayerNorm(nn.LayerNorm):
 def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> Tensor:
     """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864), `[…, size/2]`.
 
-    For inputs in `dtype`: in fp32 at least.
+    The result is at least fp32, and fp64 for inputs of that `dtype`.
     """
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = theta ** (-torch.arange(0, size, 2, dtype=wide, device=positions.device) / size)
@@ -71,9 +71,9 @@ def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32 at least.
+    """Rotates the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32 at least.
 
-    x `[B, T, H, K]`, angles `[B or 1, T, K/2]`; halves are paired, as transformers and Llama's weights do.
+    x `[B, T, H, K]`, angles `[B or 1, T, K/2]`. Pairs span the halves as in transformers and Llama's weights.
     """
     wide = at_least_fp32(x)
     cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
@@ -91,13 +91,15 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # what Linear makes of it too, but each for itself
+        rows = x.flatten(0, -2)  # flattened once instead of in each Linear
         return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows)).view(x.shape)
 
 
 class _CausalDepthwise(torch.autograd.Function):
-    """y_t = Σ_i w_i ⊙ x_{t+i} over a layout `[B, W−1+T, D]` whose first W−1 rows are the past; backward by
-    hand, because autograd would zero-fill a whole buffer for each of the W shifted views. Sums are fp32."""
+    """y_t = Σ_i w_i ⊙ x_{t+i} over `[B, W−1+T, D]`, whose first W−1 rows are the past. Sums are fp32.
+
+    Autograd's backward would zero-fill a whole buffer for each of the W shifted views.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # x [B, W-1+T, D], weight [W, D]
@@ -122,12 +124,11 @@ class _CausalDepthwise(torch.autograd.Function):
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution over time that never crosses from one sequence into the next.
+    """Causal depthwise convolution over time, separate for each sequence.
 
-    `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token
-    (None: zeros).
-    Returns the output and, where `carry` asks for it, the new state, oldest input first.
-    copies: so many groups of `size` channels share the filters.
+    `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token,
+    oldest first (None: zeros). Returns the output and, with `carry`, the new state.
+    copies: number of groups of `size` channels that share the filters.
     """
 
     def __init__(self, size: int, width: int, copies: int = 1):
@@ -135,9 +136,7 @@ class ShortConv(nn.Module):
         self.copies = copies
         if width < 2:
             raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
-        self.weight = nn.Parameter(
-            torch.empty(size, 1, width)
-        )  # nn.Conv1d's layout, as other libraries save it
+        self.weight = nn.Parameter(torch.empty(size, 1, width))  # the layout of nn.Conv1d
 
     @property
     def width(self) -> int:
@@ -151,15 +150,15 @@ class ShortConv(nn.Module):
         if seq.cu_seqlens is None:
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
-            # The clone lets go of the text: a view would keep all of it alive for W−1 rows.
+            # Cloned, because a view of W−1 rows would keep the whole tensor alive.
             return _CausalDepthwise.apply(laid, weight), laid[:, x.shape[1] :].clone() if carry else None
-        # Packed: every sequence gets its own W−1 rows of past, then all of them are one dense row.
+        # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
         laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy(0, tokens, x[0])
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
         y = _CausalDepthwise.apply(laid[None], weight).index_select(1, tokens - gap)
-        # A sequence's last W−1 rows lie `length` behind its gap's rows, whatever its length.
+        # A sequence's last W−1 rows are `length` rows after those of its gap.
         return y, laid[gaps + seq.lengths.to(x.device)[:, None]] if carry else None
 
     def extra_repr(self) -> str:

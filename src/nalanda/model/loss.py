@@ -1,4 +1,4 @@
-"""The cross-entropy of the head, a block of rows at a time."""
+"""The head's cross-entropy, computed in blocks of rows."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch.autograd.function import once_differentiable
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Σ cross-entropy of softmax(h Wᵀ), a block of rows at a time: all logits never exist at once.
+    """Σ cross-entropy of softmax(h Wᵀ), computed in blocks of rows so that not all logits exist at once.
 
-    The gradients are formed with the block's logits in hand and only scaled in the backward, so that the
-    head's product is computed once, as it is without blocks.
+    The forward computes the gradients from each block's logits and the backward only scales them, so the
+    logits are not computed again.
     """
 
     @staticmethod
@@ -24,17 +24,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float = 0.0,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=h.device)
-        # Under no_grad a weight still says that it needs a gradient: `training` has grad mode's own word.
+        # needs_input_grad is True under no_grad too; `training` is the grad mode.
         need_h, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
         dh = torch.empty_like(h) if need_h else None
-        dw = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            if need_w
-            else None
-        )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dw = torch.zeros_like(weight, dtype=wide) if need_w else None
         for start in range(0, len(h), block):
             rows, index = h[start : start + block], labels[start : start + block, None]
-            # Rows that do not count are zeroed, not left out: gathering the others costs a device sync.
+            # Ignored rows are zeroed: gathering the others would synchronise with the device.
             ignored = index == ignore_index
             index = index.masked_fill(ignored, 0)
             logits = rows @ weight.T
@@ -45,7 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             dlogits = logits.sub_(lse).exp_()
             if z_loss:
-                dlogits.mul_(1 + 2 * z_loss * lse)  # the softmax is lse's gradient
+                dlogits.mul_(1 + 2 * z_loss * lse)  # the gradient of lse is the softmax
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
             dlogits = dlogits.masked_fill_(ignored, 0).to(rows.dtype)
             if dh is not None:
@@ -68,12 +65,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, z_loss: float = 0.0
 ) -> Tensor:
-    """Sum over rows of −log softmax(h Wᵀ)[label], rows labelled `ignore_index` left out.
+    """Sum over rows of −log softmax(h Wᵀ)[label], without rows labelled `ignore_index`.
 
-    h `[M, D]`, weight `[V, D]`, labels int64 `[M]`; a scalar in fp32 (fp64 for fp64
-    inputs), 0 when no row counts.
-    z_loss: the gradient is that of the sum + z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311); the value
-    stays the cross-entropy, so that what is logged means the same with it and without.
+    h `[M, D]`, weight `[V, D]`, labels int64 `[M]`. Returns a scalar in fp32 (fp64 for fp64 inputs).
+    z_loss: adds the gradient of z_loss · Σ logsumexp(h Wᵀ)² (PaLM, arXiv 2204.02311). The value remains the
+    cross-entropy, so that logged losses are comparable.
     """
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)

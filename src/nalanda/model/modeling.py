@@ -1,5 +1,4 @@
-"""The decoder: pre-norm blocks of a token mixer and a GLU, any mixer of `MIXERS`,
-behind transformers' interface."""
+"""The decoder: pre-norm blocks of a token mixer and a GLU, with transformers' interface."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +21,20 @@ from .layers import GLU, RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
 from .plugins import load_copies
-from .sequences import Rows, Sequences, find_rows, find_sequences, last_columns
+from .sequences import Layout, Rows, Sequences
 from .state import State
 
 
 @dataclass
 class DecoderOutput(BaseModelOutputWithPast):
-    """`row_states`: what each row's last document ended in, where that was asked for."""
-
     row_states: NalandaCache | None = None
+    """State of each row's last document, if requested."""
 
 
 @dataclass
 class CausalLMOutput(CausalLMOutputWithPast):
-    """`row_states`: what each row's last document ended in, where that was asked for."""
-
     row_states: NalandaCache | None = None
+    """State of each row's last document, if requested."""
 
 
 class Block(GradientCheckpointingLayer):
@@ -55,7 +52,7 @@ class Block(GradientCheckpointingLayer):
         self, x: Tensor, seq: Sequences, state: Tensors | RowState | None = None
     ) -> tuple[Tensor, Tensors | RowState | None]:
         y, state = self.mixer(self.mixer_norm(x), seq, state)
-        if not self.training:  # decoding counts calls
+        if not self.training:  # calls to dropout would slow decoding
             x = x + y
             return x + self.mlp(self.mlp_norm(x)), state
         x = x + self.dropout(y)
@@ -67,7 +64,7 @@ class NalandaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["Block"]
-    _supports_sdpa = True  # nothing here calls attention, and transformers must not warn that it cannot
+    _supports_sdpa = True  # prevents a warning of transformers
 
     @classmethod
     def from_pretrained(cls, name, *args, config=None, trust_remote_code=None, **kwargs):
@@ -82,11 +79,10 @@ class NalandaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers calls this for each module that no checkpoint filled; `init` skips what one did.
+        """Initialises a module; `init` skips parameters that a checkpoint has filled.
 
-        A module whose class is not among these gives its values by `initial()`, or draws them by torch's own
-        functions in `reset_parameters()`. Raises ValueError where a parameter or buffer stays unset: it would
-        hold whatever the memory did.
+        Other classes than these return their values in `initial()`, or draw them in `reset_parameters()`.
+        Raises ValueError if a parameter or buffer would remain uninitialised memory.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
@@ -97,13 +93,13 @@ class NalandaPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            scaled = self.config.scale_embeddings  # back to a variance of 1 by √D
+            scaled = self.config.scale_embeddings  # times √D their variance is 1
             init.normal_(module.weight, mean=0.0, std=module.embedding_dim**-0.5 if scaled else std)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ShortConv):
-            # Depthwise taps see `width` inputs, not `hidden_size`: at std 0.02 the values would vanish under
-            # the epsilon of the norm that follows the recurrence.
+            # A depthwise tap sums `width` inputs, not `hidden_size`: at std 0.02 the values would be smaller
+            # than the epsilon of the norm after the recurrence.
             init.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
@@ -148,13 +144,13 @@ class Decoder(NalandaPreTrainedModel):
         self.embed_tokens = value
 
     def check_carries(self) -> None:
-        """Raise ValueError where a layer's state grows with the text: it cannot go from row to row."""
+        """Raises ValueError if the state of a layer grows with the text, which row states cannot."""
         mixers: list[Any] = [layer.mixer for layer in self.layers]
         for name, mixer in zip(self.config.layer_mixers, mixers, strict=True):
             if mixer.state_spec(1) != mixer.state_spec(2):
                 raise ValueError(
-                    f"mixer {name!r} keeps every token, and a state that grows is not carried from row to "
-                    "row: give it a window, or cut long documents"
+                    f"mixer {name!r}: its state grows with the text and cannot pass between rows; give "
+                    "it a window, or cut long documents"
                 )
 
     def _check_rows(
@@ -169,14 +165,14 @@ class Decoder(NalandaPreTrainedModel):
             )
         if row_states is None:
             if carried is not None and bool(carried.any()):
-                raise ValueError("carried rows go on with row_states: give those of the call before")
+                raise ValueError("carried rows need row_states: give those of the previous call")
             return
         if not isinstance(row_states, NalandaCache):
             raise ValueError(
                 f"row_states must be those of an earlier output, got {type(row_states).__name__}"
             )
         if carried is None:
-            raise ValueError("row_states need carried, bool [B]: which rows go on with theirs")
+            raise ValueError("row_states need carried, bool [B]: which rows continue theirs")
         if len(row_states) != len(self.layers) or row_states.batch_size != B:
             raise ValueError(
                 f"row_states hold {len(row_states)} layers of {row_states.batch_size} rows, "
@@ -185,7 +181,7 @@ class Decoder(NalandaPreTrainedModel):
 
     @torch.no_grad()
     def catch_up(self, cache: NalandaCache) -> None:
-        """Reads what `cache.crop` has left unread."""
+        """Reads the tokens that `cache.crop` left unread."""
         unread = cache.take_unread()
         if unread is not None:
             self(inputs_embeds=unread[0], attention_mask=unread[1], past_key_values=cache)
@@ -207,7 +203,8 @@ class Decoder(NalandaPreTrainedModel):
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
 
-        `hidden_states`, where asked for: of the embeddings and after each block; the last is that one.
+        `hidden_states`, if requested: the embeddings and each block's output; `last_hidden_state` replaces
+        the last block's.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -228,50 +225,30 @@ class Decoder(NalandaPreTrainedModel):
             cache.check_batch(B)
             self.catch_up(cache)
 
-        # Left-padded, right-padded and packed batches all become one row [1, ΣT] here; below, nothing knows a
-        # mask.
         past = None if cache is None else cache.lengths
         if T == 1 and past is not None and bool((past > 0).all()):
-            attention_mask = None  # decoding: every text has begun, so that no padding can follow on its left
-        order = real = None
+            attention_mask = None  # decoding: all sequences have begun, and padding is on the left
         described = position_ids is not None or cu_seqlens is not None
-        if (
-            torch.compiler.is_compiling()
-            and attention_mask is not None
-            and not (described or carrying or use_cache or cache is not None)
-        ):
-            # A graph cannot depend on what a mask holds. Each row's tokens move before its padding instead,
-            # which they do not see there: all mixers are causal.
-            real = last_columns(attention_mask, B, T).to(x.device)
-            order = (~real).to(torch.uint8).argsort(dim=1, stable=True)[..., None].expand_as(x)
-            x, attention_mask = x.gather(1, order), None
-        kept, cu_seqlens = find_sequences(attention_mask, position_ids, cu_seqlens, B, T, x.device)
-        packed = kept is None and cu_seqlens is not None
-        if packed and cache is not None:
-            raise ValueError(
-                "packed documents carry no state: call with use_cache=False and without past_key_values"
-            )
-        if cache is None and use_cache and not packed:
+        stateful = carrying or use_cache or cache is not None
+        if torch.compiler.is_compiling() and attention_mask is not None and not (described or stateful):
+            layout = Layout.padding_last(x, attention_mask)
+        else:
+            layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+        if cache is not None:
+            if layout.packed:
+                raise ValueError(
+                    "packed documents have no cache: call with use_cache=False and without past_key_values"
+                )
+            cache.record(x, layout.mask)
+        elif use_cache and not layout.packed:
             cache = NalandaCache(len(self.layers))
-        elif cache is not None:
-            cache.record(x, None if kept is None or attention_mask is None else attention_mask[:, -T:].bool())
         rows: Rows | None = None
         states: list[Any] = [] if cache is None else cache.states
         if carrying:
-            if kept is not None:
-                raise ValueError("row_states are for packed rows: give no attention_mask with padding")
-            cu_seqlens = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens
-            rows = find_rows(carried, cu_seqlens, B, T)
-            states = [RowState({}) for _ in self.layers]
-            if row_states is not None and bool(rows.carried.any()):
-                assert row_states.lengths is not None
-                past = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64)
-                past[rows.first[rows.carried]] = row_states.lengths[rows.carried]
-                states = [RowState(state) for state in row_states.states]
-        if cu_seqlens is not None:
-            x = x.flatten(0, 1)
-            x = (x if kept is None else x.index_select(0, kept))[None]
-        seq = Sequences(cu_seqlens, past, rows)
+            rows, past = layout.rows(carried, None if row_states is None else row_states.lengths)
+            held = [{} for _ in self.layers] if row_states is None or past is None else row_states.states
+            states = [RowState(tensors) for tensors in held]
+        x, seq = layout.pack(x), Sequences(layout.cu_seqlens, past, rows)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -279,31 +256,23 @@ class Decoder(NalandaPreTrainedModel):
             angles = rotary_angles(positions, self.config.hidden_size, 10000.0, x.dtype)
             x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
         x = self.dropout(x)
-
-        def padded(x: Tensor) -> Tensor:
-            if order is not None and real is not None:
-                return torch.zeros_like(x).scatter(1, order, x) * real[..., None]
-            if kept is not None:
-                x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, kept.to(x.device), x[0])
-            return x.view(B, T, x.shape[-1])
-
         hidden = []
-        # transformers' early exit drafts with the first layers of fewer
+        # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if output_hidden_states:
-                hidden.append(padded(x))
+                hidden.append(layout.unpack(x))
             x, state = layer(x, seq, states[i] if states else None)
             if states:
                 states[i] = state
         ended = None
         if cache is not None:
-            cache.seen(T, torch.full((B,), T) if cu_seqlens is None else seq.lengths)
+            cache.seen(T, torch.full((B,), T) if seq.cu_seqlens is None else seq.lengths)
         elif rows is not None:
             ended = NalandaCache(len(self.layers))
             ended.states = [state.tensors for state in states]
             lengths = (seq.lengths if past is None else seq.lengths + past)[rows.last]
             ended.seen(int(lengths.max()), lengths)
-        x = padded(self.norm(x))
+        x = layout.unpack(self.norm(x))
         return DecoderOutput(
             last_hidden_state=x,
             past_key_values=cache,
@@ -340,12 +309,12 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             cache = NalandaCache(self.config.num_hidden_layers)
         elif isinstance(cache, NalandaCache):
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            if copies > 1 and cache.batch_size == batch_size:  # `generate` repeats the prompt's rows alone
+            if copies > 1 and cache.batch_size == batch_size:  # `generate` repeats only the prompt's rows
                 cache = cache.fork()
                 cache.batch_repeat_interleave(copies)
         else:
             return
-        # Drafts are taken back; a cache that comes from an earlier call may still be set to that.
+        # Drafts may be cropped. A cache of an earlier call may still record for that.
         cache.recording = bool(generation_config.is_assistant)
         model_kwargs["past_key_values"] = cache
 
@@ -358,12 +327,12 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         state: State | None = None,
         chunk_size: int = 2048,
     ) -> State:
-        """The state that a text leaves: read once, saved, continued as often as wanted.
+        """The state after reading a text. It can be saved, and continued any number of times.
 
-        input_ids: `[B, T]`; attention_mask likewise, zeros are padding, on the left.
-        state: of what comes before, which is not changed; one row of it serves all B.
-        chunk_size: tokens read at once, which bounds the memory whatever T is (layers that keep every token
-            aside); the result is the same.
+        input_ids: `[B, T]`; attention_mask: `[B, T]`, zeros are padding, on the left.
+        state: the state of the text before, which is not changed; a state of one row serves all B.
+        chunk_size: tokens read at once. It bounds memory for any T (except the states of layers that keep
+            every token), and does not change the result.
 
         Raises ValueError for an empty text, padding on the right, or a state that does not fit.
         """
@@ -385,18 +354,18 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         return State.load(path, self)
 
     def generate(self, inputs: Tensor | None = None, *args, state: State | None = None, **kwargs):
-        """transformers' `generate`; with a state, its continuation by `inputs` or by nothing.
+        """transformers' `generate`, optionally continuing a state with `inputs` or directly.
 
-        The state is not changed. One row of it serves all rows of `inputs`; attention_mask, where given, is
-        that of `inputs`. What comes back is `inputs` and the new tokens; processors of logits, prompt lookup
-        and `max_length` see these and the state's last token, not the text before.
+        The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
+        `inputs`. Returns `inputs` and the new tokens. Logits processors, prompt lookup and `max_length` see
+        these and the state's last token, not the text before.
         """
         if state is None:
             return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         cache, ids, mask = state.resumed(
             self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         )
-        cache.seen_tokens = 0  # nothing that `generate` keeps for each token reaches back before this call
+        cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache}
         out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
@@ -406,13 +375,13 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         return out
 
     def prepare_inputs_for_generation(self, *args, tokenizer: Any = None, **kwargs) -> dict:
-        """transformers': `generate` hands a tokenizer, which stop strings need, on to the model."""
+        """Drops the tokenizer that `generate` passes on where it has stop strings."""
         # pyrefly: ignore[bad-argument-type]
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
     @property
     def init_continuous_batching(self):
-        """Not there, as it pages keys and values: `transformers serve` then takes one request at a time."""
+        """Unsupported, as it pages keys and values. `transformers serve` then serves requests in turn."""
         raise AttributeError
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -430,7 +399,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
     def _read_before(
         self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), and returns those left."""
+        """Reads all but the last `keep` columns of (input_ids, inputs_embeds, …), and returns the rest."""
         ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
         if any(x is not None and x.shape[1] for x in (ids, embeddings)):
             mask = None if attention_mask is None else attention_mask[:, :-keep]
@@ -438,8 +407,8 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         return tuple(None if x is None else x[:, -keep:] for x in columns)
 
     def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        """Of hidden states `[M, D]`, as `linear_cross_entropy`; by the head's logits where an adapter is
-        around it, because what that adds is not in its weight."""
+        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if an adapter wraps the
+        head, because its weight lacks what the adapter adds."""
         if isinstance(self.lm_head, nn.Linear):
             return linear_cross_entropy(h, self.lm_head.weight, targets, z_loss=z_loss)
         logits = at_least_fp32(self.lm_head(h))
@@ -473,31 +442,31 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
 
         input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
         attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side.
-        cu_seqlens: int `[N+1]` over the B·T tokens, bounds of documents that must not see each other; best on
-            the host. position_ids that restart say the same.
-        labels: `[B, T]`, aligned with input_ids (the shift is made here); −100 does not count.
-        num_items_in_batch: what the summed loss is divided by; the number of counting labels when absent.
-        z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; not in its value.
-        logits_to_keep: the last n positions, or the positions given, 0 for all.
-        row_states: of an earlier call's output, for documents that go on in the same row of this call;
-            constant states only. What the rows' last documents end in is then, or with return_row_states, the
-            output's `row_states`: a NalandaCache of B sequences, detached (truncated backpropagation through
-            time).
-        carried: bool `[B]`, best on the host: whether the row's first document goes on with its row state and
-            with its count of tokens. The others begin empty, whatever theirs holds.
-        output_attentions: PEFT hands it on; there are none to give.
+        cu_seqlens: int `[N+1]`, bounds in the B·T tokens of documents that must not see each other, best on
+            the host. position_ids that restart are equivalent.
+        labels: `[B, T]`, aligned with input_ids (shifted here); −100 is ignored.
+        num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored.
+        z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
+        logits_to_keep: the last n positions, or the given positions; 0 for all.
+        row_states: those of an earlier call's output, for documents that continue in the same row; only for
+            states of constant size. The output then has `row_states`, a detached NalandaCache of B sequences
+            with the states of the rows' last documents (truncated backpropagation through time).
+        carried: bool `[B]`, best on the host: whether the row's first document continues its row state and
+            its count of tokens. Other rows start empty.
+        return_row_states: whether to return `row_states` without being given any.
+        output_attentions: accepted because PEFT passes it; True is refused.
 
-        In training mode with labels `logits` is None: the loss is formed block by block and the whole never
-        exists.
+        In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
+
         Raises ValueError for a mask, a packing or a cache that does not fit the batch.
         """
         if output_attentions:
-            raise ValueError("output_attentions: a mixer's `weights` are what attentions are elsewhere")
+            raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
-            # What may be taken back lies behind the first position whose logits are asked for.
+            # `crop` may remove only positions after the first one with requested logits.
             whole = labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)
             columns = (input_ids, inputs_embeds, position_ids)
             if not whole and logits_to_keep:
@@ -522,7 +491,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         loss = logits = None
         if labels is not None:
             targets = labels.to(h.device)[:, 1:]
-            if attention_mask is not None:  # what stands before a left-padded row's first token is no token
+            if attention_mask is not None:  # a left-padded row's first token has no predecessor
                 real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
                 targets = targets.masked_fill(real == 0, -100)
             targets = targets.flatten()

@@ -1,4 +1,4 @@
-"""Whether what a JSON or YAML file gives is of the type that a field or an option is annotated with."""
+"""Checks values from JSON or YAML against annotations, and names of options against signatures."""
 
 import difflib
 import inspect
@@ -8,7 +8,7 @@ import typing
 
 
 def fits(value, wanted) -> bool:
-    """An int is a float too, and must be finite; a bool is neither; a tuple is a list."""
+    """Whether `value` has the annotated type. An int is a float; a bool is no number; a tuple is a list."""
     kind, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is typing.Any:
         return True
@@ -17,14 +17,13 @@ def fits(value, wanted) -> bool:
     if kind is list:
         return isinstance(value, (list, tuple)) and all(fits(x, parts[0]) for x in value)
     if wanted in (int, float) and isinstance(value, (int, float)):
-        return (
-            not isinstance(value, bool) and math.isfinite(value) and (wanted is float or type(value) is int)
-        )
+        number = math.isfinite(value) and not isinstance(value, bool)
+        return number and (wanted is float or type(value) is int)
     return isinstance(value, kind or wanted)
 
 
 def check_types(values: dict, annotations: dict, where: str = "") -> None:
-    """Raises ValueError for the first of `values` that is not of its annotated type."""
+    """Raises ValueError for the first of `values` without its annotated type."""
     for name, value in values.items():
         wanted = annotations.get(name, typing.Any)
         if not fits(value, wanted):
@@ -33,11 +32,11 @@ def check_types(values: dict, annotations: dict, where: str = "") -> None:
 
 
 SIZES = ("k_heads", "v_heads", "num_heads", "head_dim")
-"""Keyword-only parameters that subclasses and builders give; nobody's options."""
+"""Keyword-only parameters that subclasses and builders set; not options."""
 
 
 def check_names(options: dict, function) -> None:
-    """Raises TypeError for the first of `options` that is no keyword-only parameter of `function`."""
+    """Raises TypeError for the first of `options` that is not a keyword-only parameter of `function`."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
@@ -49,11 +48,11 @@ def check_names(options: dict, function) -> None:
 
 
 def nearest(name: str, known: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `known` that `name` may be a misspelling of."""
+    """The closest of `known`, or None if none is similar."""
     return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
-    """`, did you mean 'gla'?`, or nothing."""
+    """`, did you mean 'gla'?`, or an empty string."""
     near = nearest(name, known)
     return f", did you mean {near!r}?" if near else ""

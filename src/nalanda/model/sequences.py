@@ -1,4 +1,4 @@
-"""Packed and padded batches: which tokens form a sequence, and which states pass from row to row."""
+"""Packed and padded batches: which tokens form a sequence, and which row states it continues."""
 
 from typing import NamedTuple
 
@@ -7,28 +7,27 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Where a packed batch's rows lie among its N sequences, for states that cross from row to row.
-
-    On the host: `first` and `last`, int64 `[B]`, each row's outermost sequences; `carried`, bool `[B]`,
-    whether its first one goes on with what an earlier call ended in.
-    """
+    """The place of a batch's rows among its N sequences, for row states. All tensors are on the host."""
 
     first: Tensor
+    """Each row's first sequence, int64 `[B]`."""
     last: Tensor
+    """Each row's last sequence, int64 `[B]`."""
     carried: Tensor
+    """Whether the row's first sequence continues its row state, bool `[B]`."""
 
 
 class Sequences:
-    """What a batch's mixers must know of it, made once by the decoder; no mixer sees a mask.
+    """The sequences of a batch, described once by the decoder; no mixer sees a mask.
 
-    `cu_seqlens` None: the batch is `[B, T]` dense. Otherwise it is `[1, ΣT]` and `cu_seqlens` (int64 `[N+1]`,
-    on the host, so that reading it costs no device synchronisation) bounds its N sequences; a sequence may be
-    empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls have read. `rows` is
-    there where states go from row to row: mixers are then given, and give, those of rows.
+    `cu_seqlens` None: the batch is dense, `[B, T]`. Otherwise it is `[1, ΣT]`, and `cu_seqlens` (int64
+    `[N+1]`, on the host, where reading it needs no device synchronisation) bounds its N sequences, which may
+    be empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls read. With `rows`
+    mixers take and return the states of rows instead of sequences.
     """
 
-    # No dataclass: FSDP2 copies those for every layer. No cached_property: Python 3.11's takes a lock, at
-    # which torch.compile breaks the graph.
+    # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
+    # 3.11's cached_property.
     def __init__(
         self, cu_seqlens: Tensor | None = None, past: Tensor | None = None, rows: Rows | None = None
     ):
@@ -41,10 +40,9 @@ class Sequences:
         return self.cu_seqlens.diff()
 
     def with_gaps(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the tokens and the gaps lie if `gap` rows are put before each sequence.
+        """The rows of tokens and gaps, if `gap` rows are put before each sequence.
 
-        Returns int64 `[ΣT]` and `[N, gap]` rows of the layout of ΣT + N·gap rows; made once per gap and
-        device.
+        Returns int64 `[ΣT]` and `[N, gap]`, indices into ΣT + N·gap rows.
         """
         key = ("with_gaps", gap, device)
         if key not in self._made:
@@ -55,7 +53,7 @@ class Sequences:
         return self._made[key]
 
     def positions(self, T: int, device: torch.device) -> Tensor:
-        """Each token's place in its sequence, from 0: int64 `[1, T]` if alike in all rows, else `[B, T]`."""
+        """Each token's position in its sequence: int64 `[1, T]` if equal in all rows, else `[B, T]`."""
         key = ("positions", T, device)
         if key not in self._made:
             places = torch.arange(T)[None]
@@ -68,14 +66,14 @@ class Sequences:
         return self._made[key]
 
     def longest(self, T: int) -> int:
-        """Tokens of the longest sequence of a batch of T columns, those of earlier calls included."""
+        """Length of the longest sequence of a batch of T columns, including earlier calls."""
         lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
         return int((lengths if self.past is None else lengths + self.past).max())
 
     def last_positions(self, T: int, width: int, device: torch.device) -> Tensor:
-        """Where each sequence's last `width` tokens stand in it after this call of T columns.
+        """The positions of each sequence's last `width` tokens after this call of T columns.
 
-        int64 `[N or 1, width]`, < 0 before the first token.
+        int64 `[N or 1, width]`, negative before the first token.
         """
         if self.cu_seqlens is None:
             return self.positions(T, device)[:, :1] + torch.arange(T - width, T, device=device)
@@ -87,10 +85,10 @@ class Sequences:
         return self._made[key]
 
     def pad(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Each sequence's tokens of this call behind those that it kept, its last in the last column.
+        """Each sequence's kept tokens, then its tokens of this call, padded on the left.
 
-        x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, L the longest
-        sequence of this call; zeros where a sequence has no such token.
+        x `[B, T, …]` or `[1, ΣT, …]`, kept `[N, R, …]` (None: R = 0) to `[N, R + L, …]`, where L is the
+        longest sequence of this call. Padding is zero.
         """
         R = 0 if kept is None else kept.shape[1]
         if self.cu_seqlens is None:
@@ -98,7 +96,7 @@ class Sequences:
         key = ("pad", R, x.device)
         if key not in self._made:
             N, total, L = len(self.lengths), int(self.lengths.sum()), int(self.lengths.max())
-            # Columns from a sequence's first new token: < 0 for what it kept, and < −R for nothing at all.
+            # Columns counted from the first new token: kept tokens are negative, padding is below −R.
             column = self.lengths[:, None] + torch.arange(-(R + L), 0)
             mine = torch.arange(N)[:, None] * R + R + column + total + 1
             index = torch.where(column >= -R, mine, total)
@@ -109,7 +107,7 @@ class Sequences:
         return torch.cat(rows)[self._made[key]]
 
     def unpad(self, x: Tensor, T: int) -> Tensor:
-        """`pad` without anything kept, undone: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
+        """Undoes `pad` without kept tokens: `[N, L, …]` to `[B, T, …]` or `[1, ΣT, …]`."""
         if self.cu_seqlens is None:
             return x
         key = ("unpad", x.device)
@@ -120,10 +118,10 @@ class Sequences:
         return x.flatten(0, 1).index_select(0, self._made[key])[None]
 
     def groups(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Packed sequences by the next power of two of their length, so that padding at most doubles them.
+        """Groups packed sequences by the next power of two of their length, so padding at most doubles them.
 
-        For each group int64 `[n, L]`, the tokens of n sequences, padded on the right with their last one to
-        the longest of them; and int64 `[ΣT]`, where each token is in the groups, flattened one after another.
+        Returns for each group int64 `[n, L]`, the tokens of n sequences, right-padded to the longest with
+        their last token; and int64 `[ΣT]`, the index of each token in the flattened, concatenated groups.
         """
         key = ("groups", device)
         if key not in self._made:
@@ -144,7 +142,7 @@ class Sequences:
         return self._made[key]
 
     def scatter_states(self, state: Tensor) -> Tensor:
-        """What the sequences begin with: rows' states `[B, …]` to `[N, …]`, zeros but where a row goes on."""
+        """Row states `[B, …]` to initial states of sequences `[N, …]`, zero where no row state continues."""
         assert self.rows is not None
         key = ("scatter_states", state.device)
         if key not in self._made:
@@ -152,12 +150,12 @@ class Sequences:
             pair = (self.rows.first[carried], carried.nonzero().squeeze(1))
             self._made[key] = tuple(x.to(state.device, non_blocking=True) for x in pair)
         sequences, rows = self._made[key]
-        # Selected, never multiplied by 0: what an uncarried row holds may be NaN.
+        # Selected, not multiplied by 0: a row that does not continue may hold NaN.
         empty = state.new_zeros(len(self.lengths), *state.shape[1:])
         return empty.index_copy(0, sequences, state.index_select(0, rows))
 
     def gather_states(self, state: Tensor) -> Tensor:
-        """What the rows end in: sequences' states `[N, …]` to `[B, …]`, without history."""
+        """Final states of sequences `[N, …]` to row states `[B, …]`, detached."""
         assert self.rows is not None
         key = ("gather_states", state.device)
         if key not in self._made:
@@ -167,11 +165,11 @@ class Sequences:
     def with_kept(
         self, kept: int, wanted: Tensor, device: torch.device
     ) -> tuple["Sequences", Tensor, Tensor]:
-        """These sequences with tokens of earlier calls in front of those that go on.
+        """These sequences with tokens of earlier calls before those that continue a row state.
 
-        Of `kept` tokens a row, its first sequence gets the last `wanted` (int64 `[N]`, on the host).
-        Returns the longer sequences, ΣT' tokens in all; int64 `[ΣT']`, where each of these stands in the ΣT
-        tokens with B·kept behind them; and int64 `[ΣT]`, where this call's tokens are among the ΣT'.
+        Each row keeps `kept` tokens; its first sequence gets the last `wanted` (int64 `[N]`, on the host).
+        Returns the longer sequences of ΣT' tokens in all; int64 `[ΣT']`, the index of each of these in the ΣT
+        tokens followed by the B·kept; and int64 `[ΣT]`, the index of this call's tokens in the ΣT'.
         """
         assert self.cu_seqlens is not None
         assert self.rows is not None
@@ -182,7 +180,7 @@ class Sequences:
             column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(lengths)
             row = torch.zeros_like(lengths)
             row[self.rows.first] = torch.arange(len(self.rows.first))
-            # What stands at column 0, of this call and behind a row's kept tokens.
+            # The index of column 0, in this call's tokens and after a row's kept tokens.
             start = self.cu_seqlens[:-1].repeat_interleave(lengths)
             end = (int(self.cu_seqlens[-1]) + (row + 1) * kept).repeat_interleave(lengths)
             indices = (torch.where(column < 0, end, start) + column, (column >= 0).nonzero().squeeze(1))
@@ -191,7 +189,7 @@ class Sequences:
         return self._made[key]
 
     def tails(self, x: Tensor, width: int) -> Tensor:
-        """The last tokens of each row's last sequence, behind zeros: `[1, ΣT, …]` to `[B, width, …]`."""
+        """The last tokens of each row's last sequence, left-padded: `[1, ΣT, …]` to `[B, width, …]`."""
         assert self.cu_seqlens is not None
         assert self.rows is not None
         key = ("tails", width, x.device)
@@ -204,68 +202,109 @@ class Sequences:
         return x[0, index].masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
 
 
-def find_sequences(
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    B: int,
-    T: int,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """What the three ways of describing a batch say: (rows to keep of the B·T, cu_seqlens on the host).
+class Layout:
+    """The mapping between a batch's `[B, T]` columns and what the mixers see.
 
-    (None, None) is a dense batch. Masks may cover the past as well (its last T columns count) and are looked
-    at once a batch.
+    Mixers see `[B, T]` if `cu_seqlens` is None, otherwise one row `[1, ΣT]` with these bounds and no padding.
+    `mask`, bool `[B, T]`, marks tokens; None: all columns are tokens.
+
+    Raises ValueError for a mask or bounds that do not fit the batch, or two descriptions of it at once.
     """
-    restart = None  # transformers' way to say where packed documents begin
-    if position_ids is not None and T > 1 and position_ids.dim() == 2:
-        restart = position_ids.diff(dim=1) != 1
-    if attention_mask is not None:
-        mask = last_columns(attention_mask, B, T)
-        if not bool(mask.all()):
+
+    def __init__(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ):
+        self.B, self.T = B, T = x.shape[:2]
+        self.cu_seqlens: Tensor | None = None
+        self.mask: Tensor | None = None
+        self.kept: Tensor | None = None  # int64 `[ΣT]`, the tokens among the B·T columns
+        self.order: Tensor | None = None  # int64 `[B, T, 1]`, each row's columns with padding last
+        restart = None  # transformers' way to mark where packed documents begin
+        if position_ids is not None and T > 1 and position_ids.dim() == 2:
+            restart = position_ids.diff(dim=1) != 1
+        if attention_mask is not None and not bool((mask := last_columns(attention_mask, B, T)).all()):
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
-            if restart is not None and bool(
-                (restart & (mask[:, 1:] & mask[:, :-1]).to(restart.device)).any()
-            ):
+            inside = mask[:, 1:] & mask[:, :-1]
+            if restart is not None and bool((restart & inside.to(restart.device)).any()):
                 raise ValueError("give position_ids that restart or an attention_mask with padding, not both")
-            lengths = mask.sum(1).cpu()
-            return mask.flatten().nonzero().squeeze(1).to(device), offsets(lengths)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to("cpu", torch.int64)
-        if (
-            cu_seqlens.dim() != 1
-            or cu_seqlens[0] != 0
-            or cu_seqlens[-1] != B * T
-            or bool((cu_seqlens.diff() < 0).any())
-        ):
-            raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
-        return None, cu_seqlens
-    if restart is not None and bool(restart.any()):
-        first = torch.ones(B, T, dtype=torch.bool)
-        first[:, 1:] = restart.cpu()
-        return None, torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
-    return None, None
+            self.mask, self.kept = mask, mask.flatten().nonzero().squeeze(1).to(x.device)
+            self.cu_seqlens = offsets(mask.sum(1).cpu())
+        elif cu_seqlens is not None:
+            self.cu_seqlens = cu_seqlens = cu_seqlens.to("cpu", torch.int64)
+            sound = cu_seqlens.dim() == 1 and cu_seqlens[0] == 0 and cu_seqlens[-1] == B * T
+            if not sound or bool((cu_seqlens.diff() < 0).any()):
+                raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
+        elif restart is not None and bool(restart.any()):
+            first = torch.ones(B, T, dtype=torch.bool)
+            first[:, 1:] = restart.cpu()
+            self.cu_seqlens = torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
+
+    @classmethod
+    def padding_last(cls, x: Tensor, attention_mask: Tensor) -> "Layout":
+        """The layout `[B, T]` with each row's padding after its tokens, which do not see it there.
+
+        For compiled graphs, whose shapes cannot depend on the values of a mask.
+        """
+        layout = cls(x, None, None, None)
+        layout.mask = last_columns(attention_mask, *x.shape[:2]).to(x.device)
+        layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)[..., None]
+        return layout
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows may hold several documents."""
+        return self.mask is None and self.cu_seqlens is not None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to what the mixers see."""
+        if self.order is not None:
+            return x.gather(1, self.order.expand_as(x))
+        if self.cu_seqlens is None:
+            return x
+        x = x.flatten(0, 1)
+        return (x if self.kept is None else x.index_select(0, self.kept))[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """What `pack` returned to `[B, T, D]`, zeros in the place of padding."""
+        if self.order is not None:
+            assert self.mask is not None
+            return torch.zeros_like(x).scatter(1, self.order.expand_as(x), x) * self.mask[..., None]
+        if self.kept is not None:
+            x = x.new_zeros(self.B * self.T, x.shape[-1]).index_copy(0, self.kept.to(x.device), x[0])
+        return x.view(self.B, self.T, x.shape[-1])
+
+    def rows(self, carried: Tensor | None, lengths: Tensor | None) -> tuple[Rows, Tensor | None]:
+        """Each row's first and last nonempty sequence, and how many tokens earlier calls read of each one.
+
+        carried: bool `[B]`, whether the row's first sequence continues its row state; None: no row does.
+        lengths: int64 `[B]`, tokens read into the row states. The second result is None if no row continues.
+        """
+        if self.mask is not None:
+            raise ValueError("row_states are for packed rows: give no attention_mask with padding")
+        borders = torch.arange(self.B + 1) * self.T
+        if self.cu_seqlens is None:
+            self.cu_seqlens = borders
+        first = torch.searchsorted(self.cu_seqlens, borders, right=True) - 1
+        if self.T == 0 or bool((self.cu_seqlens[first] != borders).any()):
+            raise ValueError("row_states: every row must begin a sequence of cu_seqlens, and hold a token")
+        carried = torch.zeros(self.B, dtype=torch.bool) if carried is None else carried.cpu()
+        rows = Rows(first[:-1], torch.searchsorted(self.cu_seqlens, borders[1:]) - 1, carried)
+        if lengths is None or not bool(carried.any()):
+            return rows, None
+        past = torch.zeros(len(self.cu_seqlens) - 1, dtype=torch.int64)
+        past[rows.first[carried]] = lengths[carried]
+        return rows, past
 
 
 def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
-    """Those of this call's tokens, bool `[B, T]`."""
+    """The mask of this call's tokens, bool `[B, T]`."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"attention_mask must be [batch, length] with batch {B} and length ≥ {T}, "
             f"got {list(attention_mask.shape)}"
         )
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
-
-
-def find_rows(carried: Tensor | None, cu_seqlens: Tensor, B: int, T: int) -> Rows:
-    """Each row's first and last sequence, empty ones beside them left out."""
-    borders = torch.arange(B + 1) * T
-    first = torch.searchsorted(cu_seqlens, borders, right=True) - 1
-    if T == 0 or bool((cu_seqlens[first] != borders).any()):
-        raise ValueError("row_states: every row must begin a sequence of cu_seqlens, and hold a token")
-    carried = torch.zeros(B, dtype=torch.bool) if carried is None else carried.cpu()
-    return Rows(first[:-1], torch.searchsorted(cu_seqlens, borders[1:]) - 1, carried)
 
 
 def offsets(lengths: Tensor) -> Tensor:

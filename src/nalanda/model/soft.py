@@ -1,14 +1,14 @@
 """SOFT (arXiv 2110.11945) and SOFT++ (arXiv 2207.03341): softmax-free attention through landmarks.
 
-The similarity κ(q, k) = exp(−‖q − k‖²/(2√K)) of T tokens is replaced by its Nyström approximation from m
-landmarks Z. With P = κ(Z, x) `[m, T]`, A = κ(Z, Z) `[m, m]`, D = diag(A·1) and A† ≈ (A + ρI)^-1:
+The similarity κ(q, k) = exp(−‖q − k‖²/(2√K)) of T tokens is approximated by Nyström's method from m landmarks
+Z. With P = κ(Z, x) `[m, T]`, A = κ(Z, Z) `[m, m]`, D = diag(A·1) and A† ≈ (A + ρI)^-1:
 
     SOFT    Ŝ = Pᵀ A† P,        SOFT++    Ŝ = Pᵀ D^-½ A† D^-½ P.
 
-Ŝ is positive semidefinite and its rank is at most m. That is true of the whole matrix only: a causal mask
-keeps its entries, which stay genuine (regularised) Nyström entries, but a masked Ŝ is not symmetric and no
-longer PSD. `Soft` and `SoftPP` of feature_maps.py are the causal form, with learnt landmarks; here is what
-both forms share, and the bidirectional one, whose landmarks are pooled from the sequence itself.
+Ŝ is positive semidefinite with a rank of at most m. This holds for the whole matrix only: a causal mask keeps
+its (regularised) Nyström entries, but the masked Ŝ is neither symmetric nor PSD. `Soft` and `SoftPP` in
+feature_maps.py are the causal form with learnt landmarks. This file has the code that both share, and the
+bidirectional form, whose landmarks are pooled from the sequence.
 """
 
 import math
@@ -25,8 +25,8 @@ INVERSES = ("cholesky", "newton")
 def gaussian_kernel(x: Tensor, z: Tensor) -> Tensor:
     """κ(x, z) = exp(−‖x − z‖²/(2√K)), x `[…, T, K]` and z `[…, m, K]` to `[…, T, m]`, in their own dtype.
 
-    The distance is ‖x‖² + ‖z‖² − 2x·z, one matrix product. Both are first moved by the mean of z, which no
-    distance notices: what x and z have in common would otherwise cost the difference its digits.
+    The distance is ‖x‖² + ‖z‖² − 2x·z, one matrix product. Subtracting the mean of z from both first changes
+    no distance, but avoids cancellation where x and z share a large offset.
     """
     centre = z.mean(-2, keepdim=True).detach()
     x, z = x - centre, z - centre
@@ -53,12 +53,12 @@ class _NewtonInverse(torch.autograd.Function):
 def newton_inverse(A: Tensor, iterations: int = 20) -> Tensor:
     """A^-1 by Newton–Raphson, A_{k+1} = 2A_k − A_k A A_k from A_0 = A/‖A‖₁² (SOFT, with this A_0 for theirs).
 
-    A: symmetric positive definite `[…, m, m]`. The residual I − A_k A squares itself at each step: with
-    r = ‖A‖₁/σ_min its norm after n is (1 − r^-2)^(2^n), so that n ≈ 2·log₂ r begins to converge, and 4 more
-    reach fp32's precision. After 20 it is 1e-6 at r = 275, 1.5 % at 500, 12 % at 700; beyond, the result
-    stays short of the inverse in A's smallest directions.
+    A: symmetric positive definite `[…, m, m]`. Each step squares the residual I − A_k A: with r = ‖A‖₁/σ_min
+    its norm after n steps is (1 − r^-2)^(2^n). It starts to fall at n ≈ 2·log₂ r and reaches fp32's precision
+    4 steps later. After 20 steps it is 1e-6 at r = 275, 1.5 % at 500, 12 % at 700; for larger r the result
+    remains too small in A's smallest directions.
 
-    The backward is the exact one of the inverse, −Yᵀ(∇Y)Yᵀ, with the Y that came out: no iterate is kept.
+    The backward is that of the inverse, −Yᵀ(∇Y)Yᵀ, with the computed Y; no iterate is saved.
     """
     return _NewtonInverse.apply(A, iterations)
 
@@ -66,7 +66,7 @@ def newton_inverse(A: Tensor, iterations: int = 20) -> Tensor:
 def cholesky_inverse(A: Tensor) -> Tensor:
     """A^-1 of a symmetric positive definite A `[…, m, m]`; NaN where A is not positive definite.
 
-    Nothing is raised: to ask would make the host wait for the device.
+    Raises nothing, because checking would make the host wait for the device.
     """
     L, failed = torch.linalg.cholesky_ex(A)
     return torch.cholesky_inverse(L.masked_fill(failed[..., None, None] != 0, math.nan))
@@ -81,20 +81,20 @@ def landmark_weights(
 ) -> Tensor:
     """W with Ŝ = PᵀWP: (A + ρI)^-1, or normalized D^-½(A + ρI)^-1 D^-½, with A = κ(Z, Z), D = diag(A·1).
 
-    Z: landmarks `[…, m, K]` of at least fp32; W is `[…, m, m]` in their dtype, whatever autocast says.
-    ridge: ρ; with a positive one the Cholesky factor exists even where landmarks coincide.
-    inverse: "cholesky", or "newton" with that many `iterations`; see `newton_inverse` for its limits.
+    Z: landmarks `[…, m, K]` of at least fp32; W is `[…, m, m]` in their dtype, also under autocast.
+    ridge: ρ; if positive, the Cholesky factor exists even where landmarks coincide.
+    inverse: "cholesky", or "newton" with `iterations` steps; see `newton_inverse` for its limits.
 
     Raises ValueError for an unknown inverse.
     """
     if inverse not in INVERSES:
-        raise ValueError(f"inverse={inverse!r} is none of {', '.join(INVERSES)}")
+        raise ValueError(f"inverse={inverse!r} is not one of {', '.join(INVERSES)}")
     with no_autocast(Z):
         A = gaussian_kernel(Z, Z)
         ridged = A + ridge * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
         W = cholesky_inverse(ridged) if inverse == "cholesky" else newton_inverse(ridged, iterations)
         if normalized:
-            root = A.sum(-1).rsqrt()  # D^-½; the sums are ≥ 1, each holds κ(z, z)
+            root = A.sum(-1).rsqrt()  # D^-½; each sum is ≥ 1 because it includes κ(z, z) = 1
             W = root[..., :, None] * W * root[..., None, :]
         return W
 
@@ -126,9 +126,9 @@ def soft_factors(
 def soft_attention(q: Tensor, v: Tensor, **options) -> Tensor:
     """Ŝv, bidirectional SOFT(++) for the Long Range Arena: every token sees every token.
 
-    q: `[B, T, H, K]`, queries and keys at once; v: `[B, T, H, V]`. Returns `[B, T, H, V]` in v's dtype. Ŝ
-    never exists; with m = ⌈T/window⌉ landmarks a head costs O(Tm(K + V) + m³) (m³ per Newton step).
-    options: of `soft_factors`: window 4 (and stride), normalized True (SOFT++; False: SOFT), inverse
+    q: `[B, T, H, K]`, queries and keys at once; v: `[B, T, H, V]`. Returns `[B, T, H, V]` in v's dtype,
+    without forming Ŝ. With m = ⌈T/window⌉ landmarks a head costs O(Tm(K + V) + m³) (m³ per Newton step).
+    options: those of `soft_factors`: window 4 (and stride), normalized True (SOFT++; False: SOFT), inverse
         "newton", ridge 0.01 (the papers have none), iterations 20.
 
     Raises ValueError for an unknown inverse or a window below 1, TypeError for an unknown option.

@@ -1,4 +1,4 @@
-"""A text that was read, as the state that it left: saved, loaded, forked, continued."""
+"""The state of a model after reading a text: save, load, fork and continue it."""
 
 import hashlib
 import json
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from .cache import NalandaCache
 
 FORMAT = "nalanda-state-1"
-# What a state depends on, of the config, and the weights' names and shapes do not tell.
 SETTINGS = (
     *("mixer", "mixer_options", "feature_map", "feature_map_options", "num_heads", "conv_size"),
     *("norm_eps", "position_embedding", "scale_embeddings"),
 )
+"""Config keys that a state depends on and the fingerprint does not cover."""
 
 
 def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """SHA-256 of all weights with their names, types and shapes, first 16 hexadecimal digits.
+    """The first 16 hexadecimal digits of a SHA-256 over the weights' names, dtypes, shapes and values.
 
-    dtype: what they are rounded to before, so that a model has one fingerprint at whatever precision.
+    dtype: precision to round to first, for a fingerprint that does not depend on the model's dtype.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -36,25 +36,26 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
 
 
 class State:
-    """What `model.read(text)` leaves, for `model.read` and `model.generate` to go on from.
+    """The result of `model.read(text)`, which `model.read` and `model.generate` can continue.
 
-    Nothing changes a state: both make new ones, so that one can be continued any number of times, by any
-    number of threads. The text's last token is held unread, because what follows it is predicted in reading
-    it: a continuation is the same whether the text came in one piece or in many.
+    A state never changes: both return new ones, so any number of threads can continue a state any number of
+    times. The last token is not read yet, because reading it predicts the next one. So a continuation does
+    not depend on how many pieces the text was read in.
 
-    model: what has read it. cache: the text without its last tokens. last: these, int64 `[B, 1]`.
+    model: the model that read the text. cache: its cache without the last tokens. last: the last tokens,
+    int64 `[B, 1]`.
     """
 
     def __init__(self, model: Any, cache: NalandaCache, last: Tensor):
         model.model.catch_up(cache)
         self.model, self.cache, self.last = model, cache, last
-        self.notes: dict[str, str] = {}  # what `save` was given beside it
+        self.notes: dict[str, str] = {}  # the notes of `save`
 
     def __repr__(self) -> str:
         return f"State({self.batch_size} × {len(self)} tokens, {self.nbytes} bytes)"
 
     def __len__(self) -> int:
-        """Tokens of the text, of a batch's longest one."""
+        """Tokens of the longest text."""
         return int(self.lengths.max())
 
     @property
@@ -72,25 +73,25 @@ class State:
         return self.cache.nbytes + self.last.nbytes
 
     def fork(self) -> "State":
-        """The same text once more. It shares its tensors, which nobody writes to, and costs nothing."""
+        """An independent state of the same text, which shares the tensors."""
         return State(self.model, self.cache.fork(), self.last)
 
     def __deepcopy__(self, memo: dict) -> "State":
-        return self.fork()  # not the model
+        return self.fork()  # must not copy the model
 
     def resumed(
         self, model: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> tuple[NalandaCache, Tensor, Tensor | None]:
-        """A cache to go on with and what is to be read into it next, with its mask: last tokens, input_ids.
+        """A cache, and the tokens to read into it next with their mask: the last tokens, then input_ids.
 
-        Raises ValueError for another model's state, or one of another number of rows, unless it has one.
+        Raises ValueError for another model's state, or one with other than 1 or the input's number of rows.
         """
         if model is not self.model:
-            raise ValueError("the state is another model's: save it, and load it for this one")
+            raise ValueError("the state belongs to another model: save it, and load it for this one")
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
             return cache, last, None
-        _look_for_bos(input_ids, attention_mask, model.config.bos_token_id)
+        _warn_about_bos(input_ids, attention_mask, model.config.bos_token_id)
         rows = len(input_ids)
         if rows != self.batch_size:
             if self.batch_size != 1:
@@ -102,7 +103,7 @@ class State:
         return cache, torch.cat([last.to(input_ids.device), input_ids], 1), attention_mask
 
     def save(self, path: str | Path, **notes: str) -> None:
-        """Writes a safetensors file that knows by which weights the text was read; notes go with it."""
+        """Writes a safetensors file with the state, the notes and the fingerprint of the weights."""
         tensors = {"last": self.last, "lengths": self.lengths}
         for i, state in enumerate(self.cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
@@ -115,16 +116,15 @@ class State:
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
         }
-        # Under its name only when it is whole.
         part = Path(f"{path}.part")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, about)
         os.replace(part, path)
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> "State":
-        """A saved state of this very model, on its devices, whichever precision either was loaded at.
+        """Loads a state that this model saved, at any precision of either, onto the model's devices.
 
-        Raises ValueError for a file of another kind, other weights or settings, or shapes that do not fit.
+        Raises ValueError for another kind of file, other weights or settings, or shapes that do not match.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -133,7 +133,7 @@ class State:
         except SafetensorError:
             about, tensors = {}, {}
         if about.get("format") != FORMAT:
-            raise ValueError(f"{path} is no state that this version saves")
+            raise ValueError(f"{path} is not a state that this version can load")
         if about["fingerprint"] != fingerprint(model):
             saved, here = about.get("dtype", "an unknown dtype"), _dtype(model)
             if saved == here or about.get("rounded") != fingerprint(model, torch.bfloat16):
@@ -156,21 +156,23 @@ class State:
                     raise ValueError(f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}")
                 cache.states[i][name] = tensor.to(device)
         if tensors:
-            raise ValueError(f"{path} has tensors that the model knows nothing of: {', '.join(tensors)}")
+            raise ValueError(f"{path} has tensors that are not in the model: {', '.join(tensors)}")
         state = cls(model, cache, last.to(model.device))
         state.notes = json.loads(about["notes"])
         return state
 
 
-def _look_for_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
-    """A tokenizer puts bos before whatever it is given. Taking it away here would forbid to begin a new text
-    on purpose, which is the same token where bos is eos; so it is said."""
+def _warn_about_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
+    """Warns if a continuation starts with bos, which tokenizers add by default.
+
+    bos is not removed, because it may be intended: where it equals eos, it also starts a new text.
+    """
     if bos is None or ids.dim() != 2 or ids.shape[1] == 0:
         return
     first = ids[:, :1] if mask is None else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
     if bool((first == bos).any()):
         warnings.warn(
-            f"what goes on from a state begins with bos ({bos}), as a new text would: tokenise it with "
+            f"the continuation of a state begins with bos ({bos}), like a new text; tokenise it with "
             "add_special_tokens=False",
             stacklevel=4,
         )

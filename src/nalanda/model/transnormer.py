@@ -1,4 +1,4 @@
-"""TransNormer's late layers, and what its early ones (`DiagAttention`) share with them: positions and norm.
+"""TransNormer's late layers, and the positions and norm that its early layers (`DiagAttention`) share.
 
 The Devil in Linear Transformer (Qin et al. 2022, arXiv 2210.10340).
 """
@@ -18,15 +18,15 @@ class LRPE(Fp32Module):
     """Positions of TransNormer's released code: a reflection, then a rotation by learnt angles.
 
     x ↦ R(t·θ) (x − 2 (x·u) u), with a unit vector u drawn once a layer and fixed, and angles θ `[K/2]` that
-    start at 10000^(−2i/K) and are shared by the heads. q and k share both, so that q_i·k_j depends on
-    i − j alone. All K features turn (one release turns a part of them only).
+    start at 10000^(−2i/K) and are shared by the heads. q and k share both, so that q_i·k_j depends only on
+    i − j. All K features rotate; in one release only some do.
     """
 
     def __init__(self, size: int):
         super().__init__()
         if size % 2:
             raise ValueError(
-                f"lrpe turns pairs of features and there are {size} a head: make them even, or take "
+                f"lrpe rotates pairs of features, and a head has {size}: use an even number, or set "
                 "mixer_options positions=none"
             )
         self.theta = nn.Parameter(torch.empty(size // 2, dtype=torch.float32))
@@ -51,23 +51,23 @@ class LRPE(Fp32Module):
 
 
 def build_positions(name: str, size: int) -> LRPE | None:
-    """The module for the option `positions`; ValueError for another name."""
+    """The module for the option `positions`. Raises ValueError for an unknown name."""
     if name not in ("lrpe", "none"):
-        raise ValueError(f"positions={name!r} is none of lrpe, none")
+        raise ValueError(f"positions={name!r} is not one of lrpe, none")
     return LRPE(size) if name == "lrpe" else None
 
 
 class SimpleRMSNorm(nn.Module):
     """RMSNorm without a gain, in fp32, returned in the dtype of x.
 
-    placement of ε: "inside", x/√(mean x² + ε), which bounds its gradient by 1/√ε; "outside", TransNormer's
-    released x/(√(mean x²) + 1e-8), which bounds it by 1e8 alone.
+    placement of ε: "inside", x/√(mean x² + ε), with a gradient bounded by 1/√ε; or "outside" as in
+    TransNormer's release, x/(√(mean x²) + 1e-8), with a gradient bounded by 1e8.
     """
 
     def __init__(self, eps: float, placement: str = "inside"):
         super().__init__()
         if placement not in ("inside", "outside"):
-            raise ValueError(f"norm_eps_placement={placement!r} is none of inside, outside")
+            raise ValueError(f"norm_eps_placement={placement!r} is not one of inside, outside")
         self.eps, self.placement = eps, placement
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,16 +81,16 @@ class SimpleRMSNorm(nn.Module):
 
 
 class NormAttention(LinearAttention):
-    """TransNormer's late layers (Qin et al. 2022): O = RMSNorm(tril(φ(Q) φ(K)ᵀ) V), without a denominator,
+    """TransNormer's late layers (Qin et al. 2022): O = RMSNorm(tril(φ(Q) φ(K)ᵀ) V).
 
-    a scale or a gain; the norm runs over all heads at once. Where ε stands inside its root, a loss with
-    ‖∂L/∂o_t‖ ≤ c₁ and values with ‖v_j‖ ≤ c₂ have |∂L/∂s_tj| ≤ c₁c₂/√ε for every score s; a denominator has
-    no such bound.
+    There is no denominator, scale or gain, and the norm is over all heads together. With ε inside its root, a
+    loss with ‖∂L/∂o_t‖ ≤ c₁ and values with ‖v_j‖ ≤ c₂ have |∂L/∂s_tj| ≤ c₁c₂/√ε for every score s. With a
+    denominator there is no such bound.
 
     Options: `positions`, "lrpe" (default: reflected and rotated after φ, see `LRPE`) or "none";
     `norm_eps_placement`, "inside" (default, ε = norm_eps) or "outside" (as released), see `SimpleRMSNorm`.
     Default map: 1 + ELU (T2); T1 takes `elu`. Xavier initialisation gives q, k and v a gain of 1/√2.
-    Cost a token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V in fp32.
+    Cost per token and head, F features: 4FV + 2·64·(F + V) FLOPs. State: F × V in fp32.
     """
 
     equation = "S ← S + k vᵀ; o = RMSNorm(Sᵀq), q and k reflected and rotated"

@@ -1,4 +1,4 @@
-"""What a recipe comes to, before anything is allocated: parameters, FLOPs, state, memory, tokens."""
+"""Estimates a recipe's parameters, FLOPs, state, memory, tokens and time without allocating the model."""
 
 import math
 from typing import Any
@@ -14,6 +14,7 @@ from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config, config_source
 from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
+from nalanda.report.runs import layers
 from nalanda.train.estimate import activation_bytes, held_bytes, run_time, shards, time_range, vocabulary
 from nalanda.train.estimate import parameters as count_parameters
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
@@ -27,21 +28,21 @@ def info(
     memory: bool = True,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of a recipe as `nalanda info` prints them; bytes, FLOPs, tokens and seconds are plain
-    numbers.
+    """The figures that `nalanda info` prints for a recipe, as plain numbers.
 
-    memory: whether activations are counted, which takes a second.
-    device: "here", "cpu" (both are measured if no data sheet is known) or a GPU's name, each process's; for
-        an estimate of the time.
+    memory: whether to count activations, which takes a second.
+    device: device of each process, for the time: a GPU's name, "here" or "cpu" (both are measured if no data
+        sheet is known).
+
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
     config = use_mirror(load_config(recipe, overrides))
     accumulation = config.accumulation(processes)
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
-        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # as training rounds it
+        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # rounded as in training
     model_config = build_model_config(config)
-    count_parameters(model_config)  # refuses sizes that no tensor may have
+    count_parameters(model_config)  # raises for sizes that no tensor can have
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
@@ -90,7 +91,7 @@ def info(
 
 
 def peak_of(device: str, precision: str) -> tuple[float, str]:
-    """The peak in FLOPs a second of "here", "cpu" or a GPU by name, and where it comes from."""
+    """Peak FLOP/s of "here", "cpu" or a GPU by name, and the source of the figure."""
     if device in ("here", "cpu"):
         gpu = device == "here" and torch.cuda.is_available()
         return peak_flops(torch.device("cuda" if gpu else "cpu"), precision)
@@ -100,55 +101,35 @@ def peak_of(device: str, precision: str) -> tuple[float, str]:
 
 
 def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the figures of `info` as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
     f = figures
-    per_step = f["rows_per_step"]
-    table.add_row("model", f["model"], " + ".join(x for x in (layers(f), f["feature_map"]) if x))
+    table.add_row("model", f["model"], " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]])))
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
-    table.add_row(
-        "  without embeddings",
-        f"{f['parameters_without_embeddings'] / 1e6:,.1f} M",
-        "neither embedding nor head",
-    )
-    table.add_row(
-        "training FLOPs a token", f"{f['training_flops_per_token'] / 1e9:,.3f} G", f["flops_source"]
-    )
+    inner = f"{f['parameters_without_embeddings'] / 1e6:,.1f} M"
+    table.add_row("  without embeddings", inner, "neither embedding nor head")
+    per_token = f"{f['training_flops_per_token'] / 1e9:,.3f} G"
+    table.add_row("training FLOPs per token", per_token, f["flops_source"])
     if f["state_bytes_per_sequence"] is not None:
-        table.add_row(
-            "state a sequence",
-            size(f["state_bytes_per_sequence"]),
-            f"after {f['seq_len']} tokens, and growing" if f["state_grows"] else "of any length; bf16 model",
+        note = (
+            f"after {f['seq_len']} tokens, and growing" if f["state_grows"] else "of any length; bf16 model"
         )
-    table.add_row(
-        "weights and optimizer",
-        size(f["weights_and_optimizer_bytes"]),
-        "fp32 weights, gradients, moments; what the processes share",
-    )
+        table.add_row("state per sequence", size(f["state_bytes_per_sequence"]), note)
+    held = size(f["weights_and_optimizer_bytes"])
+    table.add_row("weights and optimizer", held, "fp32 weights, gradients, moments; one process's share")
     if f["activation_bytes"] is not None:
-        table.add_row(
-            "activations",
-            size(f["activation_bytes"]),
-            "a micro-batch's; kernels keep less",
-        )
-        table.add_row("memory a device", size(f["memory_bytes_per_device"]), "the two together")
-    table.add_row(
-        "steps",
-        f"{f['steps']:,}",
-        f"{per_step} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)",
+        table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch; kernels keep less")
+        table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the sum of both")
+    rows = (
+        f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     )
+    table.add_row("steps", f"{f['steps']:,}", rows)
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")
     table.add_row("training FLOPs", f"{f['training_flops']:.3g}", "")
     if f["seconds"]:
         each = f"{f['peak_flops_per_device'] / 1e12:.3g} TFLOP/s ({f['peak_source']})"
         table.add_row("time", "", f"{time_range(f['seconds'])} of {f['processes']} × {each}")
     (console or Console()).print(table)
-
-
-def layers(figures: dict[str, Any]) -> str:
-    """The mixers of a recipe: `gla`, or `3 × diag_attention, 3 × norm_attention`; "" without one."""
-    mixer = figures["mixer"] or ""
-    names = [mixer] if isinstance(mixer, str) else mixer
-    return ", ".join(f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names))

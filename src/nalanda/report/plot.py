@@ -1,4 +1,4 @@
-"""Loss curves in one picture, and the palette of all pictures."""
+"""Plots loss curves, and holds the palette and style of all pictures."""
 
 import json
 import math
@@ -11,42 +11,44 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.config.load import differences
 from nalanda.report.runs import read_lines, read_recipe
 
+# Okabe and Ito's palette, for colour-blind readers; lines and markers differ too, for prints in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
+MARKERS = "os^DvPX"
+GREY = "#666666"
+STYLE = {
+    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 4.5,
+    "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
+}  # fmt: skip
+
+X = Literal["tokens", "steps", "hours"]
+Point = tuple[float, float, float, float]
+"""(step, tokens, hours of training, loss)"""
+
 
 @dataclass
 class Curve:
-    """A run's losses. Each list of points is [(step, tokens, hours of training, loss)]."""
+    """A run's losses."""
 
     name: str
     config: dict
-    train: list[tuple[float, float, float, float]]
-    validation: list[tuple[float, float, float, float]]
+    train: list[Point]
+    validation: list[Point]
     events: list[tuple[int, str]]
     """[(step, kind)]"""
 
 
-X = Literal["tokens", "steps", "hours"]
-
-
-# Wong's palette (Nature Methods, 2011), which colour-blind readers tell apart, without its yellow.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-
-
-GREY, FAINT = "#718096", "#e2e8f0"
-
-
 def curve(folder: str | Path) -> Curve:
-    """Raises:
-    InputError: the folder is no run, or has no training loss yet.
-    """
+    """The losses of the run in `folder`. Raises InputError if it is not a run or has no training loss yet."""
     folder = Path(folder)
     file = folder / "metrics.jsonl"
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; name the folder of a run")
     try:
-        lines, config = (
-            list(read_lines(folder)),
-            read_recipe(folder) if (folder / "config.yaml").is_file() else {},
-        )
+        lines = list(read_lines(folder))
+        config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
         hours, before = 0.0, 0
         for line in lines:
@@ -68,19 +70,19 @@ def curve(folder: str | Path) -> Curve:
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
-    """What sets each run apart from the others: the settings in which they differ, else the folder's name."""
+    """A legend entry for each run: the settings in which the runs differ, otherwise the folder's name."""
     found: dict[str, None] = {}
     for other in curves[1:]:
         found |= dict.fromkeys(differences(curves[0].config, other.config))
-    # Saving and logging change no curve, and a key that only one has came with a later version, except for a
-    # model's, whose recipe need not name all.
+    # Left out: sections that change no curve, and keys that an older recipe lacks because they are newer. A
+    # recipe may leave out keys of the model.
     keys = [
         key
         for section in ("model", "optim", "schedule", "train", "data", "tokenizer", "seed")
         for key in found
         if key.split(".")[0] == section and (section == "model" or all(_has(c.config, key) for c in curves))
     ]
-    # A model of another kind differs in all its keys, and ten settings are no legend: the first few speak.
+    # Models of different kinds differ in all keys: only the first four fit into a legend.
     names = [key.rpartition(".")[2] for key in keys]
     texts = []
     for c in curves:
@@ -97,76 +99,70 @@ def labels(curves: Sequence[Curve]) -> list[str]:
 
 
 def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smooth: bool = True) -> Path:
-    """Draws the runs' losses into one picture: training, smoothed over the raw line, and validation as dots;
-    skipped steps and rollbacks are marked. Returns `png`.
+    """Draws the losses of runs into one picture and returns its path, `png`.
 
-    x: tokens, steps, or hours of training (neither validation nor saving).
+    Training losses are lines, smoothed over the raw values. Validation losses are dots. Skipped steps and
+    rollbacks are marked.
+
+    x: tokens, steps, or hours of training (without validation and saving).
 
     Raises:
-        InputError: there is nothing to draw.
+        InputError: no run is named, or one has nothing to draw.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context, ticker
+    from matplotlib.figure import Figure
 
     curves = [curve(folder) for folder in folders]
     if not curves:
         raise InputError("name at least one run to draw")
     png = output_file(png, "--output")
     alone, axis = len(curves) == 1, {"steps": 0, "tokens": 1, "hours": 2}[x]
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
-    marked = set()
-    for i, (c, label) in enumerate(zip(curves, labels(curves), strict=True)):
-        colour, style = PALETTE[i % len(PALETTE)], ("-", "--", ":")[i // len(PALETTE) % 3]
-        xs, losses = [point[axis] for point in c.train], [point[3] for point in c.train]
-        drawn = smoothed(losses) if smooth else losses
-        if smooth:
-            axes.plot(xs, losses, color=colour, alpha=0.35 if alone else 0.18, linewidth=0.8)
-        axes.plot(xs, drawn, style, color=colour, linewidth=1.8, label="training" if alone else label)
-        if c.validation:
-            vx, vy = [point[axis] for point in c.validation], [point[3] for point in c.validation]
-            end = f"validation, in the end {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g})"
-            look: dict[str, Any] = {"linewidth": 1.2, "label": end, "color": PALETTE[1]}
-            if not alone:
-                look = {"linestyle": "", "markeredgecolor": "white", "color": colour}
-            axes.plot(vx, vy, marker="o", markersize=4.5, zorder=3, **look)
-        steps = [point[0] for point in c.train]
-        for step, kind in c.events:
-            if kind not in ("skipped", "rollback"):
-                continue
-            place, height = _between(step, steps, xs), _between(step, steps, drawn)
-            mark = {"skipped": "x", "rollback": "v"}[kind]
-            edge = {"markeredgecolor": colour if kind == "skipped" else "white", "markeredgewidth": 1.2}
-            axes.plot([place], [height], mark, color=colour, markersize=9, zorder=4, **edge)
-            marked.add((kind, mark))
-    if not alone and any(c.validation for c in curves):
-        axes.plot([], [], "o", color=GREY, markersize=4.5, label="validation")
-    for kind, mark in sorted(marked):
-        axes.plot([], [], mark, color=GREY, markersize=7, label={"skipped": "skipped step"}.get(kind, kind))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        marked = set()
+        for i, (c, label) in enumerate(zip(curves, labels(curves), strict=True)):
+            look: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": LINES[i // 7 % 7]}
+            xs, losses = [point[axis] for point in c.train], [point[3] for point in c.train]
+            drawn = smoothed(losses) if smooth else losses
+            if smooth:
+                axes.plot(xs, losses, color=look["color"], alpha=0.35 if alone else 0.18, linewidth=0.8)
+            axes.plot(xs, drawn, **look, label="training" if alone else label)
+            if c.validation:
+                vx, vy = [point[axis] for point in c.validation], [point[3] for point in c.validation]
+                end = f"validation, final {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g})"
+                dots: dict[str, Any] = {"color": COLOURS[1], "label": end, "linewidth": 1.2}
+                if not alone:
+                    dots = {"linestyle": "", "markeredgecolor": "white", "color": look["color"]}
+                axes.plot(vx, vy, marker="o", zorder=3, **dots)
+            steps = [point[0] for point in c.train]
+            for step, kind in c.events:
+                if kind in ("skipped", "rollback"):
+                    place, height = _between(step, steps, xs), _between(step, steps, drawn)
+                    mark = {"skipped": "x", "rollback": "v"}[kind]
+                    edge = {"markeredgecolor": look["color"] if kind == "skipped" else "white"}
+                    axes.plot([place], [height], mark, color=look["color"], markersize=9, zorder=4, **edge)
+                    marked.add((kind, mark))
+        if not alone and any(c.validation for c in curves):
+            axes.plot([], [], "o", color=GREY, label="validation")
+        for kind, mark in sorted(marked):
+            label = "skipped step" if kind == "skipped" else kind
+            axes.plot([], [], mark, color=GREY, markersize=7, label=label)
 
-    losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
-    # The first steps fall from ln(vocabulary) and would flatten all that follows on a linear axis.
-    if losses and max(losses) > 2 * min(losses) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    if x == "tokens":
-        axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_count))
-    axes.set_xlim(left=0)
-    axes.set_xlabel({"tokens": "tokens", "steps": "steps", "hours": "hours of training"}[x], color=GREY)
-    axes.set_ylabel("loss, nats a token", color=GREY)
-    title = curves[0].name if alone else f"{len(curves)} runs"
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    axes.grid(True, which="major", color=FAINT, linewidth=0.8)
-    axes.tick_params(colors=GREY, which="both", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#cbd5e0")
-    axes.legend(frameon=False, loc="upper right", fontsize=10 if len(curves) < 6 else 8)
-    figure.tight_layout()
-    figure.savefig(png)
-    plt.close(figure)
+        losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
+        # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
+        if losses and max(losses) > 2 * min(losses) > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        if x == "tokens":
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(_count))
+        axes.set(xlabel="hours of training" if x == "hours" else x, ylabel="loss (nats per token)")
+        axes.set(title=curves[0].name if alone else f"{len(curves)} runs")
+        axes.set_xlim(left=0)
+        axes.legend(loc="upper right", fontsize=9 if len(curves) < 6 else 7)
+        figure.savefig(png)
     return png
 
 
@@ -185,7 +181,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _setting(key: str, name: str, value: Any) -> str:
-    """`lr 0.003`; names that speak for themselves are left out: `gla`, `nala`."""
+    """`lr 0.003`, or only the value where that is a name: `gla`, `adamw`."""
     if isinstance(value, (list, dict)):
         value = json.dumps(value, ensure_ascii=False)
     text = f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
@@ -194,15 +190,18 @@ def _setting(key: str, name: str, value: Any) -> str:
 
 
 def _between(step: float, steps: Sequence[float], values: Sequence[float]) -> float:
-    """`values` at `step`, on straight lines between `steps`."""
+    """`values` at `step`, interpolated linearly between `steps`."""
     import numpy as np
 
     return float(np.interp(step, steps, values))
 
 
 def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
-    """Means over `half` values to either side, by default a fortieth of the curve. At the beginning centred
-    on fewer, so that the fall is not drawn late; at the end over those that there are."""
+    """Means over `half` values to each side, by default a fortieth of the curve.
+
+    Near the start the window shrinks on both sides, so that the initial fall is not drawn late; at the end it
+    is cut off.
+    """
     half, means = half or max(1, len(values) // 40), []
     for i in range(len(values)):
         window = values[i - min(half, i) : i + min(half, i) + 1]
@@ -211,7 +210,7 @@ def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
 
 
 def _count(number: float, place: int | None = None) -> str:
-    """`500 M`, `1.5 B`, as token counts are spoken of."""
+    """A token count as `500 M` or `1.5 B`."""
     for unit in ("", " K", " M", " B"):
         if number < 1000:
             return f"{number:g}{unit}"

@@ -1,16 +1,17 @@
-"""What runs there are, and their loss curves in one picture."""
+"""Lists runs, and reads the files in their folders."""
 
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nalanda.common.errors import InputError
@@ -19,18 +20,18 @@ from nalanda.config.load import read_yaml
 from nalanda.train.log import read_facts, read_metrics
 
 SILENT = 3600.0
-"""Seconds without a line of metrics after which a run on another machine is taken for dead."""
+"""Seconds without new metrics after which a run on another machine counts as dead."""
 
 
 @dataclass
 class Run:
-    """A run as its folder tells it; None is what it does not tell."""
+    """A run as recorded in its folder; None where that holds no value."""
 
     name: str
     state: str
-    """running, finished, interrupted, failed; stale: running, but its process is gone; empty; unreadable."""
+    """One of running, finished, interrupted, failed, empty, unreadable, stale (its process is gone)."""
     changed: float
-    """Seconds since the epoch."""
+    """Time of the last change, in seconds since the epoch."""
     model: str = "–"
     problem: str | None = None
     parameters: int | None = None
@@ -43,10 +44,10 @@ class Run:
 
 
 def find_runs(directory: str | Path) -> list[Path]:
-    """The folders of runs at or below `directory`, those within a run left out. Raises `InputError`."""
+    """The folders of runs at or below `directory`; folders within a run are left out. Raises InputError."""
     directory = Path(directory)
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; runs stand in their recipes' output_dir")
+        raise InputError(f"{directory}: no such directory; name a directory that holds runs")
     found = []
     for folder, below, files in os.walk(directory):
         if {"config.yaml", "run.json"} & set(files):
@@ -58,17 +59,17 @@ def find_runs(directory: str | Path) -> list[Path]:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """What `folder` tells of its run; one that cannot be read says so in `state` and `problem`."""
+    """The run in `folder`; if that cannot be read, `state` is unreadable and `problem` says why."""
     files = [f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()]
     run = Run(name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0))
     try:
         config, facts = read_recipe(folder), read_facts(folder)
         if not isinstance(facts, dict):
-            raise ValueError("run.json holds no facts")
+            raise ValueError("run.json is not a JSON object")
         lines = list(read_lines(folder))
         losses = [line for line in lines if "loss" in line and "event" not in line]
         last = losses[-1] if losses else {}
-        run.model = _model(config["model"])
+        run.model = _model_name(config["model"])
         run.parameters, run.steps = facts.get("parameters"), config["train"]["steps"]
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
         run.tokens_per_second = last.get("tokens_per_second")
@@ -81,12 +82,12 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
         run.state = "unreadable"
-        run.problem = f"no {line}" if isinstance(error, KeyError) else line or type(error).__name__
+        run.problem = f"missing key {line}" if isinstance(error, KeyError) else line or type(error).__name__
     return run
 
 
 def overview(directory: str | Path) -> list[Run]:
-    """Every run below `directory`, what changed last first. Raises `InputError`."""
+    """All runs at or below `directory`, the last changed first. Raises InputError."""
     directory = Path(directory)
     named = [(folder, folder.relative_to(directory)) for folder in find_runs(directory)]
     runs = [read_run(f, str(n) if n.name else directory.resolve().name) for f, n in named]
@@ -94,7 +95,7 @@ def overview(directory: str | Path) -> list[Run]:
 
 
 def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
-    """The runs as a table, and what is wrong with those where something is."""
+    """Prints a table of the runs, then their problems."""
     console = console or Console()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in ("run", "state", "model"):
@@ -104,21 +105,20 @@ def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
     colours = {"running": "green", "stale": "yellow", "failed": "red", "unreadable": "red"}
     for run in runs:
         step = None if run.step is None else f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
-        cells = (
-            _text(run.parameters, si),
-            step,
-            _text(run.loss, "{:.3f}".format),
-            _text(run.val_ppl, "{:,.2f}".format),
-            _text(run.tokens_per_second, si),
-            _text(run.mfu, "{:.0%}".format),
-            _when(run.changed),
+        figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+            (run.parameters, si),
+            (step, str),
+            (run.loss, "{:.3f}".format),
+            (run.val_ppl, "{:,.2f}".format),
+            (run.tokens_per_second, si),
+            (run.mfu, "{:.0%}".format),
         )
-        state = f"[{colours.get(run.state, 'default')}]{run.state}"
         table.add_row(
-            _plain(run.name),
-            state,
-            _plain((run.model or "").replace(" + ", " +\n")),
-            *(cell or "–" for cell in cells),
+            escape(run.name),
+            f"[{colours.get(run.state, 'default')}]{run.state}",
+            escape(run.model.replace(" + ", " +\n")),
+            *("–" if value is None else form(value) for value, form in figures),
+            _when(run.changed),
         )
     console.print(table)
     for run in runs:
@@ -138,7 +138,7 @@ def read_recipe(folder: Path) -> dict:
     except InputError:
         raise ValueError("config.yaml is not YAML") from None
     if not isinstance(config, dict):
-        raise ValueError("config.yaml is no recipe")
+        raise ValueError("config.yaml is not a recipe")
     return config
 
 
@@ -147,8 +147,14 @@ def read_lines(folder: Path) -> Iterator[dict]:
     return read_metrics(file) if file.is_file() else iter(())
 
 
-def _model(model: dict) -> str:
-    """`gated_deltanet + nala`, `3 × gla, 1 × softmax`, or what `auto` and `init_from` name."""
+def layers(mixer: str | list[str]) -> str:
+    """The mixers of a model: `gla`, or layer by layer counted as `3 × diag_attention, 3 × norm_attention`."""
+    names = [mixer] if isinstance(mixer, str) else mixer
+    return ", ".join(f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names))
+
+
+def _model_name(model: dict) -> str:
+    """`gated_deltanet + nala`, `3 × gla, 1 × softmax`, or the name in `auto` or `init_from`."""
     if foreign := model.get("auto") or ("mixer" not in model and model.get("init_from")):
         return Path(str(foreign)).name
     mixer = model.get("mixer")
@@ -156,40 +162,28 @@ def _model(model: dict) -> str:
         from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 
         mixer = NalandaConfig().mixer
-    names = [mixer] if isinstance(mixer, str) else list(mixer)
-    counted = [f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names)]
-    return " + ".join(filter(None, [", ".join(counted), model.get("feature_map")]))
+    return " + ".join(filter(None, [layers(mixer), model.get("feature_map")]))
 
 
 def _alive(facts: dict, changed: float) -> bool:
-    """Whether the process that says "running" does: asked of this machine, or judged by the file's age."""
+    """Whether a "running" process exists; on another machine, whether the run has changed recently."""
     pid, host = facts.get("pid"), facts.get("host")
     if pid and host == platform.node():
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's, but alive
+        except PermissionError:  # another user's process
             return True
         return True
     return time.time() - changed < SILENT
 
 
 def _when(changed: float) -> str:
-    """`14:05` today, `03-28 14:05` before, `2024-03-28` in another year."""
+    """`14:05` today, `03-28 14:05` this year, otherwise `2024-03-28`."""
     if not changed:
         return "–"
     then, now = datetime.fromtimestamp(changed), datetime.now()
     if then.year != now.year:
         return f"{then:%Y-%m-%d}"
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%m-%d %H:%M}"
-
-
-def _text(value: float | None, form: Any) -> str | None:
-    return None if value is None else form(value)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

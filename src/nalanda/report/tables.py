@@ -1,4 +1,4 @@
-"""The tables of recipes, token mixers and feature maps, made from the code: `nalanda info` by itself."""
+"""Tables of recipes, token mixers and feature maps, generated from the code for `nalanda info`."""
 
 import inspect
 from typing import Any
@@ -12,19 +12,16 @@ from rich.table import Table
 from nalanda.common.text import size
 from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
-from nalanda.report.info import info, layers
+from nalanda.model.options import SIZES
+from nalanda.report.info import info
+from nalanda.report.runs import layers
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
-
-
 LENGTH = 2048
 
 
-SIGNATURE = ("self", "config", "layer_idx", "num_heads", "head_dim")
-
-
 def recipe_rows() -> list[dict[str, Any]]:
-    """A row for each recipe that ships: what it comes to."""
+    """A row for each recipe that ships with Nalanda."""
     rows = []
     for name, file in recipe_files().items():
         f = info(str(file), [], memory=False)
@@ -33,7 +30,7 @@ def recipe_rows() -> list[dict[str, Any]]:
         rows.append(
             {
                 "recipe": name,
-                "mixer": layers(f) or f["model"],
+                "mixer": layers(f["mixer"] or "") or f["model"],
                 "feature map": f["feature_map"] or "–",
                 "parameters": f"{f['parameters'] / 1e6:.1f} M",
                 "training GFLOPs a token": f"{f['training_flops_per_token'] / 1e9:.3f}",
@@ -45,7 +42,7 @@ def recipe_rows() -> list[dict[str, Any]]:
 
 
 def mixer_rows() -> list[dict[str, Any]]:
-    """A row for each mixer: what it computes and what one layer of it costs at 8 heads of 128."""
+    """A row for each mixer: its equation, and the cost of one layer of 8 heads of 128."""
     rows = []
     for name, kind in MIXERS.items():
         config = NalandaConfig(mixer=name, **SHAPE)
@@ -89,12 +86,12 @@ def map_rows() -> list[dict[str, Any]]:
 def options(kind: Any) -> str:
     """The keyword-only options of a constructor, each with its default."""
     found = inspect.signature(kind).parameters.values()
-    own = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in SIGNATURE]
+    own = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in SIZES]
     return ", ".join(f"{p.name}={p.default}" for p in own) or "–"
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table of a README."""
+    """The rows as a Markdown table."""
 
     def line(cells: Any) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
@@ -105,7 +102,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def print_tables(console: Console | None = None) -> None:
-    """All three for a terminal: the figures, then the formulas."""
+    """Prints all three tables."""
     console = console or Console()
     made, mixed, mapped = recipe_rows(), mixer_rows(), map_rows()
     _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
@@ -124,6 +121,6 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
     console.print(table)
 
 
-if __name__ == "__main__":  # what the README holds
+if __name__ == "__main__":  # prints the README's tables
     for _rows in (recipe_rows(), mixer_rows(), map_rows()):
         print(markdown(_rows), end="\n\n")

@@ -1,4 +1,4 @@
-"""Whether a run can be resumed from its checkpoints, and why not."""
+"""Checks whether a run can resume from its checkpoints."""
 
 import json
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from nalanda.config.load import load_config
 from nalanda.config.schema import OptimConfig
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
-from nalanda.train.export import load_model_config as model_config
+from nalanda.train.export import load_model_config
 from nalanda.train.optim import build_optimizer
 
 
 @dataclass
 class Verdict:
-    """Of one checkpoint; each answer is "yes", or what is wrong."""
+    """Verdict on one checkpoint."""
 
     step: int
     whole: str
-    """Every file has the bytes that were written."""
+    """Answer to: does every file have the bytes that were written? "yes", or the problem."""
     finite: str
-    """No weight or moment is NaN, infinite or beyond `checkpoint.LARGEST`."""
+    """Answer to: is every weight and moment finite and at most `checkpoint.LARGEST`?"""
     loadable: str
-    """Weights and moments fit the model and the optimizer of the run, and nothing else is in the files."""
+    """Answer to: do weights and moments match the run's model and optimizer exactly?"""
     marked: str | None
-    """Why the run itself left it behind (`checkpoint.mark_unsound`)."""
+    """Reason for which the run itself rejected it (`checkpoint.mark_unsound`); None: it did not."""
 
     @property
     def good(self) -> bool:
@@ -38,10 +38,10 @@ class Verdict:
 
 
 def verify(run_dir: Path) -> Iterator[Verdict]:
-    """A verdict on each checkpoint of a run, oldest first. Reads all of their bytes, one tensor at a time.
+    """Yields a verdict on each checkpoint of a run, oldest first. Reads them completely, tensor by tensor.
 
     Raises:
-        InputError: the folder is no run, or has no checkpoints.
+        InputError: the folder is not a run, or has no checkpoints.
     """
     found = checkpoints_of(run_dir)
     recipe = run_dir / "config.yaml"
@@ -50,8 +50,8 @@ def verify(run_dir: Path) -> Iterator[Verdict]:
         yield Verdict(
             step=step_of(path),
             whole=verify_manifest(path) or "yes",
-            finite=_answer(_spoilt, path),
-            loadable=_answer(_misfit, path, optim),
+            finite=_answer(_find_unsound, path),
+            loadable=_answer(_find_mismatch, path, optim),
             marked=unsound_reason(path),
         )
 
@@ -63,7 +63,7 @@ def _answer(question, *arguments) -> str:
         return first_line(error)
 
 
-def _spoilt(path: Path) -> str | None:
+def _find_unsound(path: Path) -> str | None:
     for name in ("model", "optimizer"):
         for key, tensor in checkpoint.tensors(checkpoint.source_of(path, name)):
             if problem := checkpoint.find_unsound({key: tensor}):
@@ -71,10 +71,10 @@ def _spoilt(path: Path) -> str | None:
     return None
 
 
-def _misfit(path: Path, optim: OptimConfig) -> str | None:
-    """What loading would refuse; nothing is allocated for it."""
+def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
+    """The problem that would prevent loading; allocates no model."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(path), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
     record = json.loads((path / "trainer.json").read_text())
     for name in ("model", "optimizer"):
         source = checkpoint.source_of(path, name)
@@ -90,7 +90,7 @@ def _misfit(path: Path, optim: OptimConfig) -> str | None:
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """A line for each checkpoint, and one for each thing that is wrong with it."""
+    """Prints a line for the checkpoint, and one for each problem."""
     parts = {"whole": verdict.whole, "finite": verdict.finite, "loadable": verdict.loadable}
     said = ", ".join(name if answer == "yes" else f"not {name}" for name, answer in parts.items())
     print(f"step-{verdict.step}: {said}{', marked' * (verdict.marked is not None)}", flush=True)

@@ -86,7 +86,7 @@ def open_batches(
     share: Any = {"rank": rank, "world_size": processes}
     rows, lanes = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     batches = PackedBatches(
-        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, lanes=lanes, **share
+        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, slots=lanes, **share
     )
     if config.validation.every == 0:
         return batches, {}

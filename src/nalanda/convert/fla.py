@@ -1,0 +1,194 @@
+"""Models of flash-linear-attention 0.6.0."""
+
+from nalanda.common.errors import InputError
+from nalanda.convert.formats import SHARED, Config, Field, Format, only, unsupported
+
+_FLA = SHARED | {
+    "norm_eps": Field(1e-6, "norm_eps"),
+    "hidden_act": only("swish"),
+    "hidden_ratio": Field(4),  # sets intermediate_size where that is None
+    "attnres_block_size": only(None),
+    "fuse_norm": Field(True),
+    "fuse_swiglu": Field(True),
+    "fuse_cross_entropy": Field(True),
+    "fuse_linear_cross_entropy": Field(False),
+    "use_l2warp": Field(False),
+}
+_RECURRENT = _FLA | {"attn": only(None), "attn_mode": Field("chunk")}
+_DELTA = _RECURRENT | {
+    "use_short_conv": Field(True),
+    "conv_size": Field(4, "conv_size"),
+    "allow_neg_eigval": Field(False, ".allow_neg_eigval"),
+}
+_RETENTION = _RECURRENT | {
+    "num_kv_heads": Field(None),
+    "feature_map": only(None),
+    "use_short_conv": only(False),
+    "conv_size": Field(4),
+    "use_output_gate": Field(True, "use_gate"),
+    "elementwise_affine": only(True),
+}
+_FLA_NAMES = {"embed_tokens.": "embeddings.", ".mixer_norm.": ".attn_norm.", ".mixer.": ".attn."}
+_FUSED_NORM = _FLA_NAMES | {".o_norm.": ".g_norm_swish_gate."}
+# qk_activation, and the equivalent feature map.
+_MAPS = {"silu": "silu", "relu": "relu", "elu": "elu1", "identity": "identity"}
+
+
+def _heads(count: int) -> Field:
+    return Field(count, "num_heads")
+
+
+def _read_fla(theirs: Config, ours: Config) -> None:
+    if theirs["intermediate_size"] is None:
+        width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
+        ours["intermediate_size"] = 256 * -(-width // 256)
+
+
+def _read_expanded(theirs: Config, ours: Config) -> None:
+    """Here expand_k and expand_v multiply hidden_size, not head_dim."""
+    _read_fla(theirs, ours)
+    D, H = theirs["hidden_size"], theirs["num_heads"]
+    K, V = (round(D * theirs[name]) // H for name in ("expand_k", "expand_v"))
+    if D % H:
+        ours |= {"head_dim": K, "expand_v": V / K}
+    else:
+        ours |= {"expand_k": theirs["expand_k"], "expand_v": theirs["expand_v"]}
+    if theirs.get("num_kv_heads") not in (None, H):
+        raise unsupported("num_kv_heads", theirs["num_kv_heads"])
+
+
+def _write_expanded(ours: Config, theirs: Config) -> None:
+    for name, size in (("expand_k", "key_dim"), ("expand_v", "value_dim")):
+        theirs[name] = ours["num_heads"] * ours[size] / ours["hidden_size"]
+
+
+def _read_conv(theirs: Config, ours: Config) -> None:
+    if not theirs["use_short_conv"]:
+        ours["conv_size"] = 0
+
+
+def _write_conv(ours: Config, theirs: Config) -> None:
+    theirs |= {"use_short_conv": ours["conv_size"] > 0, "conv_size": ours["conv_size"] or 4}
+
+
+def _read_deltanet(theirs: Config, ours: Config) -> None:
+    _read_expanded(theirs, ours)
+    _read_conv(theirs, ours)
+    if theirs["qk_activation"] not in _MAPS:
+        raise unsupported("qk_activation", theirs["qk_activation"])
+    ours["feature_map"] = _MAPS[theirs["qk_activation"]]
+
+
+def _write_deltanet(ours: Config, theirs: Config) -> None:
+    _write_expanded(ours, theirs)
+    _write_conv(ours, theirs)
+    theirs["qk_activation"] = next((k for k, v in _MAPS.items() if v == ours["feature_map"]), "silu")
+
+
+def _read_gated_deltanet(theirs: Config, ours: Config) -> None:
+    _read_fla(theirs, ours)
+    _read_conv(theirs, ours)
+    ours |= {name: theirs[name] for name in ("head_dim", "expand_v")} | {"feature_map": "silu"}
+
+
+def _write_gated_deltanet(ours: Config, theirs: Config) -> None:
+    _write_conv(ours, theirs)
+    theirs |= {"head_dim": ours["key_dim"], "expand_v": ours["value_dim"] / ours["key_dim"]}
+
+
+def _write_retnet(ours: Config, theirs: Config) -> None:
+    if ours["key_dim"] > 256:
+        raise InputError(f"key_dim={ours['key_dim']} cannot be expressed there: retnet has at most 256")
+    _write_expanded(ours, theirs)
+
+
+def _read_transformer(theirs: Config, ours: Config) -> None:
+    _read_fla(theirs, ours)
+    if theirs["rope_theta"] is None:
+        raise unsupported("rope_theta", None)
+
+
+FORMATS = {
+    "delta_net": Format(
+        "DeltaNetForCausalLM",
+        "deltanet",
+        _DELTA
+        | {
+            "num_heads": _heads(16),
+            "expand_k": Field(1.0),
+            "expand_v": Field(1.0),
+            "use_gate": Field(False, "use_gate"),
+            "use_beta": only(True),
+            "use_output_norm": only(True),
+            "qk_norm": only("l2"),
+            "qk_activation": Field("silu"),
+        },
+        _read_deltanet,
+        _write_deltanet,
+        _FLA_NAMES,
+    ),
+    "gated_deltanet": Format(
+        "GatedDeltaNetForCausalLM",
+        "gated_deltanet",
+        _DELTA
+        | {
+            "num_hidden_layers": Field(21, "num_hidden_layers"),
+            "num_heads": _heads(6),
+            "num_v_heads": Field(None, ".num_v_heads"),
+            "head_dim": Field(256),
+            "expand_v": Field(2.0),
+            "use_gate": Field(True, "use_gate"),
+            "output_gate_activation": only("swish", "silu"),
+        },
+        _read_gated_deltanet,
+        _write_gated_deltanet,
+        _FLA_NAMES | {".decay.": "."},
+    ),
+    "gla": Format(
+        "GLAForCausalLM",
+        "gla",
+        _RETENTION
+        | {
+            "num_heads": _heads(4),
+            "expand_k": Field(0.5),
+            "expand_v": Field(1.0),
+            "clamp_min": only(None),
+            "use_gk": only(True),
+            "use_gv": only(False),
+        },
+        _read_expanded,
+        _write_expanded,
+        _FUSED_NORM,
+    ),
+    "retnet": Format(
+        "RetNetForCausalLM",
+        "retention",
+        _RETENTION
+        | {
+            "hidden_ratio": Field(2),
+            "num_heads": _heads(8),
+            "expand_k": Field(1.0),
+            "expand_v": Field(2.0),
+        },
+        _read_expanded,
+        _write_retnet,
+        _FUSED_NORM,
+    ),
+    "transformer": Format(
+        "TransformerForCausalLM",
+        "softmax",
+        _FLA
+        | {
+            "num_heads": _heads(32),
+            "num_kv_heads": Field(None, ".num_kv_heads"),
+            "qkv_bias": only(False),
+            "qk_norm": only(False),
+            "window_size": Field(None, ".window"),
+            "rope_theta": Field(10000.0, ".rope_theta"),
+            "elementwise_affine": only(True),
+        },
+        _read_transformer,
+        lambda ours, theirs: None,
+        _FLA_NAMES,
+    ),
+}

@@ -1,0 +1,141 @@
+"""How another library's config and tensor names map to ours.
+
+All formats store weights alike, RoPE's halves included, so conversion renames tensors and changes no values.
+A `Format` checks that two configs mean the same model, and refuses those that do not.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from nalanda.common.errors import InputError
+from nalanda.model import NalandaConfig
+
+Config = dict[str, Any]
+
+# Keys that any config.json may hold beside the format's own fields.
+_INHERITED = {
+    *PreTrainedConfig().to_dict(),
+    *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of another library's config. Without `means` or `only` it does not affect the result."""
+
+    default: Any
+    """Value where the config leaves the field out."""
+    means: str = ""
+    """Equivalent field of NalandaConfig, or `.name` for an option of the mixer."""
+    only: tuple = ()
+    """Values that NalandaConfig can express."""
+
+
+def only(*values: Any) -> Field:
+    return Field(values[0], only=values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Another library's format of a model whose layers all have the same mixer."""
+
+    architecture: str
+    """Class name of the model, for config.json."""
+    mixer: str
+    """Equivalent mixer of ours."""
+    fields: dict[str, Field]
+    """Fields of its config, by name."""
+    read: Callable[[Config, Config], None]
+    """`read(theirs, ours)` fills in the NalandaConfig arguments that `fields` cannot express."""
+    write: Callable[[Config, Config], None]
+    """`write(ours, theirs)` fills in their fields; `ours` is as `resolved` returns it."""
+    names: dict[str, str]
+    """Parts of our tensor names, and what replaces them in theirs."""
+
+    def ours(self, given: Config) -> NalandaConfig:
+        """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
+        for name, value in given.items():
+            if name not in self.fields and name not in _INHERITED and value not in (None, False):
+                raise unsupported(name, value)
+        theirs = {name: given.get(name, known.default) for name, known in self.fields.items()}
+        ours: Config = {"mixer": self.mixer, "mixer_options": {}}
+        for name, known in self.fields.items():
+            if known.only and theirs[name] not in known.only:
+                raise unsupported(name, theirs[name])
+            if known.means.startswith("."):
+                ours["mixer_options"][known.means[1:]] = theirs[name]
+            elif known.means:
+                ours[known.means] = theirs[name]
+        self.read(theirs, ours)
+        try:
+            return NalandaConfig(**ours)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def theirs(self, config: NalandaConfig) -> Config:
+        """Their equivalent config. Raises InputError where reading it back would give a different model."""
+        if {self.mixer} != set(config.layer_mixers):
+            raise InputError(f"mixer={config.mixer!r} cannot be expressed there")
+        ours, theirs = resolved(config), {}
+        for name, known in self.fields.items():
+            table = ours["mixer_options"] if known.means.startswith(".") else ours
+            theirs[name] = table[known.means.lstrip(".")] if known.means else known.default
+        self.write(ours, theirs)
+        back = resolved(self.ours(theirs))
+        for before, after in ((ours["mixer_options"], back["mixer_options"]), (ours, back)):
+            for name, value in before.items():
+                if after[name] != value:
+                    raise InputError(f"{name}={value!r} of mixer {self.mixer!r} cannot be expressed there")
+        return theirs
+
+    def tensor(self, name: str, theirs: Config) -> str:
+        """Their name of our tensor `name`."""
+        for part, replacement in self.names.items():
+            name = name.replace(part, replacement)
+        fused = theirs.get("fuse_norm", True) and theirs.get("use_output_gate", True)
+        return name if fused else name.replace("g_norm_swish_gate", "g_norm")
+
+
+def unsupported(name: str, value: Any) -> InputError:
+    return InputError(f"{name}={value!r} has no counterpart here")
+
+
+def resolved(config: NalandaConfig) -> Config:
+    """Every setting that affects the model's output, with the mixer's defaults for those left open."""
+    (mixer,) = config.distinct_mixers().values()
+    keys = inspect.signature(type(mixer).__init__).parameters.values()
+    options = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
+    fields = [f.name for f in dataclasses.fields(config) if f.name in NalandaConfig.__annotations__]
+    # key_dim and value_dim stand for expand_k, expand_v and head_dim.
+    left_out = {"expand_k", "expand_v", "head_dim", "initializer", "mixer"}
+    return {name: getattr(config, name) for name in fields if name not in left_out} | {
+        "key_dim": config.key_dim,
+        "value_dim": config.value_dim,
+        "mixer_options": options | config.mixer_options.get(config.layer_mixers[0], config.mixer_options),
+        "feature_map": mixer.map_name,
+        "conv_size": mixer.conv_size,
+        "use_gate": mixer.gated,
+    }
+
+
+# Fields that all formats share, with flash-linear-attention's defaults.
+SHARED = {
+    name: Field(default, name)
+    for name, default in {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "intermediate_size": None,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }.items()
+}
