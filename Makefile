@@ -39,6 +39,10 @@ gpu-check:
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
 
+# Rewrites the README's tables of mixers, feature maps and recipes.
+tables: .venv/.ready
+	@$(BIN)/python -m nalanda.report.tables
+
 # Kills, full disks, poisoned steps, failing servers: tests/TORTURE.md has what came of it. About 25 minutes.
 torture: .venv/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md

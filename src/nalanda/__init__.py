@@ -9,10 +9,26 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .model import NalandaCache, NalandaConfig, NalandaForCausalLM, State, ops
+    from .model import (
+        NalandaCache,
+        NalandaConfig,
+        NalandaForCausalLM,
+        State,
+        ops,
+        register_feature_map,
+        register_mixer,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["NalandaCache", "NalandaConfig", "NalandaForCausalLM", "State", "ops"]
+__all__ = [
+    "NalandaCache",
+    "NalandaConfig",
+    "NalandaForCausalLM",
+    "State",
+    "ops",
+    "register_feature_map",
+    "register_mixer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +37,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(".model", __name__), name)
 
 
-# Importing the model registers it, and takes seconds. The `nalanda` command does not wait for that: each of
-# its functions imports what it needs.
+# Importing the model registers it and takes seconds. The `nalanda` command does not wait for it: each of its
+# functions imports what it needs.
 if not getattr(sys.modules.get("nalanda_cli"), "running", False):
     importlib.import_module(".model", __name__)

@@ -27,9 +27,9 @@ from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.attention import SoftmaxAttention
 from nalanda.model.delta import Decay
-from nalanda.model.layers import Fp32Module
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.sequences import Sequences
+from nalanda.testing import MIXER_PROPERTIES
 
 
 @pytest.fixture(params=rows())
@@ -45,98 +45,9 @@ def test_every_mixer_and_map_is_in_the_table():
     )
 
 
-def test_mixer_moves_the_logits(model):
-    """The premise of the tests below: without its mixers the model says something else."""
-    tokens = ids(2, 40)
-    whole = logits(model, tokens)
-    for layer in model.model.layers:
-        for parameter in layer.mixer.o_proj.parameters():
-            parameter.data.zero_()
-    assert (whole - logits(model, tokens)).norm() > 0.1 * whole.norm()
-
-
-def test_weights_are_the_mixer(model):
-    """What `analyze` shows is what the mixer does: its matrix times v, lower triangular."""
-    for layer in model.model.layers:
-        mixer, x = layer.mixer, torch.randn(2, 37, 24, dtype=torch.float64)
-        heads = mixer.heads(x, Sequences(), {}, None)
-        o = mixer.mix(heads, Sequences(), {}, None).transpose(1, 2)
-        w = mixer.weights(x)
-        v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
-        close((w @ v).unflatten(1, (-1, mixer.streams)).transpose(2, 3).flatten(-2), o)
-        assert w.triu(1).abs().max() == 0
-
-
-def test_causal(model):
-    tokens, t = ids(2, 70), 66
-    changed = tokens.clone()
-    changed[:, t] = (changed[:, t] + 1) % VOCAB
-    a, b = logits(model, tokens), logits(model, changed)
-    close(a[:, :t], b[:, :t])
-    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6)
-
-
-def test_cached_is_uncached(model):
-    """Token by token, and in pieces that split chunk and convolution anywhere."""
-    tokens = ids(2, 70)
-    whole = logits(model, tokens)
-    for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
-        cache, out = NalandaCache(2), []
-        for piece in tokens.split(pieces, 1):
-            out.append(logits(model, piece, past_key_values=cache))
-        close(torch.cat(out, 1), whole)
-        assert cache.get_seq_length() == 70
-
-
-def test_packed_is_separate(model):
-    lengths = [1, 2, 5, 64, 3, 65]
-    docs = [ids(1, n, seed=n) for n in lengths]
-    separate = torch.cat([logits(model, d) for d in docs], 1)
-    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-    close(logits(model, torch.cat(docs, 1), cu_seqlens=cu), separate)
-    restarting = torch.cat([torch.arange(n) for n in lengths])[None]
-    close(logits(model, torch.cat(docs, 1), position_ids=restarting), separate)
-    # Two rows of one batch, bounds over the flattened tokens.
-    close(
-        logits(model, torch.cat(docs, 1).view(2, 70), cu_seqlens=cu.to(torch.int32)).view(1, 140, VOCAB),
-        separate,
-    )
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_is_alone(model, side):
-    """Also where the prompt comes in two pieces and one row has nothing but padding in the first."""
-    lengths, T = [3, 9, 12], 12
-    rows = [ids(1, n, seed=n) for n in lengths]
-    tokens, mask = torch.zeros(3, T, dtype=torch.long), torch.zeros(3, T, dtype=torch.long)
-    for i, row in enumerate(rows):
-        where = slice(T - row.shape[1], T) if side == "left" else slice(0, row.shape[1])
-        tokens[i, where], mask[i, where] = row[0], 1
-    whole, cache = logits(model, tokens, attention_mask=mask), NalandaCache(2)
-    first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
-    second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
-    for i, row in enumerate(rows):
-        alone, real = logits(model, row)[0], mask[i].bool()
-        close(whole[i][real], alone)
-        close(torch.cat([first, second], 1)[i][real], alone)
-
-
-def test_every_parameter_learns(model):
-    model.train()
-    out = model(ids(2, 20), labels=ids(2, 20))
-    out.loss.backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.isfinite().all(), name
-        assert p.grad.abs().max() > 0, name
-
-
-def test_saved_is_loaded(model, tmp_path):
-    model.float().save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(again) is NalandaForCausalLM
-    assert torch.equal(logits(model, ids(2, 9)), logits(again, ids(2, 9)))
-    assert not list(tmp_path.glob("*.bin"))
+@pytest.mark.parametrize("holds", MIXER_PROPERTIES, ids=lambda f: f.__name__)
+def test_property(model, holds):
+    holds(model)
 
 
 @pytest.mark.parametrize(
@@ -255,24 +166,6 @@ def test_a_parameter_that_nothing_sets_is_refused(monkeypatch, tmp_path):
     )
 
 
-def test_all_memory_is_set_at_construction(model):
-    """Twice the same draws make the same weights, whatever the memory held before."""
-    again = []
-    for value in (torch.nan, 1.0):
-        torch.manual_seed(0)
-        empty = torch.empty
-
-        def dirty(*args, _value=value, _empty=empty, **kwargs):
-            made = _empty(*args, **kwargs)
-            return made.fill_(_value) if made.is_floating_point() else made
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty", dirty)
-            again.append(NalandaForCausalLM(model.config).state_dict())
-    for name, x in again[0].items():
-        assert torch.equal(x, again[1][name]), name
-
-
 # Generation
 
 
@@ -370,32 +263,6 @@ class Made(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self.entries += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
         return result
-
-
-class Narrow(TorchDispatchMode):
-    """Operators that make fp32 tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in tree_leaves(result)):
-            self.seen.add(str(function))
-        return result
-
-
-def test_nothing_of_a_float64_model_is_fp32(model):
-    """Neither angles nor decays nor counts: in a prompt, in a step, and backwards."""
-    cache, model = NalandaCache(2), model.train()
-    with Narrow() as narrow:
-        model(ids(2, 70), labels=ids(2, 70)).loss.backward()
-        model.eval()
-        with torch.no_grad():
-            model(ids(2, 20), past_key_values=cache)
-            model(ids(2, 1), past_key_values=cache)
-    assert not narrow.seen
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
@@ -763,28 +630,6 @@ def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):
             off = (scored(tokens, mask) - alone[i : i + size]) / (lengths[i : i + size] - 1)
             print(f"{mixer}: batch of {size}, {side}: {off.abs().max():.1e} nats a token")
             assert off.abs().max() <= 5e-3
-
-
-@pytest.mark.parametrize("row", rows())
-def test_half_precision_agrees(row):
-    """What bf16 loses in two layers without a map grows to a tenth; what a wrong dtype loses is far more."""
-    model = build(**row, dtype=torch.float32)
-    full, cache = logits(model, ids(2, 40)), NalandaCache(2)
-    cast = build(**row, dtype=torch.bfloat16)
-    pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = logits(model, ids(2, 40))
-    for half in (logits(cast, ids(2, 40)), torch.cat(pieces, 1), mixed):
-        assert (half.float() - full).norm() < 0.2 * full.norm()
-    assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
-    for layer, state in zip(cast.model.layers, cache.states, strict=True):
-        promised = {
-            n: (shape, own or torch.bfloat16) for n, (shape, own) in layer.mixer.state_spec(40).items()
-        }
-        assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()} == promised
-        # what is kept in fp32 when a model is cast
-        kept = [m for m in layer.modules() if isinstance(m, Fp32Module)]
-        assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
 
 
 def check_decay(decay: Decay) -> None:

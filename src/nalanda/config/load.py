@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from nalanda.common.errors import InputError
+from nalanda.common.plugins import import_plugins
 from nalanda.common.text import closest, redact, suggest
 from nalanda.config.schema import RunConfig, TokenizerConfig
 
@@ -29,6 +30,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     for override in overrides:
         _override(values, override)
     config = section(RunConfig, values, "")
+    import_plugins(config.plugins, Path.cwd(), path.parent)
     config.check()
     return config
 

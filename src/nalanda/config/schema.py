@@ -9,7 +9,11 @@ from typing import Any, Literal
 import yaml
 
 from nalanda.common.errors import InputError
+from nalanda.common.plugins import import_plugins
 from nalanda.common.text import is_url, redact
+
+OPTIMIZERS = ["adamw", "muon"]
+"""Names that `optim.name` takes; `register_optimizer` adds to them."""
 
 MAX_DOCUMENT = 64 << 20  # bytes of a document, unless the recipe says otherwise
 
@@ -263,8 +267,8 @@ class GroupConfig:
 class OptimConfig:
     """AdamW; the defaults are the literature's for linear attention at 340 M."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of the blocks by Muon, all else by AdamW."""
+    name: str = "adamw"
+    """muon: the matrices of the blocks by Muon, all else by AdamW; or the name of a plugin's optimizer."""
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -280,6 +284,8 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
+        if self.name not in OPTIMIZERS:
+            raise InputError(f"optim.name: expected one of {', '.join(OPTIMIZERS)}; got {self.name!r}")
         for i, group in enumerate(self.groups):
             group.check(f"optim.groups[{i}]")
         for key in ("lr", "muon_lr"):
@@ -403,8 +409,12 @@ class RunConfig:
     there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
     or from URLs has its documents in another order there, and is refused."""
 
+    plugins: list[str] = field(default_factory=list)
+    """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
+
     def check(self) -> None:
         """Every section by itself, then what no section can see alone. Raises `InputError`."""
+        import_plugins(self.plugins)
         for f in fields(self):
             if is_dataclass(section := getattr(self, f.name)):
                 section.check()  # type: ignore[attr-defined]
@@ -419,7 +429,8 @@ class RunConfig:
             from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 
             try:
-                NalandaConfig(**{key: value for key, value in self.model.items() if key != "init_from"})
+                model = NalandaConfig(**{k: v for k, v in self.model.items() if k != "init_from"})
+                model.plugin_files()  # refuses, before the training, what checkpoints could not carry
             except (TypeError, ValueError) as error:
                 raise InputError(f"model: {error}") from None
 

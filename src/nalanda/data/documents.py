@@ -376,6 +376,15 @@ READERS: dict[str, Reader] = {
 """The reader of each suffix. A row here is all that another file type needs."""
 
 
+def register_reader(suffix: str, read: Reader) -> None:
+    """Adds the reader of another suffix. Raises ValueError for a suffix that is taken, or is not one."""
+    if READERS.get(suffix, read) is not read:
+        raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
+    if not suffix.startswith(".") or suffix == "." or not callable(read):
+        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
+    READERS[suffix] = read
+
+
 # ------------------------------ records
 
 

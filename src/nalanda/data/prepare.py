@@ -26,6 +26,7 @@ import numpy as np
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import rename_synced
+from nalanda.common.plugins import import_plugins, imported
 from nalanda.common.text import duration
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, open_corpus
@@ -262,6 +263,7 @@ class Preparation:
             plan = json.loads(path.read_bytes())
         except OSError as error:
             raise InputError(f"{path}: {first_line(error)}; begin with nalanda data prepare") from None
+        import_plugins(plan.get("plugins", ()))
         self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
         self.data = DataConfig(**plan["data"])
@@ -492,6 +494,7 @@ def begin(
         "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
         "data": asdict(data),
         "jobs": jobs,
+        **({"plugins": imported} if imported else {}),
     }
     write_whole(work / "plan.json", json.dumps(plan).encode())
     return Preparation(directory)

@@ -3,10 +3,11 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from . import ops
+from .base import Mixer
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .feature_maps import FEATURE_MAPS, build_feature_map
-from .mixers import MIXERS
+from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
+from .mixers import MIXERS, register_mixer
 from .modeling import Decoder, NalandaForCausalLM
 from .state import State
 
@@ -23,10 +24,14 @@ __all__ = [
     "FEATURE_MAPS",
     "MIXERS",
     "Decoder",
+    "FeatureMap",
+    "Mixer",
     "NalandaCache",
     "NalandaConfig",
     "NalandaForCausalLM",
     "State",
     "build_feature_map",
     "ops",
+    "register_feature_map",
+    "register_mixer",
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .base import Mixer
 from .mixers import MIXERS, build_mixer
 from .options import check_types, did_you_mean
+from .plugins import missing_plugins, plugin_files, plugins_of
 
 # `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
 # Auto class there loads the code in the checkpoint.
@@ -29,6 +31,7 @@ _FOREIGN_KEYS = frozenset(
         "name_or_path",
         "num_labels",
         "output_attentions",
+        "plugins",
         "quantization_config",
         "torch_dtype",
     }
@@ -153,7 +156,11 @@ class NalandaConfig(PreTrainedConfig):
                     f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
                     "give one name, or one for each layer"
                 )
-        mixers = self.distinct_mixers()  # raises for options that cannot work
+        if missing_plugins(getattr(self, "plugins", ())):
+            return  # a model that is loaded with trust_remote_code brings them; `build_mixer` refuses others
+        mixers = self.distinct_mixers()  # building them refuses what cannot work
+        if plugins := plugins_of(mixers):
+            self.plugins = plugins
         for field, wanted, part in (
             ("feature_map", self.feature_map or self.feature_map_options, "map_name"),
             ("conv_size", self.conv_size, "conv_size"),
@@ -190,12 +197,29 @@ class NalandaConfig(PreTrainedConfig):
                 continue
             raise ValueError(f"unknown model key {key!r}{did_you_mean(key, known)}")
 
+    def plugin_files(self) -> dict[str, str]:
+        """File name to text of what checkpoints carry of the plugins that define the mixers and maps.
+
+        Raises ValueError, in one line, for a plugin whose file cannot travel.
+        """
+        return plugin_files(getattr(self, "plugins", ()))
+
     def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
-        """transformers' `save_pretrained`, which names only the saved class, for AutoModelForCausalLM. The
-        decoder loads from the same files, for AutoModel."""
+        """transformers', with the plugins' files copied beside the model's code, which imports them.
+
+        transformers names only the saved class, for AutoModelForCausalLM; the decoder loads from the same
+        files, for AutoModel. Raises ValueError as `plugin_files` does.
+        """
+        files = self.plugin_files()
         if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
             known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
         super().save_pretrained(save_directory, *args, **kwargs)
+        own = Path(save_directory) / "configuration.py"
+        for name, text in files.items():
+            (own.parent / name).write_text(text, encoding="utf-8")
+            line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
+            if own.exists() and line not in (code := own.read_text(encoding="utf-8")):
+                own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each of the layers' mixers, on the meta device."""

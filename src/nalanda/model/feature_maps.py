@@ -3,6 +3,7 @@
 import math
 import warnings
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from .layers import Fp32Module, at_least_fp32, no_autocast
 from .options import check_names, check_types, did_you_mean
+from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
 
 EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
@@ -362,6 +364,32 @@ FEATURE_MAPS = {
     "soft": Soft,
     "softpp": SoftPP,
 }
+
+
+def register_feature_map(name: str, row: Any) -> None:
+    """Adds a map of the calling module, a class or a `partial` of one, to `FEATURE_MAPS`.
+
+    Raises ValueError for a name that is taken, or a class that lacks what `base.py` asks of a map.
+    """
+    kind, missing = getattr(row, "func", row), []
+    if not (isinstance(kind, type) and issubclass(kind, FeatureMap)):
+        missing = ["is not a subclass of FeatureMap"]
+    elif kind.forward is FeatureMap.forward:
+        missing = ["does not define forward()"]
+    else:
+        try:
+            with torch.device("meta"):
+                made = row(num_heads=2, head_dim=4)
+        except TypeError as error:
+            raise ValueError(
+                f"register_feature_map({name!r}): {kind.__name__} needs __init__(self, *, num_heads, "
+                f"head_dim, options with defaults): {error} (the contract: nalanda/model/base.py)"
+            ) from None
+        missing += [f"has no `{n}`" for n in ("equation", "source", "feature_dim") if not hasattr(made, n)]
+        if dict(made.named_parameters(recurse=False)):
+            missing += [] if isinstance(made, Fp32Module) else ["has parameters but is no Fp32Module"]
+            missing += [] if hasattr(made, "initial") else ["has parameters but no initial()"]
+    register("feature_map", name, row, FEATURE_MAPS, missing)
 
 
 def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) -> FeatureMap:

@@ -20,6 +20,7 @@ from .configuration import NalandaConfig
 from .layers import GLU, RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
+from .plugins import load_copies
 from .sequences import Layout, Rows, Sequences
 from .state import State
 
@@ -64,6 +65,17 @@ class NalandaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["Block"]
     _supports_sdpa = True  # prevents a warning of transformers
+
+    @classmethod
+    def from_pretrained(cls, name, *args, config=None, trust_remote_code=None, **kwargs):
+        """transformers'. With trust_remote_code, plugins that cannot be imported come from the checkpoint."""
+        if trust_remote_code:
+            keys = ("cache_dir", "local_files_only", "revision", "token")
+            hub = {key: kwargs[key] for key in keys if key in kwargs}
+            named = config or NalandaConfig.from_pretrained(name, **hub)
+            load_copies(getattr(named, "plugins", ()), str(name), **hub)
+        kwargs |= {"config": config, "trust_remote_code": trust_remote_code}
+        return super().from_pretrained(name, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

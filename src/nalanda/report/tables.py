@@ -1,6 +1,8 @@
 """Tables of recipes, token mixers and feature maps, generated from the code for `nalanda info`."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +123,21 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
     console.print(table)
 
 
-if __name__ == "__main__":  # prints the README's tables
-    for _rows in (recipe_rows(), mixer_rows(), map_rows()):
-        print(markdown(_rows), end="\n\n")
+def updated(text: str) -> str:
+    """A README's text with its tables made anew. Each is found by its heading's first two cells.
+
+    Raises ValueError for a table that is not there.
+    """
+    for rows in (mixer_rows(), map_rows(), recipe_rows()):
+        table = markdown(rows)
+        heading = " | ".join(table.split(" | ")[:2])
+        pattern = rf"^{re.escape(heading)} \|.*(\n\|.*)*"
+        text, found = re.subn(pattern, lambda _, table=table: table, text, flags=re.MULTILINE)
+        if found != 1:
+            raise ValueError(f"README.md: {found} tables begin with {heading}; it needs one")
+    return text
+
+
+if __name__ == "__main__":  # `make tables`
+    readme = Path("README.md")
+    readme.write_text(updated(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -468,7 +468,10 @@ def _contents(
             files[f"{name}.safetensors"] = _safetensors({k: (t, []) for k, t in tensors.items()}, copy)
     if rank == 0:
         if hasattr(model, "config"):
-            files["config.json"] = [model.config.to_json_string().encode()]  # type: ignore[union-attr]
+            config: Any = model.config
+            files["config.json"] = [config.to_json_string().encode()]
+            if hasattr(config, "plugin_files"):
+                files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         without = [n for n, p in model.named_parameters() if id(p) in trained and not optimizer.state.get(p)]
         record = {**trainer_state, "step": step, "without_moments": without}

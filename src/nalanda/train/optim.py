@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import suggest
-from nalanda.config.schema import OptimConfig, ScheduleConfig
+from nalanda.config.schema import OPTIMIZERS, OptimConfig, ScheduleConfig
 from nalanda.model.layers import Fp32Module
 
 
@@ -89,12 +89,21 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over `parameter_groups`, or Muon and AdamW as one optimizer; AdamW fused where torch has it (one
-    pass over the moments instead of many). Raises `InputError` for a pattern without a parameter."""
-    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in model.parameters())
+    """The optimizer called `config.name` over `parameter_groups`, each with its `lr` at the schedule's peak.
+
+    Raises `InputError` for a pattern without a parameter.
+    """
     groups = parameter_groups(model, config)
     for group in groups:
         group["lr"] = config.lr * group["lr_scale"]
+    return BUILDERS[config.name](groups, config)
+
+
+def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, and Muon for the groups of that kind, as one optimizer. AdamW is fused where torch has it: one
+    pass over the moments instead of many."""
+    everything = [p for group in groups for p in group["params"]]
+    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in everything)
     first = sum(group.pop("kind") == "muon" for group in groups)
     rest: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused}
     parts: list[torch.optim.Optimizer] = []
@@ -103,6 +112,24 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if groups[first:]:
         parts.append(torch.optim.AdamW(groups[first:], **rest))
     return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+Builder = Callable[[list[dict], OptimConfig], torch.optim.Optimizer]
+BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "muon": build_adamw}
+
+
+def register_optimizer(name: str, build: Builder) -> None:
+    """Lets `optim.name` be `name`: `build(groups, config)` makes the optimizer of `parameter_groups`' groups.
+
+    Its state must be tensors by parameter, which checkpoints hold. Raises ValueError for a name that is taken
+    or for a `build` that cannot be called.
+    """
+    if BUILDERS.get(name, build) is not build:
+        raise ValueError(f"register_optimizer({name!r}): the name is taken; choose another")
+    if not callable(build):
+        raise ValueError(f"register_optimizer({name!r}): expected a function (groups, config), got {build!r}")
+    BUILDERS[name] = build
+    OPTIMIZERS.extend({name} - set(OPTIMIZERS))
 
 
 class Joined(torch.optim.Optimizer):

@@ -1,0 +1,81 @@
+"""A mixer and a feature map of one's own: `plugins: [my_mixer]` in a recipe makes both names known.
+
+S ← σ(w)_h S + φ(k) vᵀ, o = F^-½ Sᵀ φ(q): linear attention whose heads forget at learnt rates.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
+from nalanda.model.base import Heads, State, StateSpec
+from nalanda.model.layers import Fp32Module, at_least_fp32
+from nalanda.model.sequences import Sequences
+
+
+class SquaredRelu(FeatureMap):
+    """max(x, 0)², in fp32 at least, as all maps compute."""
+
+    equation = "max(x, 0)²"
+    source = "this example"
+    nonnegative = True
+
+    def __init__(self, *, num_heads: int, head_dim: int):
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return at_least_fp32(q).relu().square(), at_least_fp32(k).relu().square()
+
+
+class Rates(Fp32Module):
+    """log σ(w) by head. An `Fp32Module` keeps its parameters in fp32, and sets them in `initial`."""
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+
+    def initial(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.linspace(2.0, 6.0, self.w.numel(), device=self.w.device)}
+
+    def forward(self) -> torch.Tensor:
+        return F.logsigmoid(self.w)
+
+
+class ForgetfulAttention(Mixer):
+    equation = "S ← σ(w) S + k vᵀ; o = Sᵀq"
+    source = "this example"
+    map_name = "squared_relu"  # the default; `model.feature_map` chooses another
+    gated = False  # no output gate, unless `model.use_gate` asks for one
+
+    def __init__(self, config, layer_idx: int, *, forget: bool = True):
+        super().__init__(config, layer_idx)
+        self.rates = Rates(self.num_heads) if forget else None
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> torch.Tensor:
+        g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
+        o, final = ops.linear_attention(
+            heads["q"],
+            heads["k"],
+            heads["v"],
+            g,
+            feature_map=self.feature_map,
+            initial_state=state.get("memory"),
+            output_final_state=new is not None,
+            cu_seqlens=seq.cu_seqlens,
+            mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
+        )
+        if new is not None and final is not None:
+            new["memory"] = final
+        return o
+
+    def state_spec(self, T: int) -> StateSpec:
+        shape = (self.num_heads, self.feature_map.feature_dim, self.V)
+        return {"memory": (shape, torch.float32), **super().state_spec(T)}
+
+    def flops(self, T: int) -> float:
+        rule = ops.linear_attention_flops(self.num_heads, self.feature_map.feature_dim, self.V)
+        return rule + super().flops(T)
+
+
+register_feature_map("squared_relu", SquaredRelu)
+register_mixer("forgetful", ForgetfulAttention)

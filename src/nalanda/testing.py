@@ -1,0 +1,390 @@
+"""The properties that every token mixer and feature map must have, as functions for anybody's tests.
+
+`check_mixer("name")` and `check_feature_map("name")` run all of them on tiny models. Each property is a
+function of MIXER_PROPERTIES or MAP_PROPERTIES that raises AssertionError; Nalanda's own tests run the same.
+"""
+
+import copy
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
+from nalanda.model import FeatureMap, build_feature_map
+from nalanda.model.layers import Fp32Module
+from nalanda.model.sequences import Sequences
+
+VOCAB = 61
+
+
+def check_mixer(name: str, **options: Any) -> None:
+    """Raises AssertionError, which names the property, unless mixer `name` has all of MIXER_PROPERTIES.
+
+    options: other fields of `NalandaConfig`, such as mixer_options or feature_map.
+    """
+    _check(f"mixer {name}", MIXER_PROPERTIES, lambda: build(name, **options))
+
+
+def check_feature_map(name: str, **options: Any) -> None:
+    """Raises AssertionError, which names the property, unless map `name` has all of MAP_PROPERTIES, and
+    linear attention with it all of MIXER_PROPERTIES.
+
+    options: the map's own, feature_map_options of `NalandaConfig`.
+    """
+    _check(f"feature map {name}", MAP_PROPERTIES, lambda: lambda **sizes: build_map(name, **sizes, **options))
+    denominator = build_map(name, **options).nonnegative
+    mixer = {"mixer_options": {"denominator": denominator}, "feature_map_options": options}
+    check_mixer("linear_attention", feature_map=name, **mixer)
+
+
+def _check(what: str, properties: list[Callable], make: Callable[[], Any]) -> None:
+    for holds in properties:
+        try:
+            holds(make())
+        except Exception as error:
+            reason = f"{type(error).__name__}: " * (type(error) is not AssertionError) + str(error)
+            raise AssertionError(f"{what}: {holds.__name__.replace('_', ' ')}: {reason}") from error
+
+
+# ------------------------------ tiny models
+
+
+def build(
+    mixer="gated_deltanet", feature_map=None, mixer_options=None, dtype=torch.float64, **options
+) -> NalandaForCausalLM:
+    """A tiny model in evaluation mode, initialised widely enough for its mixer to move the logits."""
+    torch.manual_seed(0)
+    if mixer == "gated_deltanet" and feature_map is None:
+        feature_map = "nala"
+    fields: dict[str, Any] = {
+        **{"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2},
+        **{"intermediate_size": 32, "initializer_range": 0.3, "mixer_options": mixer_options, **options},
+    }
+    model: Any = NalandaForCausalLM(NalandaConfig(mixer=mixer, feature_map=feature_map, **fields))
+    return model.to(dtype).eval()
+
+
+def build_map(name: str, *, num_heads: int = 2, head_dim: int = 16, **options: Any) -> FeatureMap:
+    """A map with its parameters at their initial values; five landmarks where it has any."""
+    if name.startswith("soft"):
+        options = {"landmarks": 5, **options}
+    made: Any = build_feature_map(name, num_heads=num_heads, head_dim=head_dim, **options)
+    torch.manual_seed(0)
+    if list(made.parameters()):
+        made.load_state_dict(made.initial())
+    return made
+
+
+def ids(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor, **kwargs: Any) -> Tensor:
+    return model(tokens, **{"use_cache": False, **kwargs}).logits
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# ------------------------------ properties of mixers
+
+
+def moves_the_logits(model: Any) -> None:
+    """The premise of the other properties: without its mixers the model's logits are others."""
+    tokens = ids(2, 40)
+    whole = logits(model, tokens)
+    for layer in model.model.layers:
+        for parameter in layer.mixer.o_proj.parameters():
+            parameter.data.zero_()
+    assert (whole - logits(model, tokens)).norm() > 0.1 * whole.norm()
+
+
+def mix_is_its_weights_times_v(model: Any) -> None:
+    """`mix` is linear in v: it equals the matrix of `weights`, lower triangular, times v."""
+    for layer in model.model.layers:
+        mixer, x = layer.mixer, torch.randn(2, 37, model.config.hidden_size, dtype=torch.float64)
+        with torch.no_grad():
+            heads = mixer.heads(x, Sequences(), {}, None)
+            o = mixer.mix(heads, Sequences(), {}, None).transpose(1, 2)
+        w = mixer.weights(x)
+        v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
+        close((w @ v).unflatten(1, (-1, mixer.streams)).transpose(2, 3).flatten(-2), o)
+        assert w.triu(1).abs().max() == 0
+
+
+def causal(model: Any) -> None:
+    tokens, t = ids(2, 70), 66
+    changed = tokens.clone()
+    changed[:, t] = (changed[:, t] + 1) % VOCAB
+    a, b = logits(model, tokens), logits(model, changed)
+    close(a[:, :t], b[:, :t])
+    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6), "a token changes nothing behind it"
+
+
+def gradients_of_a_prefix_ignore_the_future(model: Any) -> None:
+    x, t, found = model.get_input_embeddings()(ids(2, 70)).detach(), 66, []
+    for future in (x[:, t:], -2 * x[:, t:]):
+        model.zero_grad()
+        inputs = torch.cat([x[:, :t], future], 1).requires_grad_()
+        model(inputs_embeds=inputs, use_cache=False).logits[:, :t].square().mean().backward()
+        own, *gradients = [x.grad for x in (inputs, *model.parameters()) if x.grad is not None]
+        assert own[:, t:].abs().max() == 0
+        found.append([own[:, :t], *gradients])
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-9 * max(1.0, float(a.abs().max())))
+
+
+def gradients_are_finite_differences(model: Any) -> None:
+    """Along one random direction of all parameters together."""
+    tokens, step = ids(2, 70), 1e-6
+    parameters = list(model.parameters())
+    towards = [torch.randn_like(p) for p in parameters]
+
+    def loss() -> Tensor:
+        return model(tokens, labels=tokens, use_cache=False).loss
+
+    gradients = torch.autograd.grad(loss(), parameters)
+    slope = torch.stack([(g * d).sum() for g, d in zip(gradients, towards, strict=True)]).sum()
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -1):
+            for p, d in zip(parameters, towards, strict=True):
+                p += sign * step * d
+            ends.append(loss())
+            for p, d in zip(parameters, towards, strict=True):
+                p -= sign * step * d
+    difference = (ends[0] - ends[1]) / (2 * step)
+    assert (slope - difference).abs() < 1e-4 * (1 + slope.abs()), f"{float(slope)} and {float(difference)}"
+
+
+def chunkwise_is_recurrent_is_reference(model: Any) -> None:
+    """Where a mixer calls `delta_rule` or `linear_attention`: all modes of the op give one result."""
+    tokens = ids(2, 70)
+    whole = logits(model, tokens)
+    for mode in ("recurrent", "reference"):
+
+        def in_mode(*args: Any, _mode: str = mode, _op: Callable = ops._recurrence, **kwargs: Any) -> Any:
+            return _op(*args, **{**kwargs, "mode": _mode})
+
+        with mock.patch.object(ops, "_recurrence", in_mode):
+            close(logits(model, tokens), whole)
+
+
+def cached_is_uncached(model: Any) -> None:
+    """Token by token, and in pieces that split chunk and convolution anywhere; the states are as promised."""
+    tokens, layers = ids(2, 70), model.model.layers
+    whole = logits(model, tokens)
+    for pieces in ([1] * 70, [1, 2, 63, 1, 3], [66, 4]):
+        cache, out = NalandaCache(len(layers)), []
+        for piece in tokens.split(pieces, 1):
+            out.append(logits(model, piece, past_key_values=cache))
+        close(torch.cat(out, 1), whole)
+        assert cache.get_seq_length() == 70
+        for layer, state in zip(layers, cache.states, strict=True):
+            shapes = {name: shape for name, (shape, _) in layer.mixer.state_spec(70).items()}
+            assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
+
+
+def packed_is_separate(model: Any) -> None:
+    lengths = [1, 2, 5, 64, 3, 65]
+    docs = [ids(1, n, seed=n) for n in lengths]
+    separate, joined = torch.cat([logits(model, d) for d in docs], 1), torch.cat(docs, 1)
+    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    close(logits(model, joined, cu_seqlens=cu), separate)
+    close(logits(model, joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None]), separate)
+    # Two rows of one batch, bounds over the flattened tokens.
+    rows = logits(model, joined.view(2, 70), cu_seqlens=cu.to(torch.int32))
+    close(rows.view(1, 140, VOCAB), separate)
+
+
+def padded_is_alone(model: Any) -> None:
+    """On either side, also where the prompt comes in two pieces and one row is only padding in the first."""
+    lengths, T = [3, 9, 12], 12
+    rows = [ids(1, n, seed=n) for n in lengths]
+    for side in ("left", "right"):
+        tokens, mask = torch.zeros(3, T, dtype=torch.long), torch.zeros(3, T, dtype=torch.long)
+        for i, row in enumerate(rows):
+            where = slice(T - row.shape[1], T) if side == "left" else slice(0, row.shape[1])
+            tokens[i, where], mask[i, where] = row[0], 1
+        whole, cache = logits(model, tokens, attention_mask=mask), NalandaCache(len(model.model.layers))
+        first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+        second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+        for i, row in enumerate(rows):
+            alone, real = logits(model, row)[0], mask[i].bool()
+            close(whole[i][real], alone)
+            close(torch.cat([first, second], 1)[i][real], alone)
+
+
+def every_parameter_learns(model: Any) -> None:
+    model.train()
+    model(ids(2, 20), labels=ids(2, 20)).loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        assert p.grad.abs().max() > 0, name
+
+
+def saved_is_loaded(model: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model.float().save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert type(again) is NalandaForCausalLM
+        assert torch.equal(logits(model, ids(2, 9)), logits(again, ids(2, 9)))
+
+
+def all_memory_is_set_at_construction(model: Any) -> None:
+    """The same draws make the same weights, whatever the memory held before."""
+    again, empty = [], torch.empty
+    for value in (torch.nan, 1.0):
+        torch.manual_seed(0)
+
+        def dirty(*args: Any, _value: float = value, **kwargs: Any) -> Tensor:
+            made = empty(*args, **kwargs)
+            return made.fill_(_value) if made.is_floating_point() else made
+
+        with mock.patch.object(torch, "empty", dirty):
+            again.append(NalandaForCausalLM(model.config).state_dict())
+    for name, x in again[0].items():
+        assert torch.equal(x, again[1][name]), name
+
+
+class _Narrow(TorchDispatchMode):
+    """Collects the operators that make fp32 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in tree_leaves(result)):
+            self.seen.add(str(function))
+        return result
+
+
+def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
+    """Neither angles nor decays nor counts: in a prompt, in a step, and backwards."""
+    cache, model = NalandaCache(len(model.model.layers)), model.train()
+    with _Narrow() as narrow:
+        model(ids(2, 70), labels=ids(2, 70)).loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(ids(2, 20), past_key_values=cache)
+            model(ids(2, 1), past_key_values=cache)
+    assert not narrow.seen, narrow.seen
+
+
+def half_precision_agrees(model: Any) -> None:
+    """bf16 weights and bf16 autocast are near fp32; fp32 parameters stay so; states have their dtypes.
+
+    What bf16 loses in two layers without a map grows to a tenth; what a wrong dtype loses is far more.
+    """
+    model, cache = NalandaForCausalLM(model.config).eval(), NalandaCache(len(model.model.layers))
+    full, cast = logits(model, ids(2, 40)), copy.deepcopy(model).bfloat16()
+    pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = logits(model, ids(2, 40))
+    for half in (logits(cast, ids(2, 40)), torch.cat(pieces, 1), mixed):
+        assert (half.float() - full).norm() < 0.2 * full.norm()
+    assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
+    for layer, state in zip(cast.model.layers, cache.states, strict=True):
+        spec = layer.mixer.state_spec(40).items()
+        promised = {name: (shape, own or torch.bfloat16) for name, (shape, own) in spec}
+        assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, "state_spec"
+        kept = [m for m in layer.modules() if isinstance(m, Fp32Module)]
+        assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
+
+
+MIXER_PROPERTIES: list[Callable[[Any], None]] = [
+    moves_the_logits,
+    every_parameter_learns,
+    causal,
+    mix_is_its_weights_times_v,
+    gradients_of_a_prefix_ignore_the_future,
+    gradients_are_finite_differences,
+    chunkwise_is_recurrent_is_reference,
+    cached_is_uncached,
+    packed_is_separate,
+    padded_is_alone,
+    saved_is_loaded,
+    all_memory_is_set_at_construction,
+    nothing_of_a_float64_model_is_fp32,
+    half_precision_agrees,
+]
+
+
+# ------------------------------ properties of feature maps; `make(**sizes)` builds one
+
+
+def products_are_nonnegative_if_promised(make: Callable[..., FeatureMap]) -> None:
+    phi_q, phi_k = make()(draw(1, 100, 2, 16), draw(1, 100, 2, 16, seed=1))
+    products = torch.einsum("bthk,bshk->bhts", phi_q, phi_k)
+    assert not make().nonnegative or products.min() >= -1e-12
+
+
+def small_and_large_inputs_are_finite(make: Callable[..., FeatureMap]) -> None:
+    """So are their gradients, below every epsilon and far out."""
+    for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
+        made = make()
+        q, k = (draw(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
+        phi = made(q, k)
+        torch.stack([x.square().sum() for x in phi]).sum().backward()
+        gradients = [x.grad for x in (q, k, *made.parameters()) if x.grad is not None]
+        assert all(x.isfinite().all() for x in (*phi, *gradients))
+
+
+def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
+    """Of q, k and the map's own parameters, by finite differences."""
+    made = make(head_dim=4).double()
+    own = dict(made.named_parameters())
+
+    def function(q: Tensor, k: Tensor, *parameters: Tensor) -> Any:
+        return torch.func.functional_call(made, dict(zip(own, parameters, strict=True)), (q, k))
+
+    inputs = (draw(1, 2, 2, 4).requires_grad_(), draw(1, 2, 2, 4, seed=1).requires_grad_())
+    assert torch.autograd.gradcheck(function, (*inputs, *own.values()))
+
+
+def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
+    """Also where the model was cast, and whatever autocast says."""
+    for dtype, spread in itertools.product((torch.float16, torch.bfloat16, torch.float32), (20, 0.5)):
+        q, k = (draw(1, 4, 2, 16, seed=s, spread=spread).to(dtype) for s in (0, 1))
+        exact, cast = make()(q.double(), k.double()), make().to(dtype)
+        assert all(p.dtype == torch.float32 for p in cast.parameters())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results = cast(q, k)
+        for half, full in zip(results, exact, strict=True):
+            assert (half.dtype, full.dtype) == (torch.float32, torch.float64)
+            torch.testing.assert_close(half.double(), full, rtol=1e-4, atol=1e-5)
+
+
+def runs_on_the_meta_device(make: Callable[..., FeatureMap]) -> None:
+    made = copy.deepcopy(make()).to("meta")
+    q, k = (torch.empty(3, 5, 2, 16, device="meta", requires_grad=True) for _ in range(2))
+    phi = made(q, k)
+    torch.stack([x.sum() for x in phi]).sum().backward()
+    assert all(x.shape == (3, 5, 2, made.feature_dim) for x in phi)
+
+
+MAP_PROPERTIES: list[Callable[[Callable[..., FeatureMap]], None]] = [
+    products_are_nonnegative_if_promised,
+    small_and_large_inputs_are_finite,
+    gradients_are_the_formulas,
+    computed_in_fp32,
+    runs_on_the_meta_device,
+]

@@ -1,0 +1,371 @@
+"""Mixers, maps, optimizers and readers from outside the package: `plugins` of a recipe."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training import ROOT
+from transformers import AutoModelForCausalLM
+
+import nalanda
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common.errors import InputError
+from nalanda.common.plugins import imported
+from nalanda.config.load import load_config
+from nalanda.data.documents import READERS, Document, register_reader
+from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
+from nalanda.model.delta import GatedDeltaNet
+from nalanda.model.linear import LinearAttention
+from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, logits
+from nalanda.train.loop import train
+from nalanda.train.optim import BUILDERS, register_optimizer
+
+EXAMPLE = ROOT / "examples" / "my_mixer"
+TABLES = (MIXERS, FEATURE_MAPS, plugins.MODULES, BUILDERS, READERS, sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch):
+    """Nothing that a test registers or imports outlives it."""
+    kept = [dict(table) for table in TABLES]
+    path, names, optimizers = list(sys.path), list(imported), list(nalanda.config.schema.OPTIMIZERS)
+    yield
+    for table, before in zip(TABLES, kept, strict=True):
+        for name in set(table) - set(before):
+            del table[name]
+    sys.path[:], imported[:], nalanda.config.schema.OPTIMIZERS[:] = path, names, optimizers
+
+
+@pytest.fixture
+def my_mixer(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import my_mixer
+
+    return my_mixer
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return folder / f"{name}.py"
+
+
+def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    settings = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", program], env={**settings, **environment}, cwd=folder, capture_output=True,
+        text=True,
+    )  # fmt: skip
+
+
+WITHOUT_NALANDA = """
+import sys
+for name in ("nalanda", "nalanda_kernels", "nalanda_eval"):
+    sys.modules[name] = None
+import torch
+from transformers import AutoModelForCausalLM
+"""
+COMPARE = """
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code={trust}).eval()
+tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    assert torch.equal(model(tokens, use_cache=False).logits, torch.load("expected.pt"))
+"""
+
+
+# ------------------------------ the example
+
+
+def test_the_example_has_every_property(my_mixer):
+    check_mixer("forgetful")
+    check_mixer("forgetful", mixer_options={"forget": False})
+    check_feature_map("squared_relu")
+
+
+def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate):
+    """With a recipe of the example's model over a small corpus; the plugin stands beside the recipe."""
+    shutil.copy(EXAMPLE / "my_mixer.py", tmp_path)
+    text = (EXAMPLE / "recipe.yaml").read_text().replace("source: python", f"source: {recipe.parent}")
+    (tmp_path / "recipe.yaml").write_text(text)
+    run_dir = tmp_path / "run"
+    settings = [f"output_dir={run_dir}", "train.steps=3", "tokenizer.vocab_size=320", "train.cpu_threads=1"]
+    train(load_config(tmp_path / "recipe.yaml", settings))
+    assert "plugins:\n- my_mixer\n" in (run_dir / "config.yaml").read_text()
+    for folder in (run_dir / "final", run_dir / "checkpoints" / "step-3"):
+        assert json.loads((folder / "config.json").read_text())["plugins"] == ["my_mixer"]
+        assert "from .mixers import register_mixer" in (folder / "my_mixer.py").read_text()
+
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
+    torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
+    (tmp_path / "my_mixer.py").unlink()
+    program = WITHOUT_NALANDA + COMPARE.format(name="run/final", trust=True)
+    done = run(program + 'model.save_pretrained("again")', tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(WITHOUT_NALANDA + COMPARE.format(name="again", trust=True), tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_loads_with_nalanda(my_mixer, tmp_path):
+    """If the plugin is importable, else by trust_remote_code, else not."""
+    model = build("forgetful", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
+    program = "import os, torch, nalanda\nfrom transformers import AutoModelForCausalLM\n"
+    plain, trusted = (program + COMPARE.format(name="model", trust=trust) for trust in (False, True))
+    done = run(plain, tmp_path, PYTHONPATH=os.pathsep.join([*sys.path[1:], str(EXAMPLE)]))
+    assert done.returncode == 0, done.stderr[-2000:]
+    # A file beside the weights is code from elsewhere, even where it stands in the working directory.
+    refused = f"""{program}
+for place, name in ((".", "model"), ("model", ".")):
+    os.chdir(place)
+    try:
+        AutoModelForCausalLM.from_pretrained(name)
+    except ValueError as error:
+        assert str(error).startswith("plugins: my_mixer is not importable; import it first"), error
+        assert "trust_remote_code" in str(error)
+    else:
+        raise AssertionError(name)
+os.chdir("..")
+"""
+    again = "model.save_pretrained('again')\n" + COMPARE.format(name="again", trust=False)
+    done = run(refused + trusted + again, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = [(tmp_path / name / "my_mixer.py").read_text() for name in ("model", "again")]
+    assert files[0] == files[1]
+
+
+# ------------------------------ the checks find faults
+
+
+FAULTS = {  # property → methods of a class that lacks it
+    "causal": """
+    def mix(self, heads, *others):
+        return super().mix(heads, *others) + heads["v"].mean(1, True)
+""",
+    "mix is its weights times v": """
+    def mix(self, *inputs):
+        return super().mix(*inputs) + 1
+""",
+    "cached is uncached: state_spec": """
+    def state_spec(self, T):
+        return {}
+""",
+    "every parameter learns": """
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.idle = torch.nn.Linear(2, 2)
+""",
+    "ValueError: nothing sets scale of Faulty": """
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.scale = torch.nn.Parameter(torch.empty(2))
+""",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_checks_name_the_property(fault, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path, "faulty", f"""
+import torch
+from nalanda.model import register_mixer
+from nalanda.model.linear import LinearAttention
+
+class Faulty(LinearAttention):
+{FAULTS[fault]}
+    def step_options(self):
+        return None
+
+register_mixer("faulty", Faulty)
+""")  # fmt: skip
+    import faulty  # noqa: F401
+
+    with pytest.raises(AssertionError, match=f"mixer faulty: .*{fault}"):
+        check_mixer("faulty")
+
+
+# ------------------------------ refusals
+
+
+class Bare(Mixer):
+    pass
+
+
+class Changed(GatedDeltaNet):
+    def read_out(self, o, heads, x):
+        return super().read_out(2 * o, heads, x)
+
+
+class Positional(LinearAttention):
+    def __init__(self, config, layer_idx, scale):
+        super().__init__(config, layer_idx)
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "says"),
+    [
+        ("mine", 3, "is not a subclass of Mixer"),
+        (
+            "mine",
+            Bare,
+            "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
+        ),
+        ("mine", Changed, r"changes read_out\(\) but inherits .* step_options\(\) from DeltaNet"),
+        ("mine", Positional, "options with defaults"),
+        ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
+    ],
+)
+def test_registering_checks_the_mixer(name, mixer, says):
+    with pytest.raises(ValueError, match=says) as error:
+        nalanda.register_mixer(name, mixer)
+    assert "\n" not in str(error.value)
+    assert name == "gla" or "base.py" in str(error.value)
+    assert "mine" not in MIXERS
+
+
+class Map(nalanda.model.FeatureMap):
+    def __init__(self, *, num_heads, head_dim):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(head_dim))
+
+    def forward(self, q, k):
+        return q, k
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (nalanda.model.FeatureMap, "does not define forward"),
+        (Map, "no `equation`; has no `source`; has no `feature_dim`; .* no Fp32Module; .* no initial"),
+        (torch.nn.ReLU, "not a subclass of FeatureMap"),
+    ],
+)
+def test_registering_checks_the_map(kind, says):
+    with pytest.raises(ValueError, match=says):
+        nalanda.register_feature_map("mine", kind)
+
+
+PLUGIN = """
+{line}
+from nalanda.model import FeatureMap, register_feature_map
+
+class Twice(FeatureMap):
+    equation, source, nonnegative = "2x", "-", False
+
+    def __init__(self, *, num_heads, head_dim):
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, q, k):
+        return 2 * q.float(), 2 * k.float()
+
+register_feature_map("twice_{name}", Twice)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("takes_yaml", "import yaml", "takes_yaml.py, line 2: imports yaml; checkpoints carry this file"),
+        (
+            "takes_train",
+            "from nalanda.train.optim import register_optimizer",
+            "line 2: imports nalanda.train.optim; ",
+        ),
+        ("takes_sibling", "import nalanda.model.ops", "line 2: imports nalanda.model.ops; "),
+        ("layers", "", "must be one flat file, named unlike those of nalanda.model"),
+    ],
+)
+def test_what_cannot_travel_is_refused(name, line, says, tmp_path, monkeypatch, recipe):
+    """When it is saved, and before a run begins."""
+    write(tmp_path / "code", name, PLUGIN.format(name=name, line=line))
+    monkeypatch.chdir(tmp_path / "code")
+    overrides = [f"plugins=[{name}]", "model.mixer=deltanet", f"model.feature_map=twice_{name}"]
+    with pytest.raises(InputError, match=says) as error:
+        load_config(recipe, overrides)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=says):
+        build("deltanet", f"twice_{name}").save_pretrained(tmp_path / "model")
+
+
+def test_plugins_that_cannot_be_imported(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        InputError, match=r"plugins: no_such_one cannot be imported: .*; install it or put its"
+    ):
+        load_config(recipe, ["plugins=[no_such_one]"])
+    write(tmp_path, "broken", "1 / 0")
+    with pytest.raises(InputError, match=r"plugins: broken cannot be imported: .*division by zero"):
+        load_config(recipe, ["plugins=[broken]"])
+    with pytest.raises(InputError, match="unknown mixer 'forgetful'"):
+        load_config(recipe, ["model.mixer=forgetful"])
+
+
+def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
+    """Config files come from anywhere: what they name is imported if it is a plugin that a user put there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path, "elsewhere", "open('ran', 'w')  # register_mixer")
+    write(tmp_path, "reaching", "import yaml  # register_mixer")
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_heads": 2, "num_hidden_layers": 1}
+    for name in ("this", "os.path", "reaching", "../elsewhere", "elsewhere"):
+        with pytest.raises(ValueError, match=r"plugins: .* is not importable|imports yaml"):
+            NalandaForCausalLM(NalandaConfig(**sizes, mixer="unheard_of", plugins=[name]))
+    assert "this" not in sys.modules
+    assert "elsewhere" not in sys.modules
+
+
+# ------------------------------ optimizers and readers
+
+
+def test_a_run_with_an_optimizer_and_a_reader(tmp_path, monkeypatch, recipe, fresh_accelerate):
+    write(tmp_path, "my_parts", """
+import torch
+from nalanda.data.documents import Document, register_reader
+from nalanda.train.optim import register_optimizer
+
+def momentum(groups, config):
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+def read_records(path, fields, start):
+    for i, text in enumerate(path.read_text().split("%"), 1):
+        if i > start:
+            yield Document(text), i
+
+register_optimizer("momentum", momentum)
+register_reader(".records", read_records)
+""")  # fmt: skip
+    (tmp_path / "corpus").mkdir()
+    texts = [json.loads(line)["text"] for line in (recipe.parent / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "corpus" / "a.records").write_text("%".join(texts))
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        *("plugins=[my_parts]", "optim.name=momentum", f"data.source={tmp_path / 'corpus'}"),
+        *("data.workers=2", "checkpoint.every=2", f"output_dir={tmp_path / 'run'}"),
+    ]
+    with pytest.raises(InputError, match=r"optim.name: expected one of adamw, muon; got 'momentum'"):
+        load_config(recipe, settings[1:])
+    train(load_config(recipe, [*settings, "train.steps=2"]))
+    train(load_config(recipe, [*settings, "train.steps=4"]))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+    from nalanda.config.schema import TokenizerConfig
+    from nalanda.data.prepare import prepare
+
+    data = load_config(recipe, settings).data
+    index = prepare(data, TokenizerConfig(train="bpe", vocab_size=320), tmp_path / "set", workers=2)
+    assert index["train"]["documents"] > 1000
+
+
+def test_names_that_are_taken():
+    with pytest.raises(ValueError, match=r"register_optimizer\('muon'\): the name is taken"):
+        register_optimizer("muon", lambda groups, config: None)
+    with pytest.raises(ValueError, match=r"register_reader\('.txt'\): the suffix is taken"):
+        register_reader(".txt", lambda path, fields, start: iter([(Document(""), 1)]))
+    with pytest.raises(ValueError, match=r"expected a suffix such as .csv"):
+        register_reader("csv", lambda path, fields, start: iter(()))
