@@ -20,8 +20,8 @@ from training import PRETRAIN, configured
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
+from nalanda.train import build, memory
 from nalanda.train import loop as training
-from nalanda.train import memory
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
@@ -311,7 +311,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "summed_loss", summed_loss)
-        patch.setattr(training, "check_causal", lambda *_: None)
+        patch.setattr(build, "check_causal", lambda *_: None)
         with pytest.raises(OutOfMemory) as error:
             training.train(configured(recipe, run))
     monkeypatch.setattr(memory, "host", real)

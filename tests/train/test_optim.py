@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
-from nalanda.config.schema import GroupConfig, OptimConfig, ScheduleConfig
+from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, ScheduleConfig
 from nalanda.train import checkpoint
 from nalanda.train.optim import build_optimizer, describe_groups, learning_rate, parameter_groups
 
@@ -177,9 +177,8 @@ def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
         second = small()
         resumed = build_optimizer(second, config)
         if way == "checkpoint":
-            path = checkpoint.save(
-                tmp_path, 2, model=first, optimizer=optimizer, data_state={}, trainer_state={}
-            )
+            parts = {"model": first, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
+            path = checkpoint.Saver(tmp_path, CheckpointConfig()).save(2, **parts)
             resumed.load_state_dict(resumed.state_dict())
             checkpoint.load(path, model=second, optimizer=resumed)
         else:

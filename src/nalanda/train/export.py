@@ -23,8 +23,8 @@ from nalanda.common.text import redact
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of
+from nalanda.train.log import read_facts, read_metrics, write_facts
 
 
 def export(
@@ -59,10 +59,10 @@ def export(
             pad_batches(part)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
-        facts = facts if facts is not None else metrics.read_facts(run_dir)
+        facts = facts if facts is not None else read_facts(run_dir)
         here = ("host", "pid")  # nobody's business where the model is copied to
         facts = {k: v for k, v in facts.items() if k not in here} | {"step": step_of(found)}
-        metrics.write_facts(part, facts)
+        write_facts(part, facts)
         text = model_card(run_dir, found, facts, name or out.name, find_scores(run_dir, part))
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
@@ -204,9 +204,7 @@ def model_card(
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     shape = json.loads((path / "config.json").read_text())
     state = json.loads((path / "trainer.json").read_text())
-    lines = (
-        list(metrics.read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
-    )
+    lines = list(read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
     last = {
         key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
         for key in ("loss", "val_loss")
