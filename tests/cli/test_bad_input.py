@@ -64,7 +64,7 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
 
 RECIPES = {
     "latin.yaml": r"latin\.yaml: line \d+: not UTF-8: save it as UTF-8",
-    "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is there twice, in line \d+ first",
+    "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is a duplicate of line \d+",
     "none.yaml": r"none\.yaml: no such recipe or file.*",
 }
 READING = (
@@ -78,10 +78,10 @@ READING = (
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 MODELS = {
     "torn": r"model\.safetensors: damaged or cut short \(.*\); copy or download it again",
-    "garbled": r"model\.safetensors\.index\.json: damaged, or no index of weights",
+    "garbled": r"model\.safetensors\.index\.json: damaged, or not an index of weights",
     "lacking": r"no none\.safetensors there, which model\.safetensors\.index\.json names",
 } | {
-    name: rf"model\.safetensors\.index\.json: {re.escape(LEADING[name])} is outside of the folder, .*"
+    name: rf"model\.safetensors\.index\.json: {re.escape(LEADING[name])} is outside the folder, .*"
     for name in ("outside", "absolute", "linked")
 }
 LOADING = (
@@ -97,8 +97,11 @@ TABLE = [
     # recipes and their settings
     ("train deep.yaml", r"deep\.yaml: nested too deeply for a recipe"),
     (f"train r.yaml 'log={'{a: ' * 5000}'", r"log=[{a: ]+…: nested too deeply for a recipe"),
-    ("train r.yaml 'log={every: 1, every: 2}'", r"log=.*: line 1: not YAML: 'every' is there twice, .*"),
-    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is there twice, in line 1 first"),
+    (
+        "train r.yaml 'log={every: 1, every: 2}'",
+        r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
+    ),
+    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is a duplicate of line 1"),
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),

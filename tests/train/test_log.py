@@ -190,7 +190,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
 def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     config = LogConfig(tensorboard=False, tracker="wandb")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"log\.tracker: no wandb here: pip install wandb"):
+    with pytest.raises(InputError, match=r"log\.tracker: wandb is not installed: pip install wandb"):
         RunLog(tmp_path, config, step=0, steps=5)
     assert not list(tmp_path.iterdir())
     RunLog(tmp_path, config, step=0, steps=5, quiet=True).close()
@@ -205,7 +205,7 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
         log.train(**line(step))
     log.close()
     assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert capsys.readouterr().out.count("wandb gets no more metrics, metrics.jsonl does: no network\n") == 1
+    assert capsys.readouterr().out.count("wandb gets no more metrics; metrics.jsonl still does: no network\n") == 1
     assert [call[0] for call in calls] == ["init"]
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)
     with pytest.raises(InputError, match=r"^log\.tracker: wandb: no network$"):

@@ -275,7 +275,7 @@ def test_groups_scale_the_rate_and_set_the_decay():
         ({"groups": [GroupConfig("embed_token5")]}, r"matches no parameter; did you mean embed_tokens\?"),
         (
             {"groups": [GroupConfig("mlp"), GroupConfig("up_proj")]},
-            "'up_proj' matches no parameter; patterns",
+            "'up_proj' matches no parameter; earlier patterns",
         ),
     ],
 )

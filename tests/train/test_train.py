@@ -733,7 +733,7 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
         ("auto: mamba, vocab_size: 64", "the model's vocab_size is 64"),
         ("auto: llama, hidden_size: 65", "hidden size (65) is not a multiple"),
         ("auto: llama, hidden_size: wide", "expected int, got str"),
-        ("auto: vit", "model.auto: vit is no causal language model"),
+        ("auto: vit", "model.auto: vit is not a causal language model"),
         ("auto: {path}, max_position_embeddings: 16", "data.seq_len: 32 is more than the model's 16"),
     ],
 )
