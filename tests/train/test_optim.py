@@ -287,7 +287,10 @@ def test_patterns_without_parameters_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": [GroupConfig("mlp"), GroupConfig("(")]}, r"optim.groups\[1\].match: '\(' is no regular"),
+        (
+            {"groups": [GroupConfig("mlp"), GroupConfig("(")]},
+            r"optim.groups\[1\].match: '\(' is not a regular",
+        ),
         ({"groups": [GroupConfig("mlp", lr_scale=-1)]}, r"optim.groups\[0\].lr_scale: expected 0 or more"),
         ({"groups": [GroupConfig("mlp", weight_decay=-1)]}, r"optim.groups\[0\].weight_decay: expected 0"),
         ({"momentum": 1.0}, r"optim.momentum: expected a number in \[0, 1\)"),

@@ -524,7 +524,7 @@ def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
     run, config = stopped
     HARMS[harm](run / "config.yaml")
     before = contents(run)
-    words = "is missing: put it back" if harm == "gone" else "own record of its recipe is damaged"
+    words = "is missing: restore it" if harm == "gone" else "the run.s recipe is damaged"
     with pytest.raises(InputError, match=rf"{run / 'config.yaml'}.* {words}") as error:
         loop.train(config)
     assert "\n" not in str(error.value)
