@@ -20,8 +20,7 @@ from training import PRETRAIN, configured
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
-from nalanda.train import build, memory
-from nalanda.train import loop as training
+from nalanda.train import build, loop, memory
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
@@ -296,7 +295,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
 ):
     """The error is torch's own; the checkpoints stay as they were; the run resumes with what is proposed."""
     run = tmp_path / "run"
-    training.train(configured(recipe, run, "train.steps=5"))
+    loop.train(configured(recipe, run, "train.steps=5"))
     before = latest_checkpoint(run / "checkpoints")
     real, held = memory.host, []
 
@@ -313,10 +312,10 @@ def test_too_little_memory_while_training_says_what_would_fit(
         asks_for_too_much()
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "summed_loss", summed_loss)
+        patch.setattr(loop, "summed_loss", summed_loss)
         patch.setattr(build, "check_causal", lambda *_: None)
         with pytest.raises(OutOfMemory) as error:
-            training.train(configured(recipe, run))
+            loop.train(configured(recipe, run))
     monkeypatch.setattr(memory, "host", real)
     assert re.fullmatch(
         r"out of memory: 1152921504606846976 bytes more were asked for; train\.micro_batch_size=2 needs "
@@ -328,7 +327,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
         "out of memory: 1152921504606846976"
     )
     assert latest_checkpoint(run / "checkpoints") == before
-    training.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
+    loop.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
 
 
 @pytest.mark.parametrize(
@@ -368,10 +367,10 @@ def small_files():
 
 def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate, small_files):
     run = tmp_path / "run"
-    training.train(configured(recipe, run, "train.steps=5"))
+    loop.train(configured(recipe, run, "train.steps=5"))
     small_files(50_000)
     with pytest.raises(DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"):
-        training.train(configured(recipe, run, "train.steps=10"))
+        loop.train(configured(recipe, run, "train.steps=10"))
     assert latest_checkpoint(run / "checkpoints").name == "step-5"
     assert not list((run / "checkpoints").glob(".tmp*"))
 
