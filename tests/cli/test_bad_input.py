@@ -20,8 +20,7 @@ from training import PRETRAIN, configured
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, OutOfMemory
-from nalanda.train import loop as training
-from nalanda.train import memory
+from nalanda.train import build, loop, memory
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
@@ -64,7 +63,7 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
 
 RECIPES = {
     "latin.yaml": r"latin\.yaml: line \d+: not UTF-8: save it as UTF-8",
-    "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is there twice, in line \d+ first",
+    "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is a duplicate of line \d+",
     "none.yaml": r"none\.yaml: no such recipe or file.*",
 }
 READING = (
@@ -78,10 +77,10 @@ READING = (
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 MODELS = {
     "torn": r"model\.safetensors: damaged or cut short \(.*\); copy or download it again",
-    "garbled": r"model\.safetensors\.index\.json: damaged, or no index of weights",
+    "garbled": r"model\.safetensors\.index\.json: damaged, or not an index of weights",
     "lacking": r"no none\.safetensors there, which model\.safetensors\.index\.json names",
 } | {
-    name: rf"model\.safetensors\.index\.json: {re.escape(LEADING[name])} is outside of the folder, .*"
+    name: rf"model\.safetensors\.index\.json: {re.escape(LEADING[name])} is outside the folder, .*"
     for name in ("outside", "absolute", "linked")
 }
 LOADING = (
@@ -97,8 +96,11 @@ TABLE = [
     # recipes and their settings
     ("train deep.yaml", r"deep\.yaml: nested too deeply for a recipe"),
     (f"train r.yaml 'log={'{a: ' * 5000}'", r"log=[{a: ]+…: nested too deeply for a recipe"),
-    ("train r.yaml 'log={every: 1, every: 2}'", r"log=.*: line 1: not YAML: 'every' is there twice, .*"),
-    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is there twice, in line 1 first"),
+    (
+        "train r.yaml 'log={every: 1, every: 2}'",
+        r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
+    ),
+    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is a duplicate of line 1"),
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
@@ -293,7 +295,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
 ):
     """The error is torch's own; the checkpoints stay as they were; the run resumes with what is proposed."""
     run = tmp_path / "run"
-    training.train(configured(recipe, run, "train.steps=5"))
+    loop.train(configured(recipe, run, "train.steps=5"))
     before = latest_checkpoint(run / "checkpoints")
     real, held = memory.host, []
 
@@ -310,10 +312,10 @@ def test_too_little_memory_while_training_says_what_would_fit(
         asks_for_too_much()
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "summed_loss", summed_loss)
-        patch.setattr(training, "check_causal", lambda *_: None)
+        patch.setattr(loop, "summed_loss", summed_loss)
+        patch.setattr(build, "check_causal", lambda *_: None)
         with pytest.raises(OutOfMemory) as error:
-            training.train(configured(recipe, run))
+            loop.train(configured(recipe, run))
     monkeypatch.setattr(memory, "host", real)
     assert re.fullmatch(
         r"out of memory: 1152921504606846976 bytes more were asked for; train\.micro_batch_size=2 needs "
@@ -325,7 +327,7 @@ def test_too_little_memory_while_training_says_what_would_fit(
         "out of memory: 1152921504606846976"
     )
     assert latest_checkpoint(run / "checkpoints") == before
-    training.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
+    loop.train(configured(recipe, run, "train.micro_batch_size=2", "train.steps=6"))
 
 
 @pytest.mark.parametrize(
@@ -365,10 +367,10 @@ def small_files():
 
 def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate, small_files):
     run = tmp_path / "run"
-    training.train(configured(recipe, run, "train.steps=5"))
+    loop.train(configured(recipe, run, "train.steps=5"))
     small_files(50_000)
     with pytest.raises(DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"):
-        training.train(configured(recipe, run, "train.steps=10"))
+        loop.train(configured(recipe, run, "train.steps=10"))
     assert latest_checkpoint(run / "checkpoints").name == "step-5"
     assert not list((run / "checkpoints").glob(".tmp*"))
 

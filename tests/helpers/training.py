@@ -11,8 +11,8 @@ import torch
 
 from nalanda.config.load import load_config
 from nalanda.config.schema import RunConfig
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint_dir import latest_checkpoint
+from nalanda.train.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
@@ -42,7 +42,7 @@ def outcome(run_dir: Path) -> dict:
     files = json.loads((last / "manifest.json").read_text())["files"]
     lines = [
         {k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")}
-        for line in metrics.read_metrics(run_dir / "metrics.jsonl")
+        for line in read_metrics(run_dir / "metrics.jsonl")
     ]
     own = torch.load(last / "rank-0.pt", weights_only=True)
     return {

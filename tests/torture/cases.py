@@ -402,7 +402,7 @@ def damaged(work: Work) -> str:
     flip(max(last.rglob("*"), key=lambda p: p.stat().st_size))
     said_by_run = finish(work.recipe, run, settings)
     need(f"{last.name}: damaged, passed over" in said_by_run, said_by_run[:600])
-    need(f"goes on from {before.name}" in said_by_run, said_by_run[:600])
+    need(f"resumes from {before.name}" in said_by_run, said_by_run[:600])
     return f"{len(files)} files × {len(harms)} harms, all named; {same(run, work.whole())}"
 
 

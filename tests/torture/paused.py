@@ -128,7 +128,7 @@ if ORDERS.get("clock"):
 import torch  # noqa: E402
 
 from nalanda.data import packing, urls  # noqa: E402
-from nalanda.train import checkpoint, log, loop, loss  # noqa: E402
+from nalanda.train import build, checkpoint, log, loss  # noqa: E402
 
 if "group" in ORDERS:
     packing.STREAM_GROUP = ORDERS["group"]
@@ -172,7 +172,7 @@ def spoiled(model, arguments, output):
 
 
 models, optimizers = [], []
-build_model, build_optimizer = loop.build_model, loop.build_optimizer
+build_model, build_optimizer = build.build_model, build.build_optimizer
 
 
 def watched_model(*arguments, **keywords):
@@ -230,7 +230,7 @@ if spoil := ORDERS.get("spoil"):
 if "validation" in ORDERS:
     loss.loss_sums = lambda *_: (float(ORDERS["validation"]), 100)
 
-loop.build_model, loop.build_optimizer = watched_model, watched_optimizer
+build.build_model, build.build_optimizer = watched_model, watched_optimizer
 RunLog: Any = log.RunLog
 finish_step, tell = RunLog.step, getattr(RunLog, "event", None)
 stream = (FOLDER / f"stream-{RANK}.jsonl").open("a")

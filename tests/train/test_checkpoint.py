@@ -47,8 +47,7 @@ def made(width: int = 4, updates: int = 0):
 
 def save(directory, step, model, optimizer, **state):
     data = {"position": step, "tail": torch.arange(3)}
-    return checkpoint.save(
-        directory,
+    return checkpoint.Saver(directory, CheckpointConfig(keep_last=99)).save(
         step,
         model=model,
         optimizer=optimizer,

@@ -19,9 +19,9 @@ from training import configured, outcome
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.schema import EARLIEST, GuardConfig
 from nalanda.train import checkpoint, guards, loop
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
 from nalanda.train.guards import SpikeDetector
+from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.run_dir import lock_run_dir
 
@@ -137,7 +137,7 @@ def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
     before = tensors(tmp_path / "run", 19)
     # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
     assert not (tmp_path / "run" / "checkpoints" / "step-20").exists()
-    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     (event,) = [line for line in lines if "event" in line]
     assert (event["step"], event["event"]) == (20, "skipped")
     assert ("nan" in event["reason"]) == (kind != "spike")
@@ -186,7 +186,7 @@ def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkey
     monkeypatch.setattr(loop, "count_labels", lambda batch, f=count_labels: read.append(batch) or f(batch))
     poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
-    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     *skipped, event = [line for line in lines if "event" in line]
     # The bad steps' own events stay, although the run went back before them.
@@ -222,7 +222,7 @@ def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, m
     """Steps 17 to 20 are bad: back to 15 and bad again, back to 10, where the steps are good once more."""
     poisoned(monkeypatch, dict.fromkeys(range(17, 21), "nan loss"))
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=2", *NO_VALIDATION))
-    lines = list(metrics.read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     folder = tmp_path / "run" / "checkpoints"
@@ -254,7 +254,7 @@ def test_spoilt_weights_and_moments_are_never_saved(recipe, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint.Saver, "unsound", struck)
     run = tmp_path / "run"
     loop.train(configured(recipe, run, "checkpoint.keep_last=1", *NO_VALIDATION))
-    found = [line for line in metrics.read_metrics(run / "metrics.jsonl") if "event" in line]
+    found = [line for line in read_metrics(run / "metrics.jsonl") if "event" in line]
     assert [(line["event"], line["step"]) for line in found] == [("unsound", 15), ("rollback", 11)]
     assert re.search("exp_avg_sq" if "moment" in kind else "weight", found[0]["reason"])
     assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in tensors(run, 24).values())
@@ -279,7 +279,7 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
     loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
     out = capsys.readouterr().out
     assert re.search(r"step-10: unsound, passed over: .*exp_avg_sq has values of inf", out)
-    assert "goes on from step-5" in out
+    assert "resumes from step-5" in out
     loop.train(
         configured(recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION)
     )
@@ -293,7 +293,7 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
         with pytest.raises(NothingTrained, match="all 3 steps were left out") as error:
             loop.train(configured(recipe, tmp_path / "run", *settings))
         assert error.value.exit_code == 65
-        assert metrics.read_facts(tmp_path / "run")["state"] == "failed"
+        assert read_facts(tmp_path / "run")["state"] == "failed"
         assert not (tmp_path / "run" / "final").exists()
 
 

@@ -35,10 +35,10 @@ from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from nalanda.train import checkpoint, parallel
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint import Saver
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
+from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 from nalanda.train.loss import summed_loss
 from nalanda.train.optim import build_optimizer
@@ -167,7 +167,7 @@ def worker(folder: Path) -> None:
             "weights": {name: whole(p) for name, p in alone.named_parameters()},
             "moments": moments(alone, optimizer_alone),
         }
-        checkpoint.save(folder / "plain", 2, model=alone, optimizer=optimizer_alone, **state)
+        Saver(folder / "plain", CheckpointConfig()).save(2, model=alone, optimizer=optimizer_alone, **state)
     dist.barrier()
     for source in ("plain", "sharded", "hybrid"):
         again = prepared("gated_deltanet", "fsdp")
@@ -365,7 +365,7 @@ def test_parts_that_are_missing_are_not_taken_for_zeros(folder, tmp_path):
 
 
 def logged(run_dir: Path, key: str) -> list[float]:
-    return [line[key] for line in metrics.read_metrics(run_dir / "metrics.jsonl") if key in line]
+    return [line[key] for line in read_metrics(run_dir / "metrics.jsonl") if key in line]
 
 
 def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):

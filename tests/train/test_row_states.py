@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nalanda import NalandaCache
 from nalanda.common.errors import InputError
 from nalanda.model import MIXERS
-from nalanda.train.row_states import RowStates, check, read_slots, slots_of
+from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
 
 T = 16
 # Documents of three lanes, three rows each: over two borders, ended by one, of a token before or behind one,
@@ -280,10 +280,9 @@ def test_a_sharding_wrapper_does_not_round_the_state(tmp_path):
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=half)
         fully_shard(model, mp_policy=half)
-        seen, scatter = [], model.model.layers[1].mixer.scatter_states
-        model.model.layers[1].mixer.scatter_states = lambda state, seq: (
-            seen.append(state) or scatter(state, seq)
-        )
+        mixer, seen = model.model.layers[1].mixer, []
+        scatter = mixer.scatter_states
+        mixer.scatter_states = lambda state, seq: seen.append(state) or scatter(state, seq)
         first, second, _ = batches()[1]
         states = run(model, first, None).row_states
         run(model, second, states, labels=second["input_ids"]).loss.backward()
@@ -356,16 +355,16 @@ def test_states_that_grow_are_refused():
     with pytest.raises(ValueError, match="'softmax': its state grows"):
         hybrid(ids(2, 9), return_row_states=True)
     with pytest.raises(InputError, match="carry: mixer 'softmax'"):
-        check(hybrid)
-    check(build())
-    check(build("softmax", mixer_options={"window": 3}))
+        check_carries(hybrid)
+    check_carries(build())
+    check_carries(build("softmax", mixer_options={"window": 3}))
 
     class Foreign:
         class config:
             model_type = "llama"
 
     with pytest.raises(InputError, match="not llama"):
-        check(Foreign())
+        check_carries(Foreign())
 
 
 # ------------------------------------------------------------------------------------ between training steps
@@ -430,15 +429,15 @@ def test_every_lane_is_one_ranks():
 def test_states_that_are_not_there_are_missed(tmp_path):
     model, states = build(), RowStates()
     _, made = batches()
-    with pytest.raises(ValueError, match="lane 0 goes on"):
+    with pytest.raises(ValueError, match="slot 0 continues"):
         states.before(0, made[1])
     states.after(0, run(model, made[0], None), made[0])
-    with pytest.raises(ValueError, match=r"lane 0 goes on .* micro-batch 1 holds no states"):
+    with pytest.raises(ValueError, match=r"slot 0 continues .* micro-batch 1 holds no states"):
         states.before(1, made[1])
-    with pytest.raises(ValueError, match=r"lane 5 goes on .* holds lanes"):
+    with pytest.raises(ValueError, match=r"slot 5 continues .* holds slots"):
         states.before(0, made[1] | {"lanes": torch.tensor([5, 6, 7])})
     saved = states.state_tensors()
-    with pytest.raises(InputError, match="no state for lane 3, only for 3"):
+    with pytest.raises(InputError, match="no state for slot 3, only for 3"):
         RowStates().load(saved, [[0, 1], [2, 3]])
     none = RowStates()
     none.load({}, [[0, 1]])

@@ -24,12 +24,12 @@ from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
-from nalanda.data.tokenizer import tokenizer_fingerprint
+from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
-from nalanda.train import log as metrics
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
+from nalanda.train.log import read_facts, read_metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -58,7 +58,7 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
     config = configured(
         recipe, tmp_path_factory.mktemp("runs") / "reference", *ONE_STEP, "train.micro_batch_size=8"
     )
-    tokenizer = loop.build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
+    tokenizer = build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
     set_seed(config.seed)
     model = build_model(config, tokenizer)
     batch = next(open_batches(config, tokenizer)[0])
@@ -71,7 +71,7 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
 
 def check_gradients(run_dir: Path, one_big_batch: tuple) -> None:
     expected, loss = one_big_batch
-    (line,) = metrics.read_metrics(run_dir / "metrics.jsonl")
+    (line,) = read_metrics(run_dir / "metrics.jsonl")
     assert line["loss"] == pytest.approx(loss, rel=1e-6)
     found = gradients(run_dir)
     assert found.keys() == expected.keys()
@@ -101,7 +101,7 @@ def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(rec
             configured(recipe, tmp_path / name, *ONE_STEP, "train.steps=2", "train.micro_batch_size=2")
         )
     resumed, alone = (
-        [line["loss"] for line in metrics.read_metrics(tmp_path / name / "metrics.jsonl")]
+        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("run", "alone")
     )
     assert len(resumed) == 2
@@ -124,7 +124,7 @@ def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypa
 
 
 def test_a_run_leaves_a_model(whole):
-    lines = list(metrics.read_metrics(whole / "metrics.jsonl"))
+    lines = list(read_metrics(whole / "metrics.jsonl"))
     train = [line for line in lines if "loss" in line]
     assert [line["step"] for line in train] == list(range(1, 25))
     assert [line["step"] for line in lines if "val_loss" in line] == [10, 20, 24]
@@ -149,15 +149,15 @@ def test_the_schedule_reaches_the_optimizer(recipe, tmp_path, monkeypatch):
         )
         return optimizer
 
-    build_optimizer = loop.build_optimizer
-    monkeypatch.setattr(loop, "build_optimizer", built)
+    build_optimizer = build.build_optimizer
+    monkeypatch.setattr(build, "build_optimizer", built)
     config = configured(
         recipe, tmp_path / "run", "train.steps=4", "validation.every=0", "schedule.name=linear"
     )
     loop.train(config)
     expected = [3e-3 / 2, 3e-3, 3e-3 * (0.1 + 0.9 / 2), 3e-4]
     assert [rate for (rate,) in rates] == pytest.approx(expected)
-    assert [line["lr"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
+    assert [line["lr"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
         expected
     )
 
@@ -175,7 +175,7 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
         kept = targets != -100
         chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         total, count = total - chosen[kept].sum().item(), count + int(kept.sum())
-    last = [line for line in metrics.read_metrics(whole / "metrics.jsonl") if "val_loss" in line][-1]
+    last = [line for line in read_metrics(whole / "metrics.jsonl") if "val_loss" in line][-1]
     assert last["val_tokens"] == count
     assert last["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
@@ -186,7 +186,7 @@ def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, 
     weights = safetensors.torch.load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     bf16, fp32 = (
-        [m["loss"] for m in metrics.read_metrics(run / "metrics.jsonl") if "loss" in m]
+        [m["loss"] for m in read_metrics(run / "metrics.jsonl") if "loss" in m]
         for run in (tmp_path / "run", whole)
     )
     assert bf16 == pytest.approx(fp32, rel=0.02)
@@ -204,7 +204,7 @@ def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
     loop.train(configured(recipe, tmp_path / "run", model, "train.steps=3", "validation.every=0"))
     assert json.loads((tmp_path / "run" / "final" / "run.json").read_text())["documents_kept_apart"] is apart
     assert ("packed documents see one another" in capsys.readouterr().out) is not apart
-    losses = [line["loss"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(5.77, abs=0.2)  # ln 320
     assert losses[2] < losses[0]
 
@@ -239,7 +239,7 @@ def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
     assert config["pad_token_id"] is None
     assert json.loads((run_dir / "run.json").read_text())["documents_kept_apart"] is False
     assert "this model lets packed documents see one another" in capsys.readouterr().out
-    losses = [line["loss"] for line in metrics.read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     assert losses[3] < losses[0] - 0.1
     weights = safetensors.torch.load_file(run_dir / "final" / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
@@ -383,7 +383,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, caps
     loop.train(config)
     out = capsys.readouterr().out
     assert "step-24: damaged, passed over: optimizer.safetensors" in out
-    assert "goes on from step-20" in out
+    assert "resumes from step-20" in out
     assert outcome(run_dir) == outcome(whole)
 
 
@@ -398,7 +398,7 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     out = capsys.readouterr().out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out
-    assert [line["step"] for line in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
         1,
         2,
         3,
@@ -454,7 +454,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
         patch.setattr(checkpoint.Saver, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             loop.train(configured(recipe, run))
-    assert max(line["step"] for line in metrics.read_metrics(run / "metrics.jsonl")) == 5
+    assert max(line["step"] for line in read_metrics(run / "metrics.jsonl")) == 5
     loop.train(configured(recipe, run))
     assert outcome(run) == outcome(whole)
 
@@ -465,14 +465,14 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     mark_unsound(run / "checkpoints" / "step-10", "no step behind it was good")
     loop.train(configured(recipe, run, "train.resume=10", "train.steps=24"))
     out = capsys.readouterr().out
-    assert "goes on from step-10" in out
+    assert "resumes from step-10" in out
     assert "step-24 is set aside as later-step-24" in out
     assert outcome(run) == outcome(whole)
     assert verify_manifest(run / "checkpoints" / "later-step-24") is None
     for again in range(2):  # the choice is made once, however often a scheduler repeats the command
         config = configured(recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0")
         loop.train(config)
-        assert f"goes on from step-{(24, 26)[again]}" in capsys.readouterr().out
+        assert f"resumes from step-{(24, 26)[again]}" in capsys.readouterr().out
     loop.train(configured(recipe, run, "train.resume=20", "train.steps=24", "validation.every=0"))
     aside = sorted(p.name for p in (run / "checkpoints").glob("later-step-24*"))
     assert aside == ["later-step-24", "later-step-24.2"]  # what was set aside before is still there
@@ -516,7 +516,7 @@ def test_a_damaged_run_json_blocks_nothing(stopped, whole, harm):
     HARMS[harm](run / "run.json")
     loop.train(config)
     assert outcome(run) == outcome(whole)
-    assert metrics.read_facts(run)["state"] == "finished"
+    assert read_facts(run)["state"] == "finished"
 
 
 @pytest.mark.parametrize("harm", ["emptied", "cut", "gone"])
@@ -524,7 +524,7 @@ def test_a_damaged_record_of_the_recipe_is_named(stopped, recipe, whole, harm):
     run, config = stopped
     HARMS[harm](run / "config.yaml")
     before = contents(run)
-    words = "is missing: put it back" if harm == "gone" else "own record of its recipe is damaged"
+    words = "is missing: restore it" if harm == "gone" else "the run.s recipe is damaged"
     with pytest.raises(InputError, match=rf"{run / 'config.yaml'}.* {words}") as error:
         loop.train(config)
     assert "\n" not in str(error.value)
@@ -549,7 +549,7 @@ def test_a_validation_loss_that_is_not_finite_loses_no_model(recipe, tmp_path, m
     monkeypatch.setattr(loss, "loss_sums", lambda *_: (value, 100))
     run = loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
     assert AutoModelForCausalLM.from_pretrained(run / "final").config.model_type == "nalanda"
-    assert metrics.read_facts(run)["state"] == "finished"
+    assert read_facts(run)["state"] == "finished"
     card = (run / "final" / "README.md").read_text()
     assert re.search(rf"validation loss \| {value:g}, perplexity .* at step 2: NOT FINITE", card)
     assert "not finite" in capsys.readouterr().out
@@ -702,9 +702,7 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     said = capsys.readouterr()
     assert "2 documents above data.max_document_bytes were left out" in said.out
     assert "2 documents above data.max_document_bytes were left out among those read for val" in said.err
-    events = [
-        line for line in metrics.read_metrics(run / "metrics.jsonl") if line.get("event") == "oversized"
-    ]
+    events = [line for line in read_metrics(run / "metrics.jsonl") if line.get("event") == "oversized"]
     assert [event["documents"] for event in events] == [2]
 
 
@@ -735,7 +733,7 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
         ("auto: mamba, vocab_size: 64", "the model's vocab_size is 64"),
         ("auto: llama, hidden_size: 65", "hidden size (65) is not a multiple"),
         ("auto: llama, hidden_size: wide", "expected int, got str"),
-        ("auto: vit", "model.auto: vit is no causal language model"),
+        ("auto: vit", "model.auto: vit is not a causal language model"),
         ("auto: {path}, max_position_embeddings: 16", "data.seq_len: 32 is more than the model's 16"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run as its recipe states it: YAML and `section.key=value`, checked before any work begins."""
+"""Reads a recipe, YAML and `section.key=value` overrides, and checks it."""
 
 import math
 import re
@@ -17,11 +17,11 @@ from nalanda.config.schema import RunConfig, TokenizerConfig
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """Reads a recipe (`find_recipe`), applies `section.key=value` (values are YAML), checks all of it.
+    """Reads a recipe (`find_recipe`), applies `section.key=value` (values are YAML), and checks the result.
 
     Raises:
-        InputError: in one line: a missing file, invalid YAML (with its line), an unknown or missing key, a
-            value of the wrong type, settings that contradict one another.
+        InputError: a missing file, invalid YAML, an unknown or missing key, a value of the wrong type, or
+            settings that contradict one another; in one line.
     """
     path = find_recipe(str(path))
     values = read_yaml(path) or {}
@@ -36,7 +36,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 
 
 def find_recipe(name: str) -> Path:
-    """`name` if such a file exists, else recipe `NAME.yaml` of this checkout or of the installed package."""
+    """The file `name`, or else the shipped recipe of that name. Raises `InputError` if there is neither."""
     if Path(name).is_file():
         return Path(name)
     if name in (known := shipped_recipes()):
@@ -45,18 +45,18 @@ def find_recipe(name: str) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes of this checkout or of the installed package, by name."""
+    """The recipes of the checkout or installed package, by name."""
     return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_folders() -> tuple[Path, Path]:
-    """Where recipes are in an installed package and in a checkout; one of the two exists."""
+    """The recipe folders of an installed package and of a checkout; one of them exists."""
     here = Path(__file__).parents[1]
     return here / "recipes", here.parents[1] / "recipes"
 
 
 def differences(old: dict, new: dict, where: str = "") -> dict[str, tuple[Any, Any]]:
-    """`{"optim.lr": (old, new)}` of two configs as dicts; what one of them lacks is None."""
+    """The differences of two configs as dicts, `{"optim.lr": (old, new)}`; None for a missing value."""
     found = {}
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
@@ -81,15 +81,14 @@ def _override(values: dict, override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-5 as text; here it is the number that whoever wrote it meant. A key that a mapping
-    has twice is an error: its first value would be lost without a word."""
+    """YAML 1.1 in which 1e-5 is a number, not text, and a duplicate key an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
             if name in seen:
-                problem = f"{key.value!r} is there twice, in line {seen[name]} first"
+                problem = f"{key.value!r} is a duplicate of line {seen[name]}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             if name:
                 seen[name] = key.start_mark.line + 1
@@ -102,7 +101,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> Any:
-    """The values in a YAML file. Raises `InputError`, with the file's name and the line."""
+    """Parses a YAML file. Raises `InputError`, with the file's name and the line."""
     content = path.read_bytes()
     try:
         return parse_yaml(content.decode("utf-8-sig"), str(path))
@@ -112,13 +111,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The values in YAML. Raises `InputError`, with `source` and the line."""
+    """Parses YAML. Raises `InputError`, with `source` and the line."""
     source = redact(source if len(source) < 100 else f"{source[:99]}…")
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise InputError(f"{source}: nested too deeply for a recipe") from None
-    except ValueError as error:  # a date or a number that there is not
+    except ValueError as error:  # an impossible date or number
         raise InputError(f"{source}: not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -128,8 +127,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def section(cls: type, values: Any, where: str) -> Any:
-    """An instance of dataclass `cls` from a mapping, its keys and types checked. `where`: `optim.` or
-    empty."""
+    """An instance of dataclass `cls` from a mapping; checks its keys and types. where: `optim.` or empty."""
     if cls is TokenizerConfig and isinstance(values, str):
         values = {"path": values}
     if not isinstance(values, dict):
@@ -144,8 +142,7 @@ def section(cls: type, values: Any, where: str) -> Any:
         if f.name in values:
             arguments[f.name] = _convert(values[f.name], kinds[f.name], f"{where}{f.name}")
         elif f.default is MISSING and f.default_factory is MISSING:
-            # A section that the recipe leaves out is read as empty, so that the missing key is named, not
-            # the section.
+            # A missing section is read as empty: the error then names the missing key.
             if not is_dataclass(kinds[f.name]):
                 raise InputError(f"{where}{f.name}: missing from the recipe")
             arguments[f.name] = section(typing.cast(type, kinds[f.name]), {}, f"{where}{f.name}.")
@@ -153,7 +150,7 @@ def section(cls: type, values: Any, where: str) -> Any:
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind`; numbers are taken from strings too."""
+    """Converts `value` to `kind`; strings may become numbers. Raises `InputError`."""
     if is_dataclass(kind):
         return section(typing.cast(type, kind), value, f"{where}.")
     origin, arguments = get_origin(kind), get_args(kind)
@@ -208,7 +205,7 @@ def _number(value: Any) -> float | None:
 
 
 def _instead(cls: type, key: str, known: list[str]) -> str:
-    """What an unknown key of `cls` may mean: a key of the same section, or of another section of a recipe."""
+    """Suggests known keys for an unknown key of `cls`, from the same section or another one."""
     sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
     if cls in (RunConfig, *sections.values()) and not closest(key, known, 0.75):
         keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}

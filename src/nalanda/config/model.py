@@ -1,4 +1,4 @@
-"""Which model a recipe means: its config, and the files of a model folder."""
+"""Builds the model config of a recipe."""
 
 import contextlib
 import importlib.util
@@ -19,19 +19,19 @@ from nalanda.model import NalandaConfig
 
 
 def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
-    """The model's config: `NalandaConfig`, or under `auto` that of a path, of a model type that transformers
-    or flash-linear-attention knows, or of a hub id, whichever of them there is first.
+    """The model's config: `NalandaConfig`, or with `auto` the first of: a path, a model type of transformers
+    or flash-linear-attention, a hub id.
 
-    One that the recipe itself describes has `data.seq_len` positions and, without a `vocab_size`, the
-    tokenizer's, rounded up to a multiple of 64, for the matrix products' sake. The special tokens are always
-    the tokenizer's. Raises `InputError`.
+    A config described by the recipe has `data.seq_len` positions. Its default vocabulary is the tokenizer's,
+    rounded up to a multiple of 64 for faster matrix products. Special tokens are always the tokenizer's.
+    Raises `InputError`.
     """
     keys = {key: value for key, value in config.model.items() if key not in ("auto", "init_from")}
     source = config_source(config.model)
     if isinstance(source, type):
         known = {*inspect.signature(source).parameters, *getattr(source, "attribute_map", {})}
         if source is not NalandaConfig and (unknown := sorted(keys.keys() - known)):
-            # Other configs would keep them, and nothing would ever read them.
+            # Other configs would accept them, and ignore them.
             raise InputError(
                 f"model.{unknown[0]}: {source.model_type} has no such key{suggest(unknown[0], known)}"
             )
@@ -54,14 +54,14 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model_config, key, getattr(tokenizer, key))
         if model_config.pad_token_id == model_config.eos_token_id:
-            model_config.pad_token_id = None  # an embedding of padding is never trained, eos must be
-        if not config.data.bos:  # prompts and evaluations begin as the training documents did
+            model_config.pad_token_id = None  # a padding embedding is not trained, that of eos must be
+        if not config.data.bos:  # prompts and evaluations begin as training documents do
             model_config.bos_token_id = None
     return model_config
 
 
 def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
-    """The config whose fields `model` of a recipe gives, or the path or hub id whose config.json does."""
+    """The config class that `model` of a recipe describes, or the path or hub id of a config.json."""
     if model.get("auto") is None:
         bare = set(model) <= {"auto", "init_from"}
         return (model.get("init_from") if bare else None) or NalandaConfig
@@ -69,20 +69,20 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
     if name not in CONFIG_MAPPING and importlib.util.find_spec("fla"):
         try:
             importlib.import_module("fla")  # registers its model types
-        except Exception as error:  # it breaks with other libraries' releases, each time differently
+        except Exception as error:  # releases of other libraries break it in many ways
             if "/" not in name:
                 raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None
     if name not in CONFIG_MAPPING or Path(name).exists():
         return name
     kind = CONFIG_MAPPING[name]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"model.auto: {name} is no causal language model")
+        raise InputError(f"model.auto: {name} is not a causal language model")
     return kind
 
 
 @contextlib.contextmanager
 def in_one_line(where: str) -> Iterator[None]:
-    """Other libraries' complaints about what the user named, as one line."""
+    """Turns other libraries' errors about the user's input into an `InputError` of one line."""
     try:
         yield
     except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:

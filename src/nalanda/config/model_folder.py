@@ -1,4 +1,4 @@
-"""Model folders and hub ids: whether a model can be there. Imports neither torch nor transformers."""
+"""Checks that model folders and hub ids have a model. Imports neither torch nor transformers."""
 
 import json
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from nalanda.common.errors import InputError
 
 
 def not_here(name: str) -> str:
-    """What to put before the hub's complaint about `name`, which may well be a misspelt folder."""
+    """A prefix for the hub's error about `name`, which may be a misspelt folder."""
     return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, all of them whole; [] where its weights are of another kind.
+    """The safetensors files of a model folder; [] if its weights have another format.
 
     Raises:
-        InputError: a file is missing or damaged, or the index names one that is outside of the folder.
+        InputError: a file is missing or damaged, or the index names one outside the folder.
     """
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
@@ -27,14 +27,14 @@ def weight_files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"{index.name}: damaged, or no index of weights") from None
-        # The hub's cache has links from snapshots/REVISION to its blobs.
+            raise InputError(f"{index.name}: damaged, or not an index of weights") from None
+        # In the hub's cache, files in snapshots/REVISION link to blobs.
         root = (
             folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
         )
         for name in names:
             if not inside or not (folder / name).resolve().is_relative_to(root):
-                raise InputError(f"{index.name}: {name} is outside of the folder, and was not read")
+                raise InputError(f"{index.name}: {name} is outside the folder, and was not read")
     for file in (folder / name for name in names):
         if not file.is_file():
             raise InputError(f"no {file.name} there, which {index.name} names")
@@ -49,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a folder without a whole model in it, and an id that the hub has no model for."""
+    """Raises `InputError` for a folder without a complete model, or an id without a model on the hub."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         try:
@@ -72,9 +72,9 @@ def check_name(name: str) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """`check_name` of each; one at least. Raises `InputError`."""
+    """Runs `check_name` for each. Raises `InputError`, also without names."""
     names = list(names)
     if not names:
-        raise InputError("no model is named: give a checkpoint directory or a hub id")
+        raise InputError("no model given: name a checkpoint directory or a hub id")
     for name in names:
         check_name(name)

@@ -1,4 +1,4 @@
-"""Every key of a recipe: the dataclasses, their defaults, and what each refuses."""
+"""Every key of a recipe: dataclasses with defaults and checks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from nalanda.common.text import is_url, redact
 OPTIMIZERS = ["adamw", "muon"]
 """Names that `optim.name` takes; `register_optimizer` adds to them."""
 
-MAX_DOCUMENT = 64 << 20  # bytes of a document, unless the recipe says otherwise
+MAX_DOCUMENT = 64 << 20
+"""Default of `data.max_document_bytes`."""
 
 
 @dataclass
 class Component:
-    """One of `data.mixture`. What is null or absent is as `data:` has it."""
+    """One source of `data.mixture`. null or absent: as in `data:`."""
 
-    name: str  # in the log, and of the perplexity on its validation documents
-    source: str | list[str]  # as data.source, of any kind
-    weight: float  # its share of the rows is this among the sum of all
+    name: str
+    """Name in the log, and of the perplexity on its validation documents."""
+    source: str | list[str]
+    """Source of any kind that `data.source` takes."""
+    weight: float
+    """Share of the rows, relative to the sum of all weights."""
     validation_source: str | list[str] | None = None
     text_field: str | None = None
     source_field: str | None = None
-    config: str | None = None  # Hub: the dataset's configuration
-    train_split: str | None = None  # Hub
-    validation_split: str | None = None  # Hub
+    config: str | None = None
+    """Hub: configuration of the dataset."""
+    train_split: str | None = None
+    validation_split: str | None = None
 
 
 @dataclass
@@ -38,54 +43,74 @@ class DataConfig:
     """`data:` of a recipe.
 
     A local directory may hold `train/` and `validation/`, each with files at any depth (SlimPajama's layout).
-    Where there is no validation part, `validation_share` of the training documents is held out: the hash of a
-    text decides, so that the two parts are disjoint and stay the same when files are added.
+    Without a validation part, `validation_share` of the training documents is held out. The hash of a text
+    decides: the two parts are disjoint, and stay the same when files are added.
 
-    `documents: joined` is for a text whose rows are its lines, such as WikiText's: language models on it see
-    one stream of tokens with an eos behind every line, blank ones too, cut into blocks (fairseq's
-    `--sample-break-mode none`). Labels, state and attention then cross from row to row of the source, the
-    order is the source's, and validation needs a part of its own.
+    `documents: joined` is for a text whose rows are its lines, such as WikiText's. Language models see it as
+    one stream of tokens with an eos after every line, blank ones too, cut into blocks (fairseq's
+    `--sample-break-mode none`). Labels, state and attention cross the rows of the source, the order is the
+    source's, and validation needs a part of its own.
 
-    `mixture` takes rows from several sources by turns, so that after any number of rows each has given its
-    share to within one row. Each has its own epochs. Their validation documents share `max_validation_rows`
-    alike, and their sources are called after the component: `web`, or `web/ArXiv` where they name their own.
+    `mixture` takes rows from several sources in turn: after any number of rows, each has given its share to
+    within one row. Each has its own epochs. Their validation documents share `max_validation_rows` equally.
+    Their sources are named after the component: `web`, or `web/ArXiv` if documents name their own source.
 
-    `long_documents: carry` needs a prepared set: what follows in a document longer than a row is the next row
-    of the same lane (a place in the step), `carry_rows` rows in a row, so that a model's recurrent state can
-    be handed on. Validation cuts.
+    `long_documents: carry` needs a prepared token set. The rest of a document longer than a row becomes the
+    next row of the same batch slot, up to `carry_rows` rows in sequence, so that a model's recurrent state
+    passes from row to row. Validation cuts.
     """
 
-    # "python" (this interpreter's documentation and library), a path, a glob, a Hub dataset id, the http(s)
-    # URL of a shard or of a list of shards (.urls, .list: one a line), several URLs, or a prepared set
     source: str | list[str] = ""
-    mixture: list[Component] = field(default_factory=list)  # of several sources, in place of `source`
-    validation_source: str | list[str] | None = None  # a source of its own for validation
-    validation_share: float = 0.02  # of the documents, held out where the source has no validation part
-    max_validation_rows: int = 1024  # rows of seq_len tokens in a validation pass, at most
-    seq_len: int = 2048  # tokens in a row
-    text_field: str = "text"  # of .jsonl and .parquet files and of Hub datasets
-    source_field: str = "meta.redpajama_set_name"  # which of its sources a document is from, where it says so
-    bos: bool = True  # a document begins with the tokenizer's bos token ...
-    eos: bool = True  # ... and ends with its eos token
-    documents: Literal["apart", "joined"] = "apart"  # joined: one text, in the files' order, blank lines kept
-    long_documents: Literal["cut", "carry"] = "cut"  # at the end of a row, or go on in the lane's next row
-    carry_rows: int = 16  # carry: rows that follow one another in a lane, before it goes on elsewhere
-    # Bytes of a document: a line of .jsonl, a .txt file, the text of a record. However much a compressed
-    # shard holds, reading it takes little more memory than this.
+    """Training documents: "python" (the documentation and library of this interpreter), a path, a glob, a Hub
+    dataset id, the http(s) URL of a shard or of a list of shards (.urls, .list: one a line), several URLs, or
+    a prepared token set."""
+    mixture: list[Component] = field(default_factory=list)
+    """Several sources, instead of `source`."""
+    validation_source: str | list[str] | None = None
+    """Separate source for validation."""
+    validation_share: float = 0.02
+    """Share of the documents held out if the source has no validation part."""
+    max_validation_rows: int = 1024
+    """Most rows of `seq_len` tokens in a validation pass."""
+    seq_len: int = 2048
+    """Tokens in a row."""
+    text_field: str = "text"
+    """Field of .jsonl and .parquet files and Hub datasets that has the text."""
+    source_field: str = "meta.redpajama_set_name"
+    """Field that names a document's own source, if it has one."""
+    bos: bool = True
+    """Whether a document begins with the tokenizer's bos token."""
+    eos: bool = True
+    """Whether a document ends with the tokenizer's eos token."""
+    documents: Literal["apart", "joined"] = "apart"
+    """joined: one text, in the files' order, with its blank lines."""
+    long_documents: Literal["cut", "carry"] = "cut"
+    """Documents longer than a row: cut at its end, or continued in the batch slot's next row."""
+    carry_rows: int = 16
+    """carry: rows in sequence in a batch slot, before it moves to another place in the data."""
     max_document_bytes: int = MAX_DOCUMENT
-    oversized: Literal["refuse", "skip"] = "refuse"  # larger documents; those left out are counted and logged
-    # When the files of a prepared set are compared with the SHA-256 sums of its index. background: by a
-    # thread, before the first checkpoint is saved; sums: before training begins; sizes: never, only their
-    # sizes are. Of files that are read as text a hash is in every checkpoint, whatever this says.
+    """Largest document: a line of .jsonl, a .txt file, the text of a record. Reading takes little more memory
+    than this, however much a compressed shard expands to."""
+    oversized: Literal["refuse", "skip"] = "refuse"
+    """Treatment of larger documents; skipped ones are counted and logged."""
     verify: Literal["background", "sums", "sizes"] = "background"
-    shuffle_buffer: int = 1024  # documents; they are saved in checkpoints. 0: the order of the files
-    name: str | None = None  # Hub: the dataset's configuration
-    train_split: str = "train"  # Hub
-    validation_split: str = "validation"  # Hub; held out of train_split where the dataset has none
-    streaming: bool = True  # Hub: read while training, or download first
-    retries: int = 8  # Hub, URLs: tries in a row, further and further apart, before the run stops
-    # 0: the training thread reads; 1: a thread reads ahead; n: n processes tokenise for that thread
+    """Check of a token set's files against the SHA-256 sums of its index. background: in a thread, before the
+    first checkpoint is saved; sums: before training; sizes: only sizes are checked. Checkpoints hold the hash
+    of files that are read as text in any case."""
+    shuffle_buffer: int = 1024
+    """Documents in the shuffle buffer, which checkpoints save. 0: the order of the files."""
+    name: str | None = None
+    """Hub: configuration of the dataset."""
+    train_split: str = "train"
+    """Hub: split for training."""
+    validation_split: str = "validation"
+    """Hub: split for validation; held out of `train_split` if the dataset has none."""
+    streaming: bool = True
+    """Hub: reading while training, instead of a download first."""
+    retries: int = 8
+    """Hub, URLs: consecutive tries, at growing intervals, before the run stops."""
     workers: int = 1
+    """0: the training thread reads; 1: a thread reads ahead; n: n processes tokenise for that thread."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -137,7 +162,7 @@ class DataConfig:
             raise InputError("data.long_documents: carry reads one prepared set; a mixture cuts")
 
     def parts(self) -> dict[str, DataConfig]:
-        """The components of the mixture by name, each with its own settings; without one, all of it as ""."""
+        """The components of the mixture by name, each with its own settings; {"": self} without a mixture."""
         if not self.mixture:
             return {"": self}
         return {
@@ -158,12 +183,15 @@ OWN = ("source", "validation_source", "text_field", "source_field", "train_split
 class TokenizerConfig:
     """`tokenizer:` of a recipe, either `path` or `train`; a bare string is short for `{path: ...}`."""
 
-    # a directory, a Hub id, a tokenizer.json, a SentencePiece .model, or mistral: the 32 000 entries of
-    # Mistral 7B, out of the installed package mistral-common
     path: str | None = None
-    train: str | None = None  # on the training documents: "bpe", byte-level, or "words", between white space
-    vocab_size: int | None = None  # of the trained one, special tokens included; null: bpe 4096, words all
-    min_count: int = 1  # words: those that the training documents have less often are unknown
+    """Directory, Hub id, tokenizer.json or SentencePiece .model; mistral: the 32 000 entries of Mistral 7B
+    from the installed package mistral-common."""
+    train: str | None = None
+    """Kind to train on the training documents: "bpe", byte-level, or "words", split at white space."""
+    vocab_size: int | None = None
+    """Size of a trained one, special tokens included; null: bpe 4096, words all."""
+    min_count: int = 1
+    """words: occurrences that a word needs; rarer ones are unknown."""
 
     def __post_init__(self) -> None:
         if self.vocab_size is None and self.train != "words":
@@ -191,26 +219,27 @@ class TokenizerConfig:
 class TrainConfig:
     steps: int
     tokens_per_step: int
-    """Of all processes together; reached by accumulating micro-batches."""
+    """Tokens of all processes together; reached by gradient accumulation."""
     micro_batch_size: int
-    """Rows that one process takes through the model at a time."""
+    """Rows of one forward pass of one process."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 is autocast over fp32 weights, moments and reductions."""
+    """Precision of matrix products; bf16 is autocast, with fp32 weights, moments and reductions."""
     z_loss: float = 0.0
-    """Adds so much times the mean of logsumexp(logits)² to what is minimised (PaLM has 1e-4); the losses that
-    are reported stay the cross entropy."""
+    """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); reported losses stay the
+    cross entropy."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
-    """How processes share the model: ddp, each all of it; fsdp (FSDP2), each its part; hybrid, a part within
-    groups of `shard_size` that replicate one another. auto is fsdp where accelerate's config says so."""
+    """Sharing of the model among processes. ddp: each has all of it; fsdp (FSDP2): each has a part; hybrid:
+    groups of `shard_size` processes share it, and replicate one another. auto: fsdp if accelerate's config
+    says so, else ddp."""
     shard_size: int | None = None
-    """hybrid: processes that hold one model among them; null is the processes of a node."""
+    """hybrid: processes that share one model; null: those of a node."""
     gradient_checkpointing: bool = False
     compile: bool = False
     resume: str | int | None = None
-    """step-N: resumes from that checkpoint and not from the newest. Once: later starts with the same value
-    resume from the newest again. Checkpoints behind it are set aside."""
+    """Checkpoint step-N to resume from, instead of the newest. Applies once: later starts with the same value
+    resume from the newest. Later checkpoints are set aside."""
     cpu_threads: int | None = None
-    """Threads of one process on a CPU; null takes what the launcher set (`accelerate launch` sets 1)."""
+    """Threads of one process on a CPU; null: the launcher's number (`accelerate launch` sets 1)."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -228,9 +257,9 @@ class TrainConfig:
 @dataclass
 class ValidationConfig:
     every: int | None = None
-    """Steps between validations; null validates at the end only, 0 never."""
+    """Steps between validations; null: only at the end; 0: never."""
     batch_size: int | None = None
-    """Rows of one forward pass; null is `train.micro_batch_size`."""
+    """Rows of one forward pass; null: `train.micro_batch_size`."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -242,22 +271,21 @@ class ValidationConfig:
 
 @dataclass
 class GroupConfig:
-    """Parameters with a learning rate or a decay of their own."""
+    """A separate learning rate or decay for some parameters."""
 
     match: str
-    """A regular expression, looked for anywhere in a parameter's name; the first of several that fits
-    counts."""
+    """Regular expression, searched in parameter names; a parameter joins the first group that matches."""
     lr_scale: float = 1.0
-    """Of the learning rate that the schedule gives."""
+    """Factor of the schedule's learning rate."""
     weight_decay: float | None = None
-    """null: as without the group."""
+    """Weight decay; null: as without the group."""
 
     def check(self, where: str) -> None:
         """Raises `InputError` for settings that cannot work."""
         try:
             re.compile(self.match)
         except re.error as error:
-            raise InputError(f"{where}.match: {self.match!r} is no regular expression: {error}") from None
+            raise InputError(f"{where}.match: {self.match!r} is not a regular expression: {error}") from None
         for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
             if value is not None and value < 0:
                 raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
@@ -268,18 +296,18 @@ class OptimConfig:
     """AdamW; the defaults are the literature's for linear attention at 340 M."""
 
     name: str = "adamw"
-    """muon: the matrices of the blocks by Muon, all else by AdamW; or the name of a plugin's optimizer."""
+    """Optimizer; muon: Muon for the matrices of the blocks, AdamW for the rest; or the name of a plugin's."""
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm where it is longer."""
+    """Norm that longer gradients are scaled down to."""
     momentum: float = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     muon_lr: float | None = None
-    """The matrices' rate under Muon; null is `lr`, which serves both: Muon's updates have AdamW's size (0.2
-    √max(rows, columns) of an orthogonal matrix: Liu et al., 2025)."""
+    """Learning rate of Muon's matrices; null: `lr`, since Muon's updates have AdamW's size (0.2 √max(rows,
+    columns) times an orthogonal matrix: Liu et al., 2025)."""
     groups: list[GroupConfig] = field(default_factory=list)
 
     def check(self) -> None:
@@ -308,9 +336,9 @@ class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
-    """Where cosine, wsd and linear end, as a share of `optim.lr`."""
+    """Final rate of cosine, wsd and linear, as a share of `optim.lr`."""
     decay_share: float = 0.2
-    """wsd: the share of all steps that the final decay takes."""
+    """wsd: share of all steps in the final decay."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -324,12 +352,13 @@ class ScheduleConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 1000
-    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    """Steps between checkpoints; 0: only at the end and when interrupted."""
     keep_last: int = 3
+    """Newest checkpoints to keep."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Interval of the steps whose checkpoints are kept for good."""
     asynchronous: bool = False
-    """Training goes on while a thread writes a copy that host memory holds."""
+    """Writing in a thread, from a copy in host memory, while training continues."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -341,22 +370,23 @@ class CheckpointConfig:
             raise InputError(f"checkpoint.keep_every: expected 1 or more, got {self.keep_every}")
 
 
-EARLIEST = 16  # good steps before any spread can be told
+EARLIEST = 16
+"""Good steps before the spike detector starts."""
 
 
 @dataclass
 class GuardConfig:
     sigma: float = 6.0
-    """A step whose loss, or whose gradient norm's logarithm, lies so many standard deviations above the mean
-    of the last good steps is left out. 0: only what is not finite is."""
+    """Standard deviations above the mean of the last good steps from which a loss, or the logarithm of a
+    gradient norm, makes a step bad; bad steps are skipped. 0: only values that are not finite."""
     window: int = 128
-    """Good steps that mean and deviation are taken over."""
+    """Good steps that mean and deviation are computed over."""
     max_bad_steps: int = 5
-    """So many left out in a row, and the run goes back to its last good checkpoint and on past their data."""
+    """Consecutive bad steps that make the run reload its last good checkpoint and skip their data."""
     max_rollbacks: int = 3
-    """To the same checkpoint; then the run stops."""
+    """Rollbacks to the same checkpoint before the run stops."""
     hang_timeout: float | None = 1800.0
-    """Seconds without progress after which a process prints its stacks and ends; null: never."""
+    """Seconds without progress until a process prints its stacks and ends; null: never."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -374,13 +404,13 @@ class GuardConfig:
 @dataclass
 class LogConfig:
     every: int = 10
-    """Steps between two lines of metrics; a line's loss is that of its own step."""
+    """Steps between lines of metrics; a line has the loss of its step alone."""
     tensorboard: bool = True
     tracker: Literal["none", "wandb", "trackio"] = "none"
-    """Sends the metrics there as well. Where to and whether at all is set as theirs always is: `wandb login`,
-    WANDB_MODE=offline, TRACKIO_SPACE_ID, …"""
+    """Tracker that gets the metrics as well, configured as usual: `wandb login`, WANDB_MODE=offline,
+    TRACKIO_SPACE_ID, …"""
     project: str = "nalanda"
-    """The tracker's."""
+    """Project at the tracker."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -392,8 +422,8 @@ class LogConfig:
 class RunConfig:
     output_dir: str
     model: dict[str, Any]
-    """`NalandaConfig`'s fields; or `auto: PATH_OR_ID` for any causal LM by its own config; `init_from: PATH`
-    starts from those weights with a fresh optimizer."""
+    """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
+    loads those weights, with a fresh optimizer."""
     tokenizer: TokenizerConfig
     data: DataConfig
     train: TrainConfig
@@ -405,15 +435,15 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     offline: str | None = None
-    """A directory that `nalanda data fetch` filled: what the recipe names on the Hub or by URL is taken from
-    there and from nowhere else. It is no part of what the run is; but a stream that was begun from the Hub
-    or from URLs has its documents in another order there, and is refused."""
+    """Directory filled by `nalanda data fetch`. If set, what the recipe names on the Hub or by URL is read
+    only from there. It may change between starts, except for a stream that began on the Hub or at URLs: its
+    documents have another order in the directory."""
 
     plugins: list[str] = field(default_factory=list)
     """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
 
     def check(self) -> None:
-        """Every section by itself, then what no section can see alone. Raises `InputError`."""
+        """Checks every section, then combinations of them. Raises `InputError`."""
         import_plugins(self.plugins)
         for f in fields(self):
             if is_dataclass(section := getattr(self, f.name)):
@@ -435,14 +465,14 @@ class RunConfig:
                 raise InputError(f"model: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain YAML values: `load_config` reads them back to an equal config."""
+        """Plain YAML values, which `load_config` reads as an equal config."""
         return _plain(asdict(self))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def accumulation(self, processes: int) -> int:
-        """Micro-batches of each process a step. Raises `InputError` where they do not fill the step."""
+        """Micro-batches of a process per step. Raises `InputError` if they do not fill a step exactly."""
         train, seq_len = self.train, self.data.seq_len
         tokens = train.micro_batch_size * seq_len * processes
         if train.tokens_per_step % tokens:
@@ -457,7 +487,7 @@ class RunConfig:
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
-    """Raises `InputError` for a seed that Python's, numpy's and torch's generators do not all take."""
+    """Raises `InputError` for a seed that not all of Python, numpy and torch accept."""
     if seed is not None and not 0 <= seed < 2**32:
         raise InputError(f"{name}: expected 0 to {2**32 - 1}, got {seed}")
 
@@ -466,5 +496,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(v) for key, v in value.items()}
     if is_url(value) and isinstance(value, str):
-        return redact(value)  # a password or a signature is never written down
+        return redact(value)  # passwords and signatures are never written
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

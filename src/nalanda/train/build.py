@@ -1,13 +1,17 @@
-"""Builds what the training loop needs: the launch, the data, the model."""
+"""Builds what the training loop needs: the processes, the data, the model, the optimizer."""
 
 import os
+import platform
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,18 +21,190 @@ from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
 from nalanda.data.token_set import SumCheck
-from nalanda.data.tokenizer import check_vocabulary
-from nalanda.train import memory
+from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
+from nalanda.train import checkpoint, memory, parallel
+from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
+from nalanda.train.checks import check_causal, keeps_documents_apart
+from nalanda.train.flops import flops_per_token, peak_flops
+from nalanda.train.guards import SpikeDetector, Watchdog
+from nalanda.train.log import versions, write_facts
+from nalanda.train.optim import build_optimizer
+from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
+from nalanda.train.run_dir import no_checkpoint_message
 
 
-def content_hashes(config: RunConfig, batches: PackedBatches, validation: bool) -> dict[str, dict[str, str]]:
-    """The contents of the files that are read as text, those of `validation` among them."""
-    contents = batches.contents
-    return {**contents, **(validation_contents(config.data, contents) if validation else {})}
+@dataclass
+class TrainerState:
+    """Progress of a run; every checkpoint saves it."""
+
+    step: int = 0
+    tokens: int = 0
+    val_loss: float | None = None
+    skipped: int = 0
+    """Steps of the whole run that changed nothing."""
+    bad: list[str] = field(default_factory=list)
+    """Reasons of the consecutive bad steps up to this one."""
+
+
+@dataclass
+class Run:
+    """One process's parts of a run, as `set_up` builds them."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    model: Any
+    """The bare model."""
+    wrapped: Any
+    """The model under DDP or autocast: called in training."""
+    optimizer: torch.optim.Optimizer
+    batches: PackedBatches
+    validation: dict[str, list[dict[str, Tensor]]]
+    """Batches by source; {} without validation."""
+    sums: SumCheck
+    saver: checkpoint.Saver
+    spikes: SpikeDetector
+    row_states: RowStates | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Contents of run.json."""
+    at: TrainerState = field(default_factory=TrainerState)
+    checkpoint: Path | None = None
+    """The checkpoint that the same command would resume from."""
+    rollbacks: Counter[Path] = field(default_factory=Counter)
+    """Rollbacks to each checkpoint since the launch."""
+    rolled_back_to: Path | None = None
+    """Checkpoint of the last rollback, until a step after it is good."""
+
+    def load(self, path: Path | None, find_older: Callable[[], Path | None]) -> dict | None:
+        """Loads `path`. If its weights or moments are unsound, marks it and loads what `find_older` returns.
+
+        Returns the data state, or None if no checkpoint is left; `checkpoint` is then None as well.
+        """
+        accelerator = self.accelerator
+        while path := from_main_process(path):
+            state, data_state = checkpoint.load(
+                path, model=self.model, optimizer=self.optimizer, rank=accelerator.process_index
+            )
+            problem = self.saver.unsound(self.model, self.optimizer)
+            if problem is None:
+                self.spikes.load_state_dict(state.get("spikes", {}))
+                self.at = TrainerState(
+                    **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
+                )
+                self.checkpoint = path
+                return data_state
+            if accelerator.is_main_process:
+                print(f"{path}: unsound, passed over: {problem}", flush=True)
+                mark_unsound(path, problem)
+                path = find_older()
+        self.checkpoint = None
+        return None
+
+    def save(self, data_state: dict, watchdog: Watchdog, *, wait: bool) -> None:
+        """Saves a checkpoint of the current step. wait: also for an asynchronous save."""
+        finish_sums(self.sums, lambda: watchdog.beat("comparing the data with its sums"))
+        processes = self.accelerator.num_processes
+        self.checkpoint = self.saver.save(
+            self.at.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            data_state=data_state,
+            trainer_state={**asdict(self.at), "spikes": self.spikes.state_dict(), "processes": processes},
+            row_states=self.row_states.state_tensors() if self.row_states else None,
+        )
+        if wait:
+            self.saver.wait()
+        if self.accelerator.is_main_process:  # without `wait`, the newest on the disk may be the one before
+            self.facts["saved"] = max([0, *map(step_of, checkpoint_folders(self.saver.directory))])
+            write_facts(Path(self.config.output_dir), self.facts)
+
+
+def set_up(
+    config: RunConfig,
+    accelerator: Accelerator,
+    sharing: parallel.Kind,
+    facts: dict,
+    changes: dict[str, list],
+    resume: Path | None,
+) -> Run:
+    """Builds the run, from the checkpoint `resume` if there is one. facts, changes: from `run_dir.claim`.
+
+    Raises:
+        InputError: the data or the model cannot work, or no checkpoint is sound.
+    """
+    main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
+    run_dir, first_step = Path(config.output_dir), step_of(resume) if resume else 0
+    with accelerator.main_process_first():
+        tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
+        if main and not is_whole(run_dir / "tokenizer"):
+            save_tokenizer(tokenizer, run_dir / "tokenizer")
+    batches, validation = open_batches(config, tokenizer, rank, processes)
+    contents = None
+    if main:  # one process hashes the files
+        contents = batches.contents | (
+            validation_contents(config.data, batches.contents) if validation else {}
+        )
+    batches.contents = from_main_process(contents)
+    sums = start_sums(config, rank, processes)
+    if config.data.verify == "sums":
+        finish_sums(sums)
+
+    set_seed(config.seed)
+    # Weights, gradients and one moment per parameter share a CPU's memory.
+    bytes_each = 12 if accelerator.device.type == "cpu" and sharing == "ddp" else 4
+    model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
+    flops, flops_source = flops_per_token(model, config.data.seq_len)
+    build = partial(build_optimizer, model, config.optim)
+    wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
+    set_seed(config.seed, device_specific=True)
+    check_causal(accelerator, model)
+    kept_apart = keeps_documents_apart(accelerator, model)
+    peak, peak_source = peak_flops(accelerator.device, config.train.precision)
+    peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
+
+    row_states = None
+    if config.data.long_documents == "carry":
+        check_carries(model)
+        row_states = RowStates()
+    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
+    spikes = SpikeDetector(config.guard)
+    parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
+    run = Run(config, *parts)
+    if resume:
+        data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
+        if run.checkpoint is None or data_state is None:
+            raise InputError(no_checkpoint_message(run_dir))
+        batches.load_state_dict(data_state)
+        if row_states:
+            rows = config.train.micro_batch_size
+            slots = slots_of(rank, processes, config.accumulation(processes), rows)
+            saved = read_slots(run.checkpoint.glob("lanes-*"), slots)
+            row_states.load(saved, slots, accelerator.device)
+    run.facts |= {
+        "state": "running",
+        "step": run.at.step,
+        "saved": first_step,
+        "steps": config.train.steps,
+        "parameters": model.num_parameters(),
+        "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
+        "documents_kept_apart": kept_apart,
+        "training_flops_per_token": flops,
+        "flops": flops_source,
+        "peak_flops": peak,
+        "peak": peak_source,
+        "device": str(accelerator.device.type),
+        "processes": processes,
+        "parallel": sharing if processes > 1 else None,
+        "precision": config.train.precision,
+        "versions": versions(),
+        "changes": [*facts.get("changes", []), *([{"step": run.at.step, **changes}] if changes else [])],
+        "host": platform.node(),
+        "pid": os.getpid(),
+    }
+    return run
 
 
 def start_sums(config: RunConfig, rank: int, processes: int) -> SumCheck:
-    """This process's share of the prepared sets' files, being compared with their sums."""
+    """Starts comparing this process's share of the token sets' files with their sums."""
     sets = token_sets(config.data, validation=config.validation.every != 0)
     files = [file for tokens in sets for file in tokens.files]
     return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [])
@@ -45,7 +221,7 @@ def finish_sums(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None
 
 
 def launch(config: RunConfig) -> Accelerator:
-    """The Accelerator, once it is certain that it has the processes that were asked for."""
+    """The Accelerator. Raises `InputError` if the launcher was asked for more processes than joined."""
     asked, lone = os.environ.get("WORLD_SIZE"), "MASTER_ADDR" in os.environ and "RANK" not in os.environ
     if config.train.cpu_threads:
         torch.set_num_threads(config.train.cpu_threads)
@@ -82,7 +258,7 @@ def from_main_process(value: Any) -> Any:
 def open_batches(
     config: RunConfig, tokenizer: Any, rank: int = 0, processes: int = 1
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
-    """What one process trains on, and what it validates on, by source; {} without validation."""
+    """One process's training batches, and its validation batches by source; {} without validation."""
     share: Any = {"rank": rank, "world_size": processes}
     rows, lanes = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     batches = PackedBatches(
@@ -94,13 +270,15 @@ def open_batches(
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
 
 
-def build_model(config: RunConfig, tokenizer: Any, *, weights: bool = True, each: int = 4) -> PreTrainedModel:
+def build_model(
+    config: RunConfig, tokenizer: Any, *, weights: bool = True, bytes_each: int = 4
+) -> PreTrainedModel:
     """The model of `config.model` in fp32, initialised or, with `init_from` and `weights`, loaded.
 
-    each: bytes of memory that there must be for a parameter. Raises `InputError`.
+    bytes_each: host memory that every parameter must find free. Raises `InputError`.
     """
     model_config = build_model_config(config, tokenizer)
-    memory.check_model(model_config, each)
+    memory.check_model(model_config, bytes_each)
     check_vocabulary(tokenizer, model_config.vocab_size)
     path = config.model.get("init_from")
     if path is None or not weights:

@@ -1,25 +1,23 @@
-"""Checkpoints that are whole or are not there.
+"""Saves and loads checkpoints; an interrupted save leaves none.
 
     checkpoints/step-N/
-        config.json                         of the model
-        model.safetensors                   with config.json a model folder: from_pretrained loads it
+        config.json                         model config
+        model.safetensors                   weights; with config.json a folder for from_pretrained
         optimizer.safetensors               moments, `<parameter name>.<state>`
-        model/, optimizer/                  instead of those two, under FSDP: every process's part of each
+        model/, optimizer/                  instead of those two under FSDP: one part per process
         trainer.json                        step, tokens, processes
-        rank-R.pt                           one a process: random states and position in the data
-        lanes-R.safetensors                 with `data.long_documents: carry`, the states of its rows
+        rank-R.pt                           random states and data position of process R
+        lanes-R.safetensors                 row states of process R, with `data.long_documents: carry`
         manifest.json                       size and SHA-256 of every file; written last
-        unsound.txt                         only in one that must not be resumed from: why (`mark_unsound`)
+        unsound.txt                         why no run may resume from it (`mark_unsound`); usually absent
 
-All of it is written into `.tmp-step-N`, synced to the disk, and renamed: a name `step-N` means that every
-byte was there. `latest` believes a checkpoint only if the manifest's sums hold. Nothing is pickled:
-`rank-R.pt` is read with `weights_only=True`.
+Files are written into `.tmp-step-N`, synced, and then the folder is renamed: `step-N` is complete. A run
+resumes only from a checkpoint whose files match the manifest. `rank-R.pt` is read with `weights_only=True`.
 
-Parts are files of `torch.distributed.checkpoint`'s Hugging Face form: safetensors whose header says where in
-its tensor each part begins, so that its `HuggingFaceStorageReader` reads them too. Any number of processes,
-sharded or not, loads either kind of checkpoint. They are written here, not by `torch.distributed.checkpoint`:
-that makes a second copy of the file in memory, talks to the other processes while it writes, and hides what
-the disk said.
+Parts have the Hugging Face format of `torch.distributed.checkpoint`: safetensors whose header says where in
+its tensor each part begins; torch's `HuggingFaceStorageReader` reads them too. Any number of processes,
+sharded or not, loads either kind of checkpoint. torch's own writer is not used: it copies the file in memory,
+communicates while it writes, and hides the disk's errors.
 """
 
 import errno
@@ -46,6 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import manifest_text, sync
+from nalanda.common.text import size
 from nalanda.config.schema import CheckpointConfig
 from nalanda.train.checkpoint_dir import checkpoint_folders, prune
 
@@ -61,25 +60,25 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names."""
+"""Dtypes by their names in safetensors."""
 
 LARGEST = 1e15
-"""Weights and moments beyond this are spoilt: the sum of their squares, in a norm, overflows fp32."""
+"""Largest sound weight or moment: a sum of squares of larger ones overflows fp32."""
 
 Content = list[bytes | torch.Tensor]
-"""What a file will hold, piece after piece."""
+"""A file's contents, in pieces."""
 
 Exchange = Callable[[Any], list[Any]]
-"""What every process says, to every process; all of them call it."""
+"""Gathers one value from each process on all of them; every process must call it."""
 
 
 class Saver:
     """Writes a run's checkpoints, one at a time, and removes those that `config` does not keep.
 
-    Every process has one and calls it alike. An asynchronous save counts once `wait` has returned: the next
-    `save` calls it first, and so must whoever loads a checkpoint or ends the run. A save that fails leaves
-    the earlier checkpoints as they were and raises on all processes, `DiskFull` or `InputError`; if it was
-    asynchronous, in `wait`, and `failed` is True until then.
+    All processes make the same calls. An asynchronous save is complete once `wait` has returned; `save` calls
+    it first, and the caller must before it loads a checkpoint or ends the run. A save that fails keeps the
+    earlier checkpoints and raises `DiskFull` or `InputError` on all processes; an asynchronous one raises in
+    `wait`, and `failed` is True until then.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig, *, rank: int = 0, processes: int = 1):
@@ -96,33 +95,32 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         data_state: dict,
         trainer_state: dict,
-        lanes: dict[str, torch.Tensor] | None = None,
+        row_states: dict[str, torch.Tensor] | None = None,
     ) -> Path:
-        """`directory/step-N`, written or, if asynchronous, under way. lanes: `RowStates.state_tensors()`."""
+        """Writes `directory/step-N`, or starts to if asynchronous. row_states: `RowStates.state_tensors`."""
         self.wait()
         copy = self.config.asynchronous
         files = _contents(step, model, optimizer, data_state, trainer_state, self.rank, copy)
-        if lanes is not None:
+        if row_states is not None:
             files[f"lanes-{self.rank}.safetensors"] = _safetensors(
-                {k: (t, []) for k, t in lanes.items()}, copy
+                {name: (t, []) for name, t in row_states.items()}, copy
             )
-        write = (self.directory, step, files, self._exchange, self.rank, self.config)
         if not copy:
-            return _commit(*write)
+            return self._commit(step, files)
 
         def run() -> None:
             try:
-                _commit(*write)
+                self._commit(step, files)
             except BaseException as error:
                 self._error = error
 
-        # A daemon: a process that dies of something else need not wait for the others' part of a save.
+        # A daemon: a process that fails otherwise does not wait for the other processes' parts.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
         return self.directory / f"step-{step}"
 
     def wait(self) -> None:
-        """Until the save under way is on the disk. Raises what it failed of."""
+        """Waits until the running save is on the disk. Raises its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -131,18 +129,99 @@ class Saver:
             raise error
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why these weights and moments are unsound (`find_unsound`), or None; alike on all processes."""
+        """Why the weights or moments of any process are unsound (`find_unsound`), or None."""
         mine = find_unsound({**_unique(model), **_optimizer_tensors(model, optimizer)})
         return next(filter(None, self._exchange(mine)), None)
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise, as far as this process knows by now."""
+        """Whether this process already knows that `wait` will raise."""
         return self._error is not None
+
+    def _commit(self, step: int, files: dict[str, Content]) -> Path:
+        """Writes every process's `files`, then the manifest, and renames the folder `step-N`."""
+        directory, rank, exchange = self.directory, self.rank, self._exchange
+        final, part = directory / f"step-{step}", directory / f".tmp-step-{step}"
+        pieces = [piece for content in files.values() for piece in content]
+        own = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
+        need, done = sum(exchange(own)), 0
+
+        def begin() -> None:
+            if rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+                free = shutil.disk_usage(directory).free
+                if free < need:
+                    raise OSError(
+                        errno.ENOSPC, f"{size(need)} are needed, {size(need - free)} more than are free"
+                    )
+                for folder in {Path(name).parent for name in files}:
+                    (part / folder).mkdir(exist_ok=True)
+
+        def write() -> dict[str, dict]:
+            nonlocal done
+            entries = {}
+            for name, content in files.items():
+                entries[name] = _write(part / name, content)
+                done += entries[name]["bytes"]
+            return entries
+
+        def seal(entries: dict[str, dict]) -> None:
+            if rank == 0:
+                versions = {
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "numpy": np.__version__,
+                }
+                head = {"format": 2, "step": step, "versions": versions}
+                text = manifest_text({**head, "files": dict(sorted(entries.items()))})
+                _write(part / "manifest.json", [text.encode()])
+                for folder in {part / Path(name).parent for name in entries} | {part}:
+                    sync(folder)
+                if final.exists():  # a damaged one, or one from before a rollback
+                    shutil.rmtree(old := part.with_name(f"{part.name}-old"), ignore_errors=True)
+                    final.rename(old)
+                part.rename(final)
+                sync(directory)
+
+        def clear() -> None:
+            if rank == 0:
+                prune(directory, self.config, step)
+
+        def together(act: Callable[[], Any]) -> list[Any]:
+            """The results of `act` on all processes; an error on one is raised on all."""
+            try:
+                mine = act(), None, done
+            except OSError as error:
+                mine = None, error, done
+            except Exception as error:  # any error: the others must not wait forever
+                mine = None, RuntimeError(repr(error)), done
+            values, errors, counts = zip(*exchange(mine), strict=True)
+            for error in filter(None, errors):
+                if rank == 0:
+                    shutil.rmtree(part, ignore_errors=True)
+                if not isinstance(error, OSError):
+                    raise error
+                kept = [p for p in checkpoint_folders(directory) if p != final]
+                stays = f"{kept[-1].name} stays" if kept else "there is no earlier one"
+                if not no_room(error):
+                    raise InputError(f"{final}: not saved, {stays}: {error}")
+                rest = need - sum(counts)
+                left = f"{size(rest)} of {size(need)} were still to be written"
+                problem = error.strerror if act is begin or not rest else left
+                what = "a file may not grow further" if error.errno == errno.EFBIG else "the disk is full"
+                raise DiskFull(f"{final}: not saved, {stays}: {what}: {problem}; make room, and start again")
+            return list(values)
+
+        together(begin)
+        entries = {name: entry for own in together(write) for name, entry in own.items()}
+        together(lambda: seal(entries))
+        together(clear)
+        return final
 
 
 def exchange(processes: int) -> Exchange:
-    """Over a gloo group of its own, so that a thread may use it beside the trainer's collectives."""
+    """An `Exchange` over a gloo group of its own: a thread may use it during the trainer's collectives."""
     if processes == 1:
         return lambda value: [value]
     group = dist.new_group(backend="gloo")
@@ -155,30 +234,76 @@ def exchange(processes: int) -> Exchange:
     return gather
 
 
-def save(
-    directory: Path,
+@torch.no_grad()
+def _contents(
     step: int,
-    *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     data_state: dict,
     trainer_state: dict,
-) -> Path:
-    """Writes `directory/step-N` from the only process there is; `Saver` does it for many."""
-    files = _contents(step, model, optimizer, data_state, trainer_state, rank=0, copy=False)
-    return _commit(directory, step, files, lambda value: [value], 0, None)
+    rank: int,
+    copy: bool,
+) -> dict[str, Content]:
+    """The files that this process writes. copy: copies tensors to host memory."""
+    own = io.BytesIO()
+    torch.save({"random": random_state(), "data": data_state}, own)
+    files: dict[str, Content] = {f"rank-{rank}.pt": [own.getvalue()]}
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for name, tensors in (("model", _unique(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
+        if sharded:
+            # The file name of torch.distributed.checkpoint.
+            name = f"{name}/shard-{rank + 1:05}-model-00001-of-00001"
+            parts = {key: _local(tensor) for key, tensor in tensors.items() if _writes(tensor, rank)}
+            files[f"{name}.safetensors"] = _safetensors(parts, copy, sharded=True)
+        elif rank == 0:
+            files[f"{name}.safetensors"] = _safetensors({k: (t, []) for k, t in tensors.items()}, copy)
+    if rank == 0:
+        if hasattr(model, "config"):
+            config: Any = model.config
+            files["config.json"] = [config.to_json_string().encode()]
+            if hasattr(config, "plugin_files"):
+                files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        without = [n for n, p in model.named_parameters() if id(p) in trained and not optimizer.state.get(p)]
+        record = {**trainer_state, "step": step, "without_moments": without}
+        files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
+    return files
+
+
+def _writes(tensor: torch.Tensor, rank: int) -> bool:
+    """Whether this process saves its part: only the first of several replicas does, and no empty part."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    first = all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+    return first and (tensor.to_local().numel() > 0 or rank == 0)
+
+
+def _write(file: Path, content: Content) -> dict[str, Any]:
+    """Writes and syncs a file. Returns its entry in the manifest, made from `content`, not read back."""
+    digest, count = hashlib.sha256(), 0
+    with file.open("wb") as stream:
+        for piece in content:
+            if isinstance(piece, torch.Tensor):
+                piece = piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            digest.update(piece)
+            count += len(piece)
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": count, "sha256": digest.hexdigest()}
 
 
 def load(
     path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0
 ) -> tuple[dict, dict]:
-    """Puts a checkpoint's weights, moments and random states back; returns (trainer state, data state).
+    """Restores a checkpoint's weights, moments and random states; returns (trainer state, data state).
 
-    With more processes than saved it, those without random states of their own keep the ones they have; the
-    data state serves any number. The model may be sharded or whole, whatever the one that was saved was.
+    The data state fits any number of processes. A process of higher rank than those that saved it keeps its
+    random states. The model may be sharded or whole, and the saved one too.
 
     Raises:
-        InputError: the checkpoint is of another model.
+        InputError: the checkpoint is of another model or optimizer.
     """
     trainer_state = json.loads((path / "trainer.json").read_text())
     load_weights(source_of(path, "model"), model)
@@ -186,6 +311,7 @@ def load(
     saved = shapes(source)
     check_moments(source, saved, model, optimizer, trainer_state.pop("without_moments", None))
     targets: dict[str, torch.Tensor] = {}
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     optimizer.state.clear()
     for key, (shape, dtype) in saved.items():
         name, _, state = key.rpartition(".")
@@ -193,9 +319,8 @@ def load(
         if shape == parameter.shape and shape:
             targets[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            # torch keeps the step count of a parameter wherever it put it at first; all else lies with the
-            # parameter.
-            on_host = not shape and not _fused(optimizer)
+            # torch keeps step counts on the host, unless its kernels read them on the device.
+            on_host = not shape and not fused
             targets[key] = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
         optimizer.state[parameter][state] = targets[key]
     read_tensors(source, targets)
@@ -207,13 +332,39 @@ def load(
 
 
 def load_rank(file: Path) -> dict[str, Any]:
-    """What `rank-R.pt` holds: `random` and `data`. Raises `InputError`."""
+    """Loads `rank-R.pt`: {"random": …, "data": …}. Raises `InputError`."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{file}: it holds more than numbers and text, and was not loaded") from None
-    except (RuntimeError, EOFError, ValueError) as error:  # what torch says of a file that is cut short
+    except (RuntimeError, EOFError, ValueError) as error:  # torch's errors for a truncated file
         raise InputError(f"{file}: cannot be read: {first_line(error)}") from None
+
+
+def load_weights(source: Path, model: torch.nn.Module) -> None:
+    """Loads a safetensors file, or a folder of parts, into `model`. Raises `InputError` if names or shapes
+    differ."""
+    own, saved = model.state_dict(), shapes(source)
+    check_weights(source, saved, model)
+    read_tensors(source, {name: own[name] for name in saved})
+
+
+def check_weights(
+    source: Path, saved: dict[str, tuple[torch.Size, torch.dtype]], model: torch.nn.Module
+) -> None:
+    """Raises `InputError` unless `saved` has the names and shapes of the weights of `model`."""
+    own = model.state_dict()
+    for name, (shape, _) in saved.items():
+        if name not in own:
+            raise InputError(f"{source}: a checkpoint of another shape: this model has no {name}")
+        if own[name].shape != shape:
+            raise InputError(
+                f"{source}: a checkpoint of another shape: {name} is {list(shape)} there, "
+                f"{list(own[name].shape)} in this model"
+            )
+    absent = sorted(_unique(model).keys() - saved.keys())
+    if absent:
+        raise InputError(f"{source}: a checkpoint of another shape: it lacks {absent[0]}")
 
 
 def check_moments(
@@ -223,10 +374,10 @@ def check_moments(
     optimizer: torch.optim.Optimizer,
     without: list[str] | None,
 ) -> None:
-    """Raises `InputError` unless `saved` are the moments of `optimizer`: all that it keeps of each parameter,
-    each of the shape that it keeps. Its kernels would write past a tensor of another shape.
+    """Raises `InputError` unless `saved` has every moment of `optimizer` in its shape. Into smaller tensors,
+    the optimizer's kernels would write past the end.
 
-    without: the parameters that had no moments when they were saved; None: not recorded, by an older version.
+    without: parameters that had no moments when they were saved; None if an older version recorded none.
     """
 
     def refuse(problem: str) -> None:
@@ -238,7 +389,7 @@ def check_moments(
         found.setdefault(name, {})[state] = kind
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
-        expected = _kept_of_a_parameter(optimizer, group)
+        expected = _moments_of(optimizer, group)
         for parameter in group["params"]:
             name = names[id(parameter)]
             own = found.pop(name, None)
@@ -257,9 +408,10 @@ def check_moments(
         refuse(f"this model trains no {next(iter(found))}")
 
 
-def _kept_of_a_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """What `optimizer` keeps of a parameter of `group`, by name, and whether that is a scalar: seen in a step
-    with a parameter of 2 × 2."""
+def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+    """Names of the moments that `optimizer` keeps per parameter of `group`, and whether each is a scalar.
+
+    Found by a step with a parameter of shape 2 × 2."""
     probe = torch.nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.zeros(2, 2)
     bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
@@ -271,107 +423,16 @@ def _kept_of_a_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]
     return {key: tensor.ndim == 0 for key, tensor in fresh.state[probe].items()}
 
 
-def load_weights(source: Path, model: torch.nn.Module) -> None:
-    """Loads a safetensors file, or a folder of parts, into `model` in place.
-
-    Raises `InputError` where names or shapes differ.
-    """
-    own, saved = model.state_dict(), shapes(source)
-    check_weights(source, saved, model)
-    read_tensors(source, {name: own[name] for name in saved})
-
-
-def check_weights(
-    source: Path, saved: dict[str, tuple[torch.Size, torch.dtype]], model: torch.nn.Module
-) -> None:
-    """Raises `InputError` unless `saved` are the names and shapes of the weights of `model`."""
-    own = model.state_dict()
-    for name, (shape, _) in saved.items():
-        if name not in own:
-            raise InputError(f"{source}: a checkpoint of another shape: this model has no {name}")
-        if own[name].shape != shape:
-            raise InputError(
-                f"{source}: a checkpoint of another shape: {name} is {list(shape)} there, "
-                f"{list(own[name].shape)} in this model"
-            )
-    absent = sorted(_unique(model).keys() - saved.keys())
-    if absent:
-        raise InputError(f"{source}: a checkpoint of another shape: it lacks {absent[0]}")
-
-
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, whole, in host memory."""
+    """A checkpoint's unsharded weights, in host memory."""
     source = source_of(path, "model")
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()}
     read_tensors(source, found)
     return found
 
 
-def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, whole shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
-    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for file in _files(source):
-        for name, offsets, part in _parts(file):
-            ends = [o + n for o, n in zip(offsets, part.get_shape(), strict=True)]
-            before = found[name][0] if name in found else ends
-            found[name] = torch.Size(map(max, ends, before)), DTYPES[part.get_dtype()]
-    return found
-
-
-@torch.no_grad()
-def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
-    """Fills `targets` in place from a safetensors file or a folder of parts; a DTensor takes what is its own.
-
-    Raises `InputError` if they are not all there.
-    """
-    missing = {name: _local(target)[0].numel() for name, target in targets.items()}
-    for file in _files(source):
-        for name, offsets, part in _parts(file):
-            if name not in targets:
-                continue
-            local, start = _local(targets[name])
-            # From where to where the two overlap, in the whole tensor's places.
-            low = list(map(max, offsets, start))
-            high = [
-                min(o + n, s + m)
-                for o, n, s, m in zip(offsets, part.get_shape(), start, local.shape, strict=True)
-            ]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-                values = part[there] if there else part[...]
-                local[here].copy_(values)
-                missing[name] -= values.numel()
-    if short := [name for name, count in missing.items() if count]:
-        raise InputError(f"{source}: it lacks parts of {short[0]}")
-
-
-def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, values) of every tensor of a safetensors file, or of every part in a folder of them."""
-    for file in _files(source):
-        for name, _, part in _parts(file):
-            yield name, part[...]
-
-
-def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
-    """Names a tensor, of those that this process has, whose values are not finite or beyond `LARGEST`."""
-    values = {name: _local(tensor)[0].detach() for name, tensor in tensors.items()}
-    values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
-    if not values:
-        return None
-    # One fused reduction and one synchronisation; which of them it is, only a bad one needs to know.
-    largest = torch.nn.utils.get_total_norm(values.values(), norm_type=math.inf)
-    if largest <= LARGEST:
-        return None
-    for name, tensor in values.items():
-        worst = tensor.abs().max().item()
-        if not worst <= LARGEST:
-            return f"{name} has values of {worst:g}"
-    return None
-
-
 def random_state() -> dict:
-    """The state of every generator of this process, in types that `weights_only` loads."""
+    """The states of this process's random generators, in types that `weights_only` loads."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     return {
@@ -393,8 +454,71 @@ def set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def find_unsound(tensors: dict[str, torch.Tensor]) -> str | None:
+    """Describes a tensor with a value of this process that is not finite or beyond `LARGEST`, or None."""
+    values = {name: _local(tensor)[0].detach() for name, tensor in tensors.items()}
+    values = {name: t for name, t in values.items() if t.is_floating_point() and t.numel()}
+    if not values:
+        return None
+    # One fused reduction and one synchronisation; the loop below only runs if a value is bad.
+    largest = torch.nn.utils.get_total_norm(values.values(), norm_type=math.inf)
+    if largest <= LARGEST:
+        return None
+    for name, tensor in values.items():
+        worst = tensor.abs().max().item()
+        if not worst <= LARGEST:
+            return f"{name} has values of {worst:g}"
+    return None
+
+
+def shapes(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, unsharded shapes and dtypes of the tensors of a safetensors file or a folder of parts."""
+    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for file in _files(source):
+        for name, offsets, part in _parts(file):
+            ends = [o + n for o, n in zip(offsets, part.get_shape(), strict=True)]
+            before = found[name][0] if name in found else ends
+            found[name] = torch.Size(map(max, ends, before)), DTYPES[part.get_dtype()]
+    return found
+
+
+@torch.no_grad()
+def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
+    """Fills `targets` from a safetensors file or a folder of parts, of a DTensor this process's part.
+
+    Raises `InputError` if values are missing.
+    """
+    missing = {name: _local(target)[0].numel() for name, target in targets.items()}
+    for file in _files(source):
+        for name, offsets, part in _parts(file):
+            if name not in targets:
+                continue
+            local, start = _local(targets[name])
+            # The overlap, in coordinates of the unsharded tensor.
+            low = list(map(max, offsets, start))
+            high = [
+                min(o + n, s + m)
+                for o, n, s, m in zip(offsets, part.get_shape(), start, local.shape, strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+                there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+                values = part[there] if there else part[...]
+                local[here].copy_(values)
+                missing[name] -= values.numel()
+    if short := [name for name, count in missing.items() if count]:
+        raise InputError(f"{source}: it lacks parts of {short[0]}")
+
+
+def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, values) of every tensor of a safetensors file or part of a folder."""
+    for file in _files(source):
+        for name, _, part in _parts(file):
+            yield name, part[...]
+
+
 def source_of(path: Path, name: str) -> Path:
-    """`model` or `optimizer` of a checkpoint: its folder of parts, or its file."""
+    """The folder of parts, or the file, of a checkpoint's `model` or `optimizer`."""
     return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
 
 
@@ -403,7 +527,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
-    """(name, where its part begins in each dimension, safetensors' slice of it) for each tensor of a file."""
+    """(name, offsets of the part in each dimension, safetensors slice) of each tensor of a file."""
     try:
         with safe_open(file, framework="pt") as stream:
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
@@ -417,7 +541,7 @@ def _parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
 
 
 def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """This process's part of a tensor, and where it begins in each dimension."""
+    """This process's part of a tensor, and its offset in each dimension."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's
@@ -425,7 +549,7 @@ def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def _unique(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, every parameter once: no tied weight is stored under two names."""
+    """The state dict, with tied weights under their first name only."""
     first = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
     again = {n for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
@@ -439,185 +563,22 @@ def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     }
 
 
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-@torch.no_grad()
-def _contents(
-    step: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data_state: dict,
-    trainer_state: dict,
-    rank: int,
-    copy: bool,
-) -> dict[str, Content]:
-    """The files that this process writes; `copy`: of tensors as they are now, in host memory."""
-    own = io.BytesIO()
-    torch.save({"random": random_state(), "data": data_state}, own)
-    files: dict[str, Content] = {f"rank-{rank}.pt": [own.getvalue()]}
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    for name, tensors in (("model", _unique(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
-        if sharded:
-            # torch.distributed.checkpoint's name for it
-            name = f"{name}/shard-{rank + 1:05}-model-00001-of-00001"
-            parts = {key: _local(tensor) for key, tensor in tensors.items() if _writes(tensor, rank)}
-            files[f"{name}.safetensors"] = _safetensors(parts, copy, sharded=True)
-        elif rank == 0:
-            files[f"{name}.safetensors"] = _safetensors({k: (t, []) for k, t in tensors.items()}, copy)
-    if rank == 0:
-        if hasattr(model, "config"):
-            config: Any = model.config
-            files["config.json"] = [config.to_json_string().encode()]
-            if hasattr(config, "plugin_files"):
-                files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        without = [n for n, p in model.named_parameters() if id(p) in trained and not optimizer.state.get(p)]
-        record = {**trainer_state, "step": step, "without_moments": without}
-        files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
-    return files
-
-
-def _writes(tensor: torch.Tensor, rank: int) -> bool:
-    """Whether this process is the one that saves its part: of replicas the first, of no rows none."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate() or []
-    first = all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
-    return first and (tensor.to_local().numel() > 0 or rank == 0)
-
-
 def _safetensors(
     parts: dict[str, tuple[torch.Tensor, list[int]]], copy: bool, sharded: bool = False
 ) -> Content:
-    """A safetensors file; `parts`: name to tensor and where it begins in the whole one."""
+    """A safetensors file. parts: name to tensor and its offset in the unsharded one."""
     metadata = {"format": "pt"}
     if sharded:
         places = {name: {"saved_offsets": offsets} for name, (_, offsets) in sorted(parts.items())}
         metadata |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
     header: dict[str, Any] = {"__metadata__": metadata}
     codes, tensors, end = {dtype: code for code, dtype in DTYPES.items()}, [], 0
-    # The widest first: each value then lies at a multiple of its size.
+    # The widest dtype first: every value is then aligned to its size.
     for name, (tensor, _) in sorted(parts.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         begin, end = end, end + tensor.nbytes
-        code = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[name] = code
+        place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": codes[tensor.dtype], **place}
         tensors.append(tensor.detach().to("cpu", copy=True) if copy else tensor.detach())
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *tensors]
-
-
-def _size(content: Content) -> int:
-    return sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in content)
-
-
-def _commit(
-    directory: Path,
-    step: int,
-    files: dict[str, Content],
-    exchange: Exchange,
-    rank: int,
-    config: CheckpointConfig | None,
-) -> Path:
-    """Writes every process's `files`, then the manifest, and names the whole `step-N`."""
-    final, part = directory / f"step-{step}", directory / f".tmp-step-{step}"
-    need, done = sum(exchange(sum(map(_size, files.values())))), 0
-
-    def begin() -> None:
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            free = shutil.disk_usage(directory).free
-            if free < need:
-                raise OSError(
-                    errno.ENOSPC, f"{_amount(need)} are needed, {_amount(need - free)} more than are free"
-                )
-            for folder in {Path(name).parent for name in files}:
-                (part / folder).mkdir(exist_ok=True)
-
-    def write() -> dict[str, dict]:
-        nonlocal done
-        entries = {}
-        for name, content in files.items():
-            entries[name] = _write(part / name, content)
-            done += entries[name]["bytes"]
-        return entries
-
-    def seal(entries: dict[str, dict]) -> None:
-        if rank == 0:
-            versions = {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-            }
-            head = {"format": 2, "step": step, "versions": versions}
-            text = manifest_text({**head, "files": dict(sorted(entries.items()))})
-            _write(part / "manifest.json", [text.encode()])
-            for folder in {part / Path(name).parent for name in entries} | {part}:
-                sync(folder)
-            if final.exists():  # a damaged one, or one of steps that the run went back over
-                shutil.rmtree(old := part.with_name(f"{part.name}-old"), ignore_errors=True)
-                final.rename(old)
-            part.rename(final)
-            sync(directory)
-
-    def clear() -> None:
-        if rank == 0 and config is not None:
-            prune(directory, config, step)
-
-    def together(act: Callable[[], Any]) -> list[Any]:
-        """What `act` gives on each process; if it fails on one, that is raised on all."""
-        try:
-            mine = act(), None, done
-        except OSError as error:
-            mine = None, error, done
-        except Exception as error:  # whatever it is, the others must not wait for ever
-            mine = None, RuntimeError(repr(error)), done
-        values, errors, counts = zip(*exchange(mine), strict=True)
-        for error in filter(None, errors):
-            if rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise error
-            kept = [p for p in checkpoint_folders(directory) if p != final]
-            stays = f"{kept[-1].name} stays" if kept else "there is no earlier one"
-            if not no_room(error):
-                raise InputError(f"{final}: not saved, {stays}: {error}")
-            rest = need - sum(counts)
-            rest = f"{_amount(rest)} of {_amount(need)} were still to be written" if rest else error.strerror
-            if act is begin:
-                rest = error.strerror
-            what = "a file may not grow further" if error.errno == errno.EFBIG else "the disk is full"
-            raise DiskFull(f"{final}: not saved, {stays}: {what}: {rest}; make room, and start again")
-        return list(values)
-
-    together(begin)
-    entries = {name: entry for own in together(write) for name, entry in own.items()}
-    together(lambda: seal(entries))
-    together(clear)
-    return final
-
-
-def _write(file: Path, content: Content) -> dict[str, Any]:
-    """Writes and syncs a file; its entry in the manifest is of what was meant to be there."""
-    digest, size = hashlib.sha256(), 0
-    with file.open("wb") as stream:
-        for piece in content:
-            if isinstance(piece, torch.Tensor):
-                piece = piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            digest.update(piece)
-            size += len(piece)
-            stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _amount(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
-        count /= 1000
-    raise AssertionError

@@ -1,4 +1,4 @@
-"""The checkpoints of a run by their names: which there are, which can be resumed from, which are removed."""
+"""The checkpoint folders of a run: finding, marking and pruning them."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MARK = "unsound.txt"
 
 
 def latest_checkpoint(directory: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint that can be resumed from; each newer one, being `why_unusable`, is named."""
+    """The newest usable checkpoint, or None. Calls `say` for each newer one that is unusable."""
     for path in reversed(checkpoint_folders(directory)):
         problem = why_unusable(path)
         if problem is None:
@@ -22,20 +22,20 @@ def latest_checkpoint(directory: Path, say: Callable[[str], None] = print) -> Pa
 
 
 def why_unusable(path: Path) -> str | None:
-    """`damaged: …` where a byte differs, `unsound: …` where `mark_unsound` wrote so, or None."""
+    """`damaged: …` if a byte differs, `unsound: …` if it was marked so, None for a usable checkpoint."""
     if (problem := verify_manifest(path)) is not None:
         return f"damaged: {problem}"
     return None if (reason := unsound_reason(path)) is None else f"unsound: {reason}"
 
 
 def unsound_reason(path: Path) -> str | None:
-    """The reason that `mark_unsound` wrote, None without one."""
+    """The reason that `mark_unsound` wrote, or None."""
     file = path / MARK
     return (file.read_text(errors="replace").strip().splitlines() or ["?"])[0] if file.is_file() else None
 
 
 def mark_unsound(path: Path, reason: str) -> None:
-    """Lets nobody resume from a checkpoint. It stays, and counts again once the file is removed."""
+    """Marks a checkpoint that no run may resume from. Removing `MARK` undoes it."""
     write_atomically(path / MARK, f"{reason}\n")
 
 
@@ -46,7 +46,7 @@ def checkpoint_folders(directory: Path) -> list[Path]:
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first. Raises `InputError` where there are none."""
+    """The checkpoint folders of a run, oldest first. Raises `InputError` if it has none."""
     if found := checkpoint_folders(run_dir / "checkpoints"):
         return found
     raise InputError(f"{run_dir}: no checkpoints here; name the folder of a run")
@@ -57,23 +57,23 @@ def step_of(path: Path) -> int:
 
 
 def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
-    """Removes all but the last `keep_last` up to `step`, every `keep_every`-th, and what interrupted saves
-    left. Later ones, which the run went back over, count for nothing: they may be damaged."""
+    """Removes checkpoints up to `step`, except the last `keep_last` and multiples of `keep_every`, and the
+    remains of interrupted saves. Later ones are from before a rollback or damaged, and are not counted."""
     for path in [p for p in checkpoint_folders(directory) if step_of(p) <= step][: -config.keep_last]:
         if not (config.keep_every and step_of(path) % config.keep_every == 0):
-            # Renamed first: killed half-way, the rest is not taken for a checkpoint.
+            # Renamed first: if the process is killed, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
     for part in directory.glob(".tmp-step-*"):
         shutil.rmtree(part, ignore_errors=True)
 
 
 def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = True) -> Path:
-    """The checkpoint at `path`, or of the run there: of `step`, or the newest that is whole.
+    """The checkpoint at `path`, or of the run at `path`: that of `step`, or the newest usable one.
 
-    check: whether its bytes are compared with their sums.
+    check: whether the files are compared with their sums.
 
     Raises:
-        InputError: there is none, or what there is is damaged.
+        InputError: no such checkpoint, or it is damaged.
     """
     path = Path(path)
     folder = path / "checkpoints"

@@ -1,4 +1,4 @@
-"""Checks of a model before its first step; each asks the model itself."""
+"""Checks of a model before its first step, by running it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nalanda.common.errors import InputError
 def check_causal(accelerator: Accelerator, model: Any) -> None:
     """Raises InputError for a model that looks at later tokens, as encoders do: it would learn to copy them.
 
-    Asked of the model itself: two rows differ in their last token, and no earlier logit may.
+    Runs two rows that differ only in their last token; their earlier logits must agree.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.arange(1, 17, device=accelerator.device).repeat(2, 1) * 7 % vocabulary
@@ -30,10 +30,9 @@ def check_causal(accelerator: Accelerator, model: Any) -> None:
 
 @torch.no_grad()
 def keeps_documents_apart(accelerator: Accelerator, model: Any) -> bool:
-    """Whether a document's logits ignore the document that was packed before it; asked of the model itself.
+    """Whether a document's logits ignore the document packed before it.
 
-    Two rows of one packing differ in their first document only: where documents are apart, the second's
-    logits agree.
+    Runs two rows of two documents each that differ only in the first; the second's logits must agree.
     """
     length, device = 8, accelerator.device
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -26,26 +26,26 @@ from nalanda.train.optim import parameter_groups
 
 
 def run_time(flops: float, peak: float) -> tuple[float, float]:
-    """(shortest, longest) seconds that `flops` are expected to take at a share of `peak` in UTILISATION."""
+    """(shortest, longest) expected seconds for `flops`, at the shares of `peak` in UTILISATION."""
     low, high = UTILISATION
     return flops / (high * peak), flops / (low * peak)
 
 
 def time_left(config: Any, facts: dict) -> tuple[float, float]:
-    """`run_time` of what is left of a run; facts: as run.json has them."""
+    """`run_time` of the rest of a run. facts: the contents of run.json."""
     tokens = (config.train.steps - facts["step"]) * config.train.tokens_per_step
     return run_time(tokens * facts["training_flops_per_token"], facts["peak_flops"])
 
 
 def shards(config: RunConfig, processes: int) -> int:
-    """Among how many processes one copy of the weights is shared, as far as the recipe says."""
+    """Processes that share one copy of the weights, as far as the recipe says."""
     kind = config.train.parallel
     return {"fsdp": processes, "hybrid": config.train.shard_size or processes}.get(kind, 1)
 
 
 def held_bytes(model: nn.Module, config: RunConfig, processes: int, shards: int) -> int:
-    """Bytes of fp32 weights, gradients and moments that one device holds; under DDP its buckets of gradients
-    as well, under FSDP2 what is gathered at a time: the root, two blocks, and a block's gradient."""
+    """Bytes of fp32 weights, gradients and moments on one device. DDP adds its gradient buckets; FSDP2 adds
+    what is gathered at a time: the root, two blocks, and a block's gradient."""
     groups = parameter_groups(model, config.optim)
     total = sum(p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"])
     parameters = sum(p.numel() for p in model.parameters())
@@ -56,7 +56,7 @@ def held_bytes(model: nn.Module, config: RunConfig, processes: int, shards: int)
 
 
 def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
-    """Time and memory of a run whose model is there, in a line. facts: as run.json has them."""
+    """Time and memory of a run, in a line. facts: the contents of run.json."""
     split = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     count = 1
     if split is not None:
@@ -82,12 +82,12 @@ def time_range(seconds: Sequence[float]) -> str:
 
 
 def vocabulary(config: RunConfig) -> int:
-    """Tokens of the recipe's tokenizer. One that is not trained yet has the size that it is told to have;
-    where it is told none, the words of the training documents are counted."""
+    """Size of the recipe's tokenizer. If it is not trained yet: `tokenizer.vocab_size`, or without one the
+    number of words in the training documents."""
     trained = Path(config.output_dir) / "tokenizer"
     if config.tokenizer.train and config.tokenizer.vocab_size:
         return config.tokenizer.vocab_size
-    with tempfile.TemporaryDirectory() as unused:  # a folder that only `nalanda train` may begin
+    with tempfile.TemporaryDirectory() as unused:  # only `nalanda train` may make the run's folder
         directory = trained if trained.exists() else Path(unused) / "tokenizer"
         return len(build_tokenizer(config.tokenizer, config.data, directory))
 
@@ -97,12 +97,12 @@ def activation_bytes(
 ) -> int:
     """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits.
 
-    One block of each kind is run on tensors without memory while autograd's saved tensors are added up;
-    kernels that keep less than the torch path make this an upper bound.
+    Runs one block of each kind on the meta device and adds up autograd's saved tensors. An upper bound:
+    kernels keep less than the torch path.
     """
     blocks = {}
     for name in dict.fromkeys(config.layer_mixers):
-        # A run asks before its first step: its random state must not notice.
+        # Called before a run's first step, whose random state must not change.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
@@ -117,8 +117,8 @@ def activation_bytes(
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What fused attention keeps: its inputs, its output and a row's log-sum-exp. Tensors without memory
-    would take the form that keeps T × T probabilities."""
+    """Saves what fused attention does: its inputs, its output and a log-sum-exp per row. On the meta device,
+    torch's own attention would save T × T probabilities."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -128,9 +128,9 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of the distinct storages that `block(x)` keeps for its backward pass, its parameters left out."""
+    """Bytes of the distinct storages that `block(x)` keeps for its backward pass, without parameters."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
-    held: list[torch.Tensor] = []  # alive until they are counted: only then is a storage's address its own
+    held: list[torch.Tensor] = []  # kept alive, so that storage addresses stay distinct
 
     def keep(t: torch.Tensor) -> torch.Tensor:
         held.append(t)
@@ -147,7 +147,7 @@ def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """Of the model, which is not built for it. Raises `InputError` for sizes that no tensor may have."""
+    """Counts the model's parameters without memory. Raises `InputError` for impossible sizes."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             if not isinstance(config, NalandaConfig):

@@ -1,4 +1,4 @@
-"""A checkpoint as others load it: plain safetensors and all that goes with them."""
+"""Exports a checkpoint as a transformers model folder, and uploads it to the hub."""
 
 import contextlib
 import importlib
@@ -23,8 +23,8 @@ from nalanda.common.text import redact
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of
+from nalanda.train.log import read_facts, read_metrics, write_facts
 
 
 def export(
@@ -36,12 +36,12 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Writes a checkpoint as a model folder of transformers' kind; `path` and `step` as `find_checkpoint` has
-    them.
+    """Writes a checkpoint (`path` and `step` as for `find_checkpoint`) as the transformers model folder
+    `out`.
 
-    Weights in safetensors, config, the model's code, generation config, tokenizer, and how it was trained:
-    the recipe (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` is there when
-    all of it is. `name`: the model's in the card, by default that of `out`.
+    It has the weights in safetensors, config, the model's code, generation config, tokenizer, the recipe
+    (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` appears once it is
+    complete. name: of the model in the card, by default that of `out`.
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
@@ -49,28 +49,28 @@ def export(
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
     config = load_model_config(found)
-    with torch.device("meta"):  # what to write beside the weights, and which of them are tied
+    with torch.device("meta"):  # for the files beside the weights, and tied names
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
         if (run_dir / "tokenizer").is_dir():
-            sums = shutil.ignore_patterns("manifest.json")  # of the folder in the run
+            sums = shutil.ignore_patterns("manifest.json")  # holds for the run's folder only
             shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
             pad_batches(part)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
-        facts = facts if facts is not None else metrics.read_facts(run_dir)
-        here = ("host", "pid")  # nobody's business where the model is copied to
+        facts = facts if facts is not None else read_facts(run_dir)
+        here = ("host", "pid")  # private, and of no use in a copy
         facts = {k: v for k, v in facts.items() if k not in here} | {"step": step_of(found)}
-        metrics.write_facts(part, facts)
+        write_facts(part, facts)
         text = model_card(run_dir, found, facts, name or out.name, find_scores(run_dir, part))
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
 
 
 def pad_batches(folder: Path) -> None:
-    """Lets the tokenizer of a model folder pad batches as generation needs it: on the left, with eos where it
-    has no token for that. Training pads nothing: the run's own tokenizer stays as it is."""
+    """Makes the tokenizer of a model folder pad on the left, for generation, with eos if it has no pad token.
+    The run's own tokenizer stays unchanged: training pads nothing."""
     file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not file.is_file():
         return
@@ -83,7 +83,7 @@ def pad_batches(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` when the block ends and is removed where that fails.
+    """Yields a folder to fill. It becomes `out` when the block ends, and is removed if the block fails.
 
     Raises:
         InputError: `out` exists and `replace` is False.
@@ -111,17 +111,17 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """Around calls of the Hugging Face hub.
+    """Converts the errors of calls to the Hugging Face hub.
 
     Raises:
-        SourceUnavailable: it does not answer.
-        InputError: it refuses, or there is no such thing.
+        SourceUnavailable: the hub does not answer.
+        InputError: the hub refuses, or has no such repository.
     """
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # huggingface_hub's and its transports' have no common one
+    except Exception as error:  # the hub's libraries have no common base class
         reason = redact(first_line(error))
         if transient(error):
             raise SourceUnavailable(f"{what}: the hub does not answer, try again later ({reason})") from None
@@ -131,24 +131,23 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
-    """`export`, and the folder's upload to the repository OWNER/NAME of the hub, made where there is none.
+    """Exports, and uploads the folder to the hub repository `repo`, OWNER/NAME, which is created if needed.
 
-    Says on stderr what is uploaded. Returns the address of the commit.
+    Prints the uploaded files on stderr. Returns the URL of the commit.
 
     Raises:
-        InputError: as `export`; no token, one that may not write there, or a public repository for what is to
-            be private.
+        InputError: as `export`; no token, a token without write access, or `private` and a public repository.
         SourceUnavailable: the hub does not answer.
     """
     if not is_hub_id(repo):
-        raise InputError(f"{repo!r} is no repository of the hub: write OWNER/NAME")
+        raise InputError(f"{repo!r} is not a repository of the hub: write OWNER/NAME")
     if get_token() is None:
         raise InputError("no token for the hub: set HF_TOKEN, or run `hf auth login`")
     find_checkpoint(path, step)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
     api = HfApi()
-    with hub_errors(repo):  # before the work that it would be a pity to have done for nothing
+    with hub_errors(repo):  # first, so that a refusal costs no work
         api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.model_info(repo).private:
             raise InputError(f"{repo} exists and is public; make it private first, or leave out --private")
@@ -164,7 +163,7 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
 
 
 def load_model_config(path: Path) -> Any:
-    """A checkpoint's config; those of flash-linear-attention are known once that is imported."""
+    """A checkpoint's config; imports flash-linear-attention for its model types."""
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind not in CONFIG_MAPPING:
         with contextlib.suppress(Exception):
@@ -172,14 +171,12 @@ def load_model_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError):
-        raise InputError(
-            f"{path}: models of type {kind} need flash-linear-attention, or are not known"
-        ) from None
+        raise InputError(f"{path}: unknown model type {kind}; it may need flash-linear-attention") from None
 
 
 def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
-    """What `nalanda eval` found for the model in `folder`, by task, from any results.json in the run or in a
-    folder of it; {} for none. Whose results they are, the weights say and not a name."""
+    """Results of `nalanda eval` for the model in `folder`, by task, from every results.json in the run or a
+    folder of it. A fingerprint of the weights, not a name, decides whether results belong to the model."""
     found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
     if not found:
         return {}
@@ -190,23 +187,21 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
             models = json.loads(file.read_text(encoding="utf-8"))["models"]
             for model in models:
                 tasks |= model["tasks"] if model["fingerprint"] == mine else {}
-        except (ValueError, KeyError, TypeError) as error:  # a card without scores is better than no model
-            print(f"{file}: unreadable, its scores are not in the card: {error!r}", file=sys.stderr)
+        except (ValueError, KeyError, TypeError) as error:  # the model matters more than its scores
+            print(f"{file}: unreadable; the card lacks its scores: {error!r}", file=sys.stderr)
     return tasks
 
 
 def model_card(
     run_dir: Path, path: Path, facts: dict[str, Any], name: str, tasks: dict[str, Any] | None = None
 ) -> str:
-    """The model card: what it is, what it was trained on, how it did at which tasks, and how to load it."""
+    """The model card: sizes, training data, losses, task scores, and how to load the model."""
     recipe = {}
     if (run_dir / "config.yaml").is_file():
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     shape = json.loads((path / "config.json").read_text())
     state = json.loads((path / "trainer.json").read_text())
-    lines = (
-        list(metrics.read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
-    )
+    lines = list(read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
     last = {
         key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
         for key in ("loss", "val_loss")
@@ -281,13 +276,13 @@ model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-It has been trained to continue text and nothing else: it follows no instructions, and repeats what its corpus
-holds, errors and prejudice included.
+It was only trained to continue text: it follows no instructions, and repeats the errors and prejudices of its
+corpus.
 """
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, list):  # one mixer a layer
+    if isinstance(value, list):  # one mixer per layer
         names = dict.fromkeys(map(str, value))
         return ", ".join(f"{name} × {list(map(str, value)).count(name)}" for name in names)
     return str(value).replace("|", "\\|").replace(os.linesep, " ")

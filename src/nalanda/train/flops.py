@@ -1,4 +1,4 @@
-"""FLOPs: of a token in training, and the peak of a device."""
+"""Training FLOPs of a token, and the peak of a device."""
 
 import math
 import time
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-# A second, by the vendors' data sheets, dense: (bf16, fp32 outside the tensor cores).
 PEAK_FLOPS = {
     "GB200": (2500e12, 80e12),
     "B200": (2250e12, 80e12),
@@ -24,27 +23,25 @@ PEAK_FLOPS = {
     "RTX 3090": (71e12, 35.6e12),
     "MI300X": (1307e12, 163e12),
 }
+"""Dense FLOPs per second of the vendors' data sheets: (bf16, fp32 outside the tensor cores)."""
 
 CAUSAL = "causal attention is half of T × T"
-"""The one convention for counting FLOPs of softmax attention, whoever built the model."""
+"""The convention for FLOPs of softmax attention, for all models."""
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """The peak of one device in FLOPs a second, and where the figure comes from.
-
-    Known GPUs: the data sheet, dense. All else, CPUs among it: the rate of a large matrix product, measured
-    here.
-    """
+    """The peak of one device in FLOPs per second, and its source: `PEAK_FLOPS` for a known GPU, for all other
+    devices the measured rate of a large matrix product."""
     if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device), precision)):
         return known
-    # The faster of the two: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
+    # The faster dtype: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
     dtypes = {torch.float32, torch.bfloat16 if precision == "bf16" else torch.float32}
     rate = max(matmul_flops(device, dtype) for dtype in dtypes)
     return rate, f"matrix product on {device.type}, measured"
 
 
 def known_peak(name: str, precision: str) -> tuple[float, str] | None:
-    """As `peak_flops`, for a GPU by its name; None for one that is not in `PEAK_FLOPS`."""
+    """`peak_flops` of a GPU by its name; None if it is not in `PEAK_FLOPS`."""
     for key in sorted(PEAK_FLOPS, key=len, reverse=True):
         if key.lower() in name.lower():
             return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
@@ -52,10 +49,10 @@ def known_peak(name: str, precision: str) -> tuple[float, str] | None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOPs a second of the fastest of the square matrix products that `seconds` allow; nothing random.
+    """FLOPs per second of the fastest square matrix product within `seconds`; draws no random numbers.
 
-    On a CPU one thread's, times the number of threads: where others compute as well, threads that wait for
-    one another would measure the others.
+    On a CPU, measures one thread and multiplies by the number of threads: several threads would wait for each
+    other, and so measure the load of the machine.
     """
     size, threads = (256, torch.get_num_threads()) if device.type == "cpu" else (4096, 1)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -78,15 +75,15 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
 def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
     """Training FLOPs of one token, forward and backward, and how they were counted.
 
-    Backward is twice forward; causal attention sees half of T × T. Our models count for themselves
-    (linear-attention terms included). For any other model: 6 a weight in a matrix product, the head's
-    included, and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Neither
-    counts the embedding's look-up, nor, as MFU has it, recomputation under gradient checkpointing.
+    Backward is twice forward; causal attention sees half of T × T. Nalanda's models count for themselves,
+    with the terms of linear attention. Any other model: 6 per weight of a matrix product, the head included,
+    and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Excludes the
+    embedding's look-up and, by MFU's definition, recomputation under gradient checkpointing.
     """
     config: Any = model.config
     if hasattr(config, "flops_per_token"):
         return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
-    # Norms and biases are vectors, and no products.
+    # Norms and biases are vectors, without matrix products.
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and embedding.weight is not head.weight:

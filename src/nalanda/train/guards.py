@@ -1,4 +1,4 @@
-"""What a long run must survive: steps that would spoil the weights, signals, and ranks that hang."""
+"""Guards of a long run: the spike detector, signal handling, and the watchdog."""
 
 import contextlib
 import faulthandler
@@ -18,15 +18,14 @@ from nalanda.config.schema import EARLIEST, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
 
-
 SIGNALS = {name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
 
 
 class SpikeDetector:
-    """Tells good steps from bad ones by the good ones before them.
+    """Detects bad steps by comparing loss and gradient norm with a window of good steps.
 
-    All that it knows is a window of numbers that every process has alike, so that all decide alike; it is
-    saved with the checkpoint, or a resumed run would judge otherwise than an uninterrupted one.
+    Uses only all-reduced values, so all ranks agree. Checkpoints save the window: a resumed run judges as an
+    uninterrupted one does.
     """
 
     def __init__(self, config: GuardConfig):
@@ -35,8 +34,7 @@ class SpikeDetector:
         self.norms: deque[float] = deque(maxlen=config.window)  # logarithms: norms vary by factors
 
     def judge(self, loss: float, norm: float) -> str | None:
-        """Why a step with this loss and gradient norm must not reach the weights; None: it is good, and
-        remembered as such."""
+        """Why a step with this loss and gradient norm is bad; None for a good one, which joins the window."""
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
@@ -47,7 +45,7 @@ class SpikeDetector:
         ):
             if self.sigma and len(seen) >= EARLIEST:
                 mean = statistics.fmean(seen)
-                # A floor: behind a stretch without noise the next small change is no spike.
+                # A floor: after steps without noise, a small change is no spike.
                 floor = 0.01 * abs(mean) if seen is self.losses else 0.1
                 far = (value - mean) / max(statistics.pstdev(seen, mean), floor)
                 if far > self.sigma:
@@ -69,8 +67,7 @@ class SpikeDetector:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Collects SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a second one of a kind acts as it always
-    did."""
+    """Collects SIGTERM, SIGINT and SIGUSR1 in a list. A second signal of the same kind acts as usual."""
     received: list[int] = []
     previous: dict[int, Any] = {}
 
@@ -90,11 +87,10 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class Watchdog:
-    """A thread that ends this process when nothing has moved for `timeout` seconds.
+    """A thread that ends this process after `timeout` seconds without a `beat`.
 
-    A rank that hangs stops all others, which wait in a collective that never returns; a scheduler sees a job
-    that runs. Every rank has its own watch and says what it was at, so that the one that does not wait for
-    others is found. Call `beat` wherever something was finished.
+    If one rank hangs, the others wait in a collective that never returns, and the scheduler sees a running
+    job. Every rank has its own watchdog, which prints the last `beat`: that finds the rank that hangs.
     """
 
     def __init__(self, timeout: float | None, rank: int = 0):
@@ -119,10 +115,10 @@ class Watchdog:
             print(
                 f"nalanda: rank {self.rank} on {platform.node()} made no progress for {silent:.0f} s, "
                 f"at: {self.what}; its stacks follow, then it ends with exit code {HUNG}. The same command "
-                "goes on from the last checkpoint; guard.hang_timeout sets the time",
+                "resumes from the last checkpoint; guard.hang_timeout sets the time",
                 file=sys.stderr,
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
-            os._exit(HUNG)  # the main thread may sit in a collective that no exception reaches
+            os._exit(HUNG)  # no exception reaches a main thread inside a collective

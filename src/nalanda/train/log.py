@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, TensorBoard, wandb or trackio, the console, FLOPs utilisation."""
+"""Records of a run: metrics.jsonl, run.json, TensorBoard, wandb or trackio, and the console."""
 
 import importlib
 import json
@@ -21,20 +21,19 @@ from nalanda.common.text import duration, si
 from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
-"""The shares of the peak between which a run is expected. By public figures for one H100 linear attention
-reaches 20 % at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less: the first steps tell."""
-
+"""Expected range of a run's share of the peak FLOPs. Public figures for linear attention on one H100 are 20 %
+at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less, as the first steps then show."""
 
 MEASURED = 10
-"""Steps that correct the estimate of the launch, behind the first, which allocates and compiles."""
+"""Steps that correct the estimate of the launch, after the first one, which allocates and compiles."""
 
 
 class RunLog:
-    """One process's view of the run: metrics.jsonl, TensorBoard, tracker and console, kept together.
+    """Writes to metrics.jsonl, TensorBoard, tracker and console.
 
-    A log opened at a step forgets everything beyond it: after a resume no step is reported twice. With
-    `keep_events`, as after a rollback, it keeps the events. Processes other than the main one pass
-    `quiet=True` and write nothing.
+    Opening at a step removes later lines from metrics.jsonl, so that a resumed run reports no step twice;
+    `keep_events`, for a rollback, keeps their events. Processes other than the main one pass `quiet=True` and
+    write nothing.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class RunLog:
         if config.tracker != "none":
             self.tracker = Tracker(config, run_dir, self.say)
         if bad := cut_metrics(self.file, step, keep_events):
-            self.say(f"{self.file}: {bad} line(s) cannot be read; they stay there and are passed over")
+            self.say(f"{self.file}: {bad} line(s) cannot be read; they are kept and ignored")
         self.stream = self.file.open("a", encoding="utf-8")
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -68,8 +67,8 @@ class RunLog:
             self.progress.start()
 
     def write(self, **values: Any) -> None:
-        """One line of metrics.jsonl, on the disk when this returns; its numbers go to TensorBoard and to the
-        tracker, unless it tells of an event."""
+        """Writes and syncs a line of metrics.jsonl. Unless it is an event, its numbers also go to TensorBoard
+        and the tracker."""
         if self.quiet:
             return
         infinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -86,11 +85,12 @@ class RunLog:
             self.tracker.log(numbers, values["step"])
 
     def expect(self, steps: int, seconds: tuple[float, float]) -> None:
-        """What the launch takes `steps` to take, (shortest, longest); `step` says once what they do take."""
+        """Sets the estimate for `steps` steps, (shortest, longest); `step` corrects it once, from
+        measurements."""
         self.expected = (steps, *seconds)
 
     def step(self, step: int, loss: float, rate: float, seconds: float) -> None:
-        """Moves the progress bar; seconds: the step's own."""
+        """Moves the progress bar. rate: tokens per second; seconds: of this step."""
         if self.progress:
             self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=si(rate))
         if self.expected:
@@ -100,7 +100,7 @@ class RunLog:
                 self.expected = None
 
     def train(self, **values: Any) -> None:
-        """A training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
+        """Writes a training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
         self.write(**values)
         step, rate = values["step"], values["tokens_per_second"]
         left = (self.steps - step) * values["tokens"] / step / rate
@@ -111,12 +111,12 @@ class RunLog:
         )
 
     def event(self, step: int, kind: str, *, reason: str = "", **values: Any) -> None:
-        """What happened to the run at `step`, in metrics.jsonl and for people: skipped, rollback, …"""
+        """Records an event at `step` (skipped, rollback, …) in metrics.jsonl and on the console."""
         self.write(step=step, event=kind, **({"reason": reason} if reason else {}), **values)
         self.say(": ".join([f"step {step}", kind, *filter(None, [reason])]))
 
     def say(self, line: str) -> None:
-        """A line for people, above the progress bar if there is one."""
+        """Prints a line, above the progress bar if there is one."""
         if self.quiet:
             return
         if self.progress:
@@ -137,13 +137,13 @@ class RunLog:
 
 
 class Tracker:
-    """The run at wandb or trackio, through what the two have in common: init, log, finish.
+    """The run at wandb or trackio, by their common functions: init, log, finish.
 
-    tracker.json keeps the run's id there and the last step that was sent: a resumed run goes on in the same
-    one, and sends no step twice. One that fails later is given up with a word; the run goes on.
+    tracker.json has the tracker's run id and the last step sent: a resumed run continues there, and sends no
+    step twice. If a call fails later, the tracker gets no more metrics, and training continues.
 
     Raises:
-        InputError: it is not installed, or does not start.
+        InputError: the tracker is not installed, or does not start.
     """
 
     def __init__(self, config: LogConfig, run_dir: Path, say: Callable[[str], None]):
@@ -151,11 +151,11 @@ class Tracker:
         try:
             self.module = importlib.import_module(self.kind)
         except ImportError:
-            raise InputError(f"log.tracker: no {self.kind} here: pip install {self.kind}") from None
+            raise InputError(f"log.tracker: {self.kind} is not installed: pip install {self.kind}") from None
         file, lines = run_dir / "tracker.json", run_dir / "metrics.jsonl"
         known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         if known.get("tracker") == self.kind:
-            # What metrics.jsonl has went out as well, and a resume is about to cut it.
+            # All steps in metrics.jsonl were sent; the resume will cut that file.
             steps = [line.get("step", 0) for line in (read_metrics(lines) if lines.is_file() else ())]
             known["step"] = max([known["step"], *steps])
         else:
@@ -188,18 +188,18 @@ class Tracker:
             call(*arguments, **options)
         except Exception as error:
             self.failed = True
-            self.say(f"{self.kind} gets no more metrics, metrics.jsonl does: {first_line(error)}")
+            self.say(f"{self.kind} gets no more metrics; metrics.jsonl still does: {first_line(error)}")
 
 
 def read_facts(run_dir: Path) -> dict:
-    """run.json, {} without one. Raises `InputError` where it cannot be read."""
+    """Reads run.json; {} if there is none. Raises `InputError` if it is unreadable."""
     file = run_dir / "run.json"
     if not file.is_file():
         return {}
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
-            raise ValueError("it holds no facts")
+            raise ValueError("not a JSON object")
     except ValueError as error:
         raise InputError(f"{file}: unreadable: {error}") from None
     return facts
@@ -215,16 +215,16 @@ def versions() -> dict[str, str]:
 
 
 def read_metrics(file: Path) -> Iterator[dict]:
-    """The lines of a metrics.jsonl; what is no line of ours, such as one that a kill tore, is passed over.
-    Numbers that JSON has no form for are floats again: nan, inf, -inf."""
+    """The readable lines of a metrics.jsonl; a kill may leave a torn one. "nan", "inf" and "-inf" become
+    floats again."""
     for _, values in _lines(file):
         if values is not None:
             yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
-    """Takes the lines beyond `step`, with `keep_events` all but events, and a torn last line out of a
-    metrics.jsonl. Returns how many of the others cannot be read; they stay."""
+    """Removes the lines after `step`, and a torn last line, from a metrics.jsonl; `keep_events` keeps events.
+    Returns the number of other unreadable lines, which stay."""
     if not file.exists():
         return 0
     kept, bad, beyond = [], 0, False
@@ -242,7 +242,7 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
-    """Every line of a metrics.jsonl as it stands, and what it says; None for one that cannot be read."""
+    """Every line of a metrics.jsonl, as bytes and as values; None for the values of an unreadable one."""
     with file.open("rb") as stream:
         for line in stream:
             values = None
@@ -255,7 +255,7 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
 
 
 def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
-    """The estimate for `steps` steps by the seconds that the last of them, up to `step`, have taken."""
+    """The estimate for `steps` steps, from the seconds `taken` by the last of them, up to `step`."""
     whole = steps * median(taken)
     by = f"{duration(whole)} by steps {step - len(taken) + 1} to {step}"
     if shortest <= whole <= longest:

@@ -1,4 +1,4 @@
-"""Losses: of a micro-batch in training, of all batches in validation."""
+"""Losses of a training micro-batch and of the validation batches."""
 
 import math
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from nalanda.train import row_states as carry
+from nalanda.train.row_states import RowStates
 
 
 def count_labels(batch: dict[str, Tensor]) -> int:
-    """Tokens that the loss counts. A row's first label is nobody's target: the model shifts labels by one."""
+    """Tokens that the loss counts. The model shifts labels by one: a row's first label is no target."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
@@ -22,25 +22,26 @@ def summed_loss(
     batch: dict[str, Tensor],
     device: torch.device,
     z_loss: float = 0.0,
-    *,
-    states: carry.RowStates | None = None,
-    i: int = 0,
+    row_states: RowStates | None = None,
+    index: int = 0,
 ) -> Tensor:
-    """The sum of the token losses of micro-batch `i`; `model` may be wrapped. z_loss acts on its gradient
-    alone. With `states` rows go on where those of the last step ended."""
+    """The sum of a micro-batch's token losses; `model` may be wrapped. z_loss changes only the gradient.
+
+    With `row_states`, rows start from the states that the last step left for micro-batch `index`.
+    """
     tokens = batch["input_ids"].to(device, non_blocking=True)
     labels = batch["labels"].to(device, non_blocking=True)
     bare: Any = getattr(model, "module", model)
     if bare.config.model_type == "nalanda":
         packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1, "z_loss": z_loss}
-        if states:
-            packing |= states.before(i, batch)
+        if row_states:
+            packing |= row_states.before(index, batch)
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
-        if states:
-            states.after(i, out, batch)
+        if row_states:
+            row_states.after(index, out, batch)
         return out.loss
-    # A foreign model's own loss may average as it likes. Without a cache, transformers reads restarting
-    # positions as packed documents.
+    # Other models average their loss in different ways. Without a cache, transformers reads positions that
+    # restart at 0 as packed documents.
     positions = batch["position_ids"].to(device, non_blocking=True)
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
@@ -55,8 +56,7 @@ def summed_loss(
 def validate(
     accelerator: Accelerator, model: nn.Module, batches: dict[str, list[dict[str, Tensor]]]
 ) -> dict[str, float]:
-    """Mean losses over all label tokens of all processes: of everything, and of each source by its name."""
-    # The bare model: what wraps it is for gradients.
+    """Mean losses over the label tokens of all processes, in total and per source. model: the bare one."""
     sums = [loss_sums(model, part) for part in batches.values()]
     model.train()
     table = torch.tensor(sums, dtype=torch.float64, device=accelerator.device)  # [sources, (loss, tokens)]
@@ -82,7 +82,7 @@ def describe_perplexity(values: dict[str, float]) -> str:
 
 @torch.no_grad()
 def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int]:
-    """(sum of all label tokens' losses, number of those tokens); leaves the model in evaluation mode."""
+    """(sum of the label tokens' losses, number of label tokens); leaves the model in evaluation mode."""
     model.eval()
     total, count = 0.0, 0
     for batch in batches:
@@ -93,9 +93,9 @@ def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, 
 
 @torch.no_grad()
 def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
-    """Share of negative weights in the mixers whose rows sum to 1 in spite of them (MALA), over all layers.
+    """Share of negative attention weights, over all mixers that may have them (MALA); {} without such mixers.
 
-    tokens: `[B, T]`; the first row's first 256 are looked at. Empty for models without such mixers.
+    tokens: `[B, T]`; uses the first 256 of the first row.
     """
     shares = []
 

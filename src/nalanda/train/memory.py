@@ -1,4 +1,4 @@
-"""How much memory there is, and what would fit where a run asks for more."""
+"""Free memory, and advice on what would fit when a run needs more."""
 
 import contextlib
 import gc
@@ -22,20 +22,20 @@ from nalanda.train.estimate import activation_bytes, held_bytes, parameters, sha
 
 
 def host() -> int:
-    """Bytes of host memory that this process can still take."""
+    """Bytes of host memory that this process can still allocate."""
     machine = psutil.virtual_memory().available + psutil.swap_memory().free
     return max(0, min([machine, *_limits()]))
 
 
 def _limits() -> Iterator[int]:
-    """What a limit of the process and one of its control group, as a container or Slurm sets it, leave."""
+    """Bytes left under the limits of the process and of its control group (a container's or Slurm's)."""
     with contextlib.suppress(ImportError):
         import resource  # not on Windows
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:
             yield limit - psutil.Process().memory_info().vms
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit of it
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group or limit
         name = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
         group = Path("/sys/fs/cgroup", name)
         limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
@@ -43,11 +43,11 @@ def _limits() -> Iterator[int]:
         yield limit - used + int(cached["inactive_file"])
 
 
-def check_model(config: PreTrainedConfig, each: int) -> None:
-    """Raises `InputError` where the host has not `each` bytes for every parameter. Without that, most systems
-    give the memory all the same, and end the process as it is used."""
+def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
+    """Raises `InputError` if the host lacks `bytes_each` for every parameter. Most systems would grant the
+    allocation, and kill the process when it uses the memory."""
     count = parameters(config)
-    if (needed := each * count) > (free := host()):
+    if (needed := bytes_each * count) > (free := host()):
         raise InputError(
             f"model: {count / 1e6:,.1f} M parameters take {size(needed)}, {size(free)} of memory is free: "
             "lower model.hidden_size, model.num_hidden_layers or the vocabulary"
@@ -56,22 +56,18 @@ def check_model(config: PreTrainedConfig, each: int) -> None:
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
-    """Around a run: too little memory is one line that says what would fit.
-
-    Raises:
-        OutOfMemory: in the place of what Python, torch or the system raise.
-    """
+    """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit."""
     try:
         yield
     except Exception as error:
         if isinstance(error, InputError) or not out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # which hold the model
+        traceback.clear_frames(error.__traceback__)  # they hold the model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
-        with contextlib.suppress(Exception):  # the estimate takes memory too
+        with contextlib.suppress(Exception):  # the estimate needs memory too
             advice = would_fit(config)
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
         rest = f"the same command resumes from {saved[-1].name}" if saved else "no checkpoint was saved yet"
@@ -79,7 +75,7 @@ def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
 
 
 def would_fit(config: RunConfig) -> str:
-    """The largest `train.micro_batch_size` that the free memory has room for, as `nalanda info` counts."""
+    """Names the largest `train.micro_batch_size` that fits in free memory, counted as by `nalanda info`."""
     keys, train = config.model, config.train
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
         keys = {**keys, "vocab_size": vocabulary(config)}
@@ -96,7 +92,7 @@ def would_fit(config: RunConfig) -> str:
         shape = model_config, rows, config.data.seq_len
         return activation_bytes(*shape, dtype, train.gradient_checkpointing)
 
-    one, two = kept(1), kept(2)  # what any number keeps lies on a line through these
+    one, two = kept(1), kept(2)  # memory is linear in the number of rows
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host()
     share = train.tokens_per_step // (config.data.seq_len * processes)  # rows of a process and step
     fitting = [

@@ -1,4 +1,4 @@
-"""The optimizer, what it decays, and the learning rate as a function of the step."""
+"""The optimizer, its parameter groups, and the learning-rate schedule."""
 
 import math
 import re
@@ -18,10 +18,10 @@ from nalanda.model.layers import Fp32Module
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """The rate of update `step`, counted from 1 to `steps`.
 
-    A pure function: nothing to save, nothing that a resume could make jump, nothing that another number of
-    processes could step twice. Warm-up is linear and reaches `peak` at step `warmup_steps`; cosine, linear
-    and wsd reach `min_lr_ratio * peak` at the last step. wsd stays at the peak and cools down as `1 -
-    sqrt(x)` (Hägele et al., 2024); inverse_sqrt is `sqrt(warmup / step)` (Vaswani et al., 2017).
+    A pure function, without state to save or restore. Warm-up is linear and reaches `peak` at step
+    `warmup_steps`; cosine, linear and wsd reach `min_lr_ratio * peak` at the last step. wsd stays at the peak
+    and cools down as `1 - sqrt(x)` (Hägele et al., 2024); inverse_sqrt is `sqrt(warmup / step)` (Vaswani et
+    al., 2017).
     """
     warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
     if step < warmup:
@@ -33,7 +33,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
         case "linear":
             share = 1 - progress
         case "wsd":
-            # The decay never reaches back into the warm-up.
+            # The decay never overlaps the warm-up.
             decay = min(max(1, round(schedule.decay_share * steps)), max(1, steps - warmup))
             share = 1 - math.sqrt(min(1.0, max(0.0, (step - (steps - decay)) / decay)))
         case "inverse_sqrt":
@@ -44,17 +44,17 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
-    """What decays ("matrices"), what does not ("vectors"), and what Muon takes ("muon"); each once more for
-    every pattern of `config.groups` that names some of it.
+    """Groups "matrices" (weight decay), "vectors" (no decay) and "muon" (Muon, decay), and a separate group
+    of each kind for every pattern of `config.groups`.
 
-    Everything with two dimensions or more decays: projections, the embedding and the head (the norm since
-    GPT-2), and the filters of short convolutions [D, 1, W], as the models of the literature were trained.
-    Norms, biases and all other vectors do not; nor do the parameters of an `Fp32Module` (decays, exponents,
-    landmarks), nor what other libraries mark with `_no_weight_decay = True` or call `A_log` (Mamba's is a
-    matrix). Muon takes the matrices that stand between embedding and head and decay.
+    Parameters with two or more dimensions decay: projections, embedding and head (as since GPT-2), and the
+    filters of short convolutions [D, 1, W], as in the literature. Not so norms, biases and other vectors, the
+    parameters of an `Fp32Module` (decays, exponents, landmarks), and those that other libraries mark with
+    `_no_weight_decay = True` or call `A_log` (a matrix in Mamba). Muon takes the decaying matrices between
+    embedding and head.
 
-    A group has, besides torch's keys, `name`, and `lr_scale`: its rate is this times the schedule's.
-    Raises `InputError` for a pattern without a parameter.
+    Besides torch's keys, a group has `name` and `lr_scale`, the factor of the schedule's rate. Raises
+    `InputError` for a pattern that matches no parameter.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
@@ -79,7 +79,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     for group in config.groups:
         if not any(match == group.match for match, _ in groups):
             if any(re.search(group.match, name) for name, _ in trained):
-                problem = "; patterns before it take all that it matches"
+                problem = "; earlier patterns take all that it matches"
             else:
                 parts = {part for name, _ in trained for part in name.split(".") if not part.isdecimal()}
                 problem = suggest(group.match, parts)
@@ -133,7 +133,7 @@ def register_optimizer(name: str, build: Builder) -> None:
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers, each with its own parameters, as one: one `state`, one list of `param_groups`."""
+    """Several optimizers with separate parameters as one: one `state`, one list of `param_groups`."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
         self.parts, self.counts = parts, [len(part.param_groups) for part in parts]
@@ -141,13 +141,13 @@ class Joined(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts look at this object's groups and state."""
+        """Makes the parts share this object's groups and state."""
         groups = iter(self.param_groups)
         for part, count in zip(self.parts, self.counts, strict=True):
             part.param_groups = [next(groups) for _ in range(count)]
             part.state = self.state
 
-    def __setstate__(self, state: dict) -> None:  # `load_state_dict` ends here, with new groups and state
+    def __setstate__(self, state: dict) -> None:  # `load_state_dict` calls it with new groups and state
         super().__setstate__(state)
         self._share()
 
@@ -165,9 +165,9 @@ class Joined(torch.optim.Optimizer):
 class Muon(torch.optim.Muon):
     """torch's Muon (Jordan et al., 2024), which also takes matrices that FSDP2 has sharded.
 
-    torch's Newton–Schulz works on shards too, but with two all-gathers an iteration, and rounded otherwise
-    than in one process. Here the momentum stays sharded, and one matrix after another is gathered, stepped
-    whole by torch's code on every process, and cut up again.
+    torch's Newton–Schulz works on shards too, but with two all-gathers per iteration, and with other rounding
+    than one process. Here the momentum stays sharded; each matrix in turn is gathered, updated by torch's
+    code on every process, and sharded again.
     """
 
     @torch.no_grad()
@@ -184,12 +184,12 @@ class Muon(torch.optim.Muon):
             settings = {key: group[key] for key in keys}
             torch.optim.Muon([whole], momentum=0.0, nesterov=False, **settings).step()
             p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None))
-            p.grad = None  # used up, and so nothing that is left to torch's step
+            p.grad = None  # done: torch's step skips it
         return super().step(closure)
 
 
 def describe_groups(groups: Iterable[dict]) -> str:
-    """`matrices 2,800,000 decay 0.1, vectors 5,200 decay 0 lr × 0.5`, for the log."""
+    """Describes the groups: `matrices 2,800,000 decay 0.1, vectors 5,200 decay 0 lr × 0.5`."""
     return ", ".join(
         f"{group['name']} {sum(p.numel() for p in group['params']):,} decay {group['weight_decay']:g}"
         + (f" lr × {group['lr_scale']:g}" if group.get("lr_scale", 1.0) != 1 else "")

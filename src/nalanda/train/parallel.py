@@ -1,7 +1,7 @@
-"""How several processes share one model: DDP, or FSDP2 whole or hybrid.
+"""Shares one model among processes: DDP, FSDP2 or hybrid FSDP2.
 
-accelerate launches, names the device and reduces what the loop counts. FSDP2 is torch's `fully_shard` itself,
-over nccl and gloo alike: accelerate 1.15 turns FSDP on CPUs into DDP without a word.
+accelerate launches, chooses the device and reduces the loop's values. FSDP2 is torch's `fully_shard`, over
+nccl and gloo: accelerate 1.15 silently turns FSDP on CPUs into DDP.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ Kind = Literal["ddp", "fsdp", "hybrid"]
 
 
 def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
-    """What `train.parallel` comes to under the launcher's environment; auto is what accelerate's config says.
+    """Resolves `train.parallel`; auto follows accelerate's config.
 
-    That setting is taken out of `environ`: accelerate would wrap the model once more, and transformers load
-    weights on one process only.
+    Removes accelerate's FSDP setting from `environ`: accelerate would wrap the model again, and transformers
+    would load weights on one process only.
 
     Raises:
-        InputError: the config asks for what Nalanda does not do.
+        InputError: accelerate's config asks for something unsupported.
     """
 
     def on(name: str) -> bool:
@@ -56,14 +56,15 @@ def parallelize(
     train: Any,
     build: Callable[[], torch.optim.Optimizer],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """(what to call for training, the optimizer). `train` is a `TrainConfig`; `build` makes the optimizer.
+    """Returns (the model to call in training, the optimizer). train: `TrainConfig`; build: makes the
+    optimizer.
 
-    In this order: activation checkpointing, compilation, sharding, autocast; and only then the optimizer,
-    whose parameters sharding replaces. `model` stays the bare model, which under FSDP2 is what is called.
+    The order is activation checkpointing, compilation, sharding, autocast, optimizer: sharding replaces the
+    parameters. `model` stays the bare model; under FSDP2 it is the one that is called.
     """
     sharded = kind != "ddp" and accelerator.num_processes > 1
     if train.gradient_checkpointing:
-        # transformers 5.23 has a new name for it, and warns of the old one.
+        # transformers 5.23 renames the method, and warns about the old name.
         new = getattr(model, "activation_checkpointing_enable", None)
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
     if train.compile and not sharded:
@@ -72,14 +73,14 @@ def parallelize(
         return accelerator.prepare(model, build())
     blocks = units(model)
     if train.compile:
-        # What FSDP2 hangs on a block stays outside: its collectives would break the graph.
+        # Not the block itself: the collectives of FSDP2's hooks would break the graph.
         for block in blocks:
             block.forward = torch.compile(block.forward)
     bf16 = train.precision == "bf16"
     shard(model, blocks, mesh(kind, accelerator, train.shard_size), bf16=bf16)
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         raise RuntimeError("FSDP2 left parameters whole")
-    # evaluation_mode: autocast around forward, and no wrapper of its own.
+    # evaluation_mode adds autocast, but no wrapper.
     wrapped = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return wrapped, accelerator.prepare_optimizer(build())
 
@@ -91,13 +92,13 @@ def mesh(kind: Kind, accelerator: Accelerator, shard_size: int | None) -> Device
         return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
     size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
     if processes % size:
-        raise InputError(f"train.shard_size: {processes} processes are no multiple of {size}")
+        raise InputError(f"train.shard_size: {processes} processes are not a multiple of {size}")
     shape = (processes // size, size)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks: each is gathered for its own forward and backward pass, and let go of after it."""
+    """The model's blocks. FSDP2 gathers each for its forward and backward pass, and frees it afterwards."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
@@ -108,23 +109,23 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, bf16: bool) -> None:
-    """FSDP2 over `mesh`: a unit for each block, and one for the rest at the root.
+    """FSDP2 over `mesh`: one unit per block, and one for the rest at the root.
 
-    Under bf16 the matrices of a Nalanda model's blocks are gathered in bf16: what autocast would make of
-    them, at half the traffic; and no bf16 copy stays for the backward pass of a block that was let go of. All
-    else (norms, filters, decays, embedding, head) is gathered in fp32, with the root: modules read it outside
-    of its owner's forward, and under a block's dtype it would lose its own. Gradients are reduced in fp32.
-    A foreign model may use its Linear layers in fp32 or as bare weights, so that its units are all fp32.
+    Under bf16, the matrices of a Nalanda model's blocks are gathered in bf16, as autocast would cast them:
+    half the traffic, and no bf16 copy stays for the backward pass. All other parameters (norms, filters,
+    decays, embedding, head) are gathered in fp32 with the root: some are read outside their owner's forward,
+    and a block's dtype would round them. Gradients are reduced in fp32. Units of other models are all fp32:
+    such a model may use its Linear layers in fp32, or their bare weights.
     """
     if getattr(getattr(model, "config", None), "model_type", None) == "nalanda":
         matrices = {p for block in blocks for m in linears(block) for p in m.parameters()}
         cast = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
-            cast_forward_inputs=False,  # the residual stream is fp32, as it is without shards
+            cast_forward_inputs=False,  # the residual stream is fp32, as without shards
         )
-        # From the top: fully_shard looks into no block that has a unit already, and this one's parameters lie
-        # in all of them.
+        # The root first: fully_shard skips blocks that are sharded already, and this unit has parameters in
+        # all of them.
         fully_shard(model, mesh=mesh, ignored_params=matrices)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=cast, ignored_params=set(block.parameters()) - matrices)
@@ -135,7 +136,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, bf16: 
 
 
 def linears(block: nn.Module) -> Iterator[nn.Linear]:
-    """The Linear layers that run under autocast: those of an `Fp32Module` do not."""
+    """The Linear layers that run under autocast, so none of an `Fp32Module`."""
     for child in block.children():
         if isinstance(child, nn.Linear):
             yield child
@@ -145,7 +146,7 @@ def linears(block: nn.Module) -> Iterator[nn.Linear]:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients are reduced with the last micro-batch only; until then each process adds up its own."""
+    """Defers the reduction of gradients to the last micro-batch; until then each process sums its own."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield
@@ -155,8 +156,7 @@ def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales the gradients down to `max_norm` where they are longer; their norm before it, alike on all
-    processes."""
+    """Scales longer gradients down to `max_norm`; returns the norm before, the same on all processes."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):

@@ -1,4 +1,4 @@
-"""The folder of a run: who holds it, what it holds, where it resumes from."""
+"""The folder of a run: its lock, its records, and the checkpoint to resume from."""
 
 import contextlib
 import itertools
@@ -14,7 +14,6 @@ from nalanda.common.files import verify_manifest, write_atomically
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.train import checkpoint
-from nalanda.train import log as metrics
 from nalanda.train.checkpoint_dir import (
     MARK,
     checkpoint_folders,
@@ -23,35 +22,31 @@ from nalanda.train.checkpoint_dir import (
     step_of,
     why_unusable,
 )
+from nalanda.train.log import read_facts, read_metrics, write_facts
 
 IDENTITY = ("model", "tokenizer", "data", "seed")
-"""What makes a run this run: with another value of these, its checkpoints mean something else."""
+"""Sections of the recipe that identify a run: its checkpoints fit no other values."""
 
 MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
 MOVABLE |= {"data.max_document_bytes", "data.oversized"}
-"""What may change even so: a corpus may move, and is known again by what is in it; a document that is too
-large may be let in, or left out."""
+"""Keys of these sections that may change. A moved corpus is recognised by its contents."""
 
 
 def last_good(directory: Path, suspect: Path | None = None, reason: str = "") -> Path | None:
     """The newest usable checkpoint that was not saved between bad steps.
 
-    suspect: one that the run went back to in vain. One before it is preferred; if there is one, the suspect
-    is marked with `reason`.
+    suspect: a checkpoint after which no step was good. An older one is preferred; if there is one, the
+    suspect is marked unsound, with `reason`.
     """
     for path in reversed(checkpoint_folders(directory)):
         if suspect is not None and step_of(path) >= step_of(suspect):
             continue
-        if why_unusable(path) is not None or _between_bad_steps(path):
+        if why_unusable(path) is not None or json.loads((path / "trainer.json").read_text()).get("bad"):
             continue
         if suspect is not None:
             mark_unsound(suspect, f"no step behind it was good: {reason}")
         return path
     return suspect
-
-
-def _between_bad_steps(path: Path) -> bool:
-    return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
 
 
 def rollback_message(step: int, why: str, back: Path | None) -> str:
@@ -65,7 +60,7 @@ def rollback_message(step: int, why: str, back: Path | None) -> str:
 
 
 def no_checkpoint_message(run_dir: Path) -> str:
-    """Why a run that has saved something cannot be resumed, and what to do."""
+    """Why none of a run's checkpoints can be resumed from, and what to do."""
     found = [f"{p.name} is {why_unusable(p)}" for p in checkpoint_folders(run_dir / "checkpoints")]
     return (
         f"{run_dir}: no checkpoint can be resumed from ({'; '.join(found) or 'none is left'}). Put one back "
@@ -74,7 +69,7 @@ def no_checkpoint_message(run_dir: Path) -> str:
 
 
 def is_exported(final: Path) -> bool:
-    """Whether the model folder has weights that can be read, and a config."""
+    """Whether the model folder has a config and readable weights."""
     try:
         files = list(final.glob("*.safetensors"))
         return bool(files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size)
@@ -84,8 +79,8 @@ def is_exported(final: Path) -> bool:
 
 @contextlib.contextmanager
 def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
-    """run.json says "running" while the run does, and afterwards how it ended."""
-    metrics.write_facts(run_dir, facts)
+    """Writes `facts` to run.json, and at the end the state: finished, interrupted or failed."""
+    write_facts(run_dir, facts)
     try:
         yield
     except BaseException as error:
@@ -95,17 +90,17 @@ def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
             facts["reason"] = (str(explained(error) or error).splitlines() or [type(error).__name__])[0]
         raise
     finally:
-        metrics.write_facts(run_dir, facts)
+        write_facts(run_dir, facts)
 
 
 def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path | None]:
-    """Makes `run_dir`, which is held, this run's.
+    """Takes the locked `run_dir` for the run `config`, which may be new or resumed.
 
-    Returns the settings that changed since it stopped, `{key: [old, new]}`; what run.json says; and the
-    checkpoint to resume from, None at the beginning.
+    Returns the settings that changed since the run stopped, `{key: [old, new]}`; the contents of run.json;
+    and the checkpoint to resume from, None for a new run.
 
     Raises:
-        InputError: it holds another run, or one that cannot be resumed. Nothing in the folder was changed.
+        InputError: the folder has another run, or one that cannot be resumed. Nothing in it was changed.
     """
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
     changes: dict[str, tuple] = {}
@@ -122,21 +117,20 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
                 "choose another output_dir"
             )
     elif begun:
-        raise InputError(
-            f"{file} is missing: put it back, or write there the recipe that the run was begun with"
-        )
+        raise InputError(f"{file} is missing: restore it, or put the recipe there that the run started with")
     try:
-        facts = metrics.read_facts(run_dir)
+        facts = read_facts(run_dir)
     except InputError as error:
-        print(f"{error}; it is written anew", flush=True)
+        print(f"{error}; writing a new one", flush=True)
         facts = {}
     if config.train.resume is not None and ("train.resume" in changes or not saved):
-        choose_checkpoint(folder, config.train.resume)
-    resume = latest_checkpoint(folder)
+        resume = choose_checkpoint(folder, config.train.resume)
+    else:
+        resume = latest_checkpoint(folder)
     if resume is None and (saved or ever_saved(run_dir, facts)):
         raise InputError(no_checkpoint_message(run_dir))
     if not saved and changes.keys() & {*others, *MOVABLE}:
-        # Stopped before anything was kept, by bad data for one: there is nothing to lose.
+        # Nothing was saved yet, for example because of bad data: the run starts over.
         shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
         changes = {}
     try:
@@ -147,34 +141,36 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
 
 
 def read_recorded_recipe(file: Path) -> RunConfig:
-    """The recipe that a run recorded. Raises `InputError`, which names the file as damaged."""
+    """The recipe of a run. Raises `InputError` if the file is damaged."""
     try:
         return load_config(file)
     except (InputError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{file}: the run's own record of its recipe is damaged ({error}); put a copy back, or write "
-            "there the recipe that the run was begun with"
+            f"{file}: the run's recipe is damaged ({error}); restore a copy, or put the recipe there that "
+            "the run started with"
         ) from None
 
 
 def ever_saved(run_dir: Path, facts: dict) -> bool:
-    """Whether the run has saved a checkpoint, by run.json, or without one by how far metrics.jsonl goes."""
+    """Whether the run has saved a checkpoint, by run.json or else by the last step in metrics.jsonl."""
     if "saved" in facts:
         return facts["saved"] > 0
     file = run_dir / "metrics.jsonl"
     every = read_recorded_recipe(run_dir / "config.yaml").checkpoint if file.is_file() else None
     if every is None or not every.every:
         return False
-    # A line behind a step means that its save has returned; an asynchronous one ends before the next begins.
-    last = max((line["step"] for line in metrics.read_metrics(file)), default=0)
+    # A line after step N means that the save of step N has returned. An asynchronous save is on the disk
+    # once the next one begins.
+    last = max((line["step"] for line in read_metrics(file)), default=0)
     return last > every.every * (2 if every.asynchronous else 1)
 
 
-def choose_checkpoint(directory: Path, name: str | int) -> None:
-    """Makes checkpoint `name`, `step-N` or N, the newest one; later ones stay there as `later-step-M`.
+def choose_checkpoint(directory: Path, name: str | int) -> Path:
+    """Makes checkpoint `name`, `step-N` or N, the newest one, and returns it; later ones are renamed
+    `later-step-M`.
 
     Raises:
-        InputError: there is no such checkpoint, or it is damaged. Nothing was changed.
+        InputError: no such checkpoint, or it is damaged. Nothing was changed.
     """
     there = checkpoint_folders(directory)
     chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
@@ -189,23 +185,24 @@ def choose_checkpoint(directory: Path, name: str | int) -> None:
         aside = next(a for a in map(path.with_name, names) if not a.exists())
         path.rename(aside)
         print(f"{path} is set aside as {aside.name}", flush=True)
+    return chosen
 
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Holds the run's folder, which is made where there is none. One who does not hold it changes nothing
-    there: a process that a launcher left behind would go on writing beside this one.
+    """Locks the run's folder, and makes it if needed. Only the process with the lock may write there; a
+    process that a launcher left behind may still be running.
 
     Raises:
-        InputError: another process holds it, it cannot be made, or it holds something that is no run.
+        InputError: another process has the lock, the folder cannot be made, or it has other files than a run.
     """
     names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
     if run_dir.is_file() or (
         names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
     ):
-        raise InputError(f"{run_dir} holds files that are no run of Nalanda's; choose another output_dir")
+        raise InputError(f"{run_dir} has files that are no run of Nalanda's; choose another output_dir")
     output_folder(run_dir, "output_dir")
-    lock = FileLock(run_dir / ".lock")  # the system's kind, which ends with the process, however that ends
+    lock = FileLock(run_dir / ".lock")  # the system's kind: it ends with the process
     try:
         lock.acquire(timeout=5)
     except Timeout:
@@ -213,7 +210,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
             f"{run_dir}: another process is training there; stop it or choose another output_dir"
         ) from None
     except (OSError, NotImplementedError):
-        print(f"{run_dir}: this file system has no locks: nothing keeps a second run out of it", flush=True)
+        print(f"{run_dir}: this file system has no locks; start no second run there", flush=True)
         yield
         return
     try:
