@@ -357,6 +357,7 @@ def test_a_process_that_moves_is_left_alone():
     assert os.getpid()  # still here
 
 
+@pytest.mark.slow
 def test_two_runs_never_share_a_folder(recipe, tmp_path):
     config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
     loop.train(config)

@@ -189,6 +189,7 @@ def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
             assert torch.equal(a, b[1]), (way, name)
 
 
+@pytest.mark.slow
 def test_muon_on_shards_is_muon_in_one_process(tmp_path):
     """Two processes, FSDP2, a matrix whose rows do not divide by two, gradients that Muon amplifies."""
     script = tmp_path / "sharded.py"

@@ -257,6 +257,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sharded_whole_and_alone_train_the_same(results, variant):
     mixer, settings = VARIANTS[variant]
@@ -275,6 +276,7 @@ def test_sharded_whole_and_alone_train_the_same(results, variant):
         assert furthest(alone["gradients"], many["gradients"]) < (0.05 if bf16 else 1e-5)
 
 
+@pytest.mark.slow
 def test_decays_stay_fp32_and_move(results):
     """A bf16 A_log would move in steps of 1 %."""
     start = dict(build("gated_deltanet").named_parameters())
@@ -287,6 +289,7 @@ def test_decays_stay_fp32_and_move(results):
         assert (fsdp[name] - ddp[name]).abs().max() < 1e-3 * moved.max()
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_train_the_same(results, folder):
     assert furthest(results["fp32"]["ddp"]["weights"], results["hybrid"]["weights"]) < 1e-4
     assert furthest(results["hybrid"]["weights"], checkpoint.weights(folder / "hybrid" / "step-1")) == 0
@@ -294,6 +297,7 @@ def test_replicas_of_shards_train_the_same(results, folder):
     assert sum(file.stat().st_size > 2000 for file in files) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folder):
     path = folder / "sharded" / "step-2"
     assert verify_manifest(path) is None
@@ -311,6 +315,7 @@ def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folde
     assert results["again from hybrid"]["losses"] == pytest.approx(on["losses"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folder):
     for source, expected in (("sharded/step-2/model", results["fp32"]["fsdp"]["weights"]), ("theirs", None)):
         expected = expected or results["on"]["weights"]
@@ -323,6 +328,7 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folde
         assert furthest(expected, ours) == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_process_stops_both(results, folder):
     for said in (results["full"], results["full, rank 1"]):
         assert "step-2 stays" in said
@@ -331,6 +337,7 @@ def test_a_disk_that_is_full_for_one_process_stops_both(results, folder):
     assert [p.name for p in (folder / "sharded").iterdir()] == ["step-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
 def test_each_file_of_a_sharded_checkpoint_is_held_to_its_sum(folder, tmp_path, damage):
     names = [p.relative_to(folder) for p in (folder / "sharded").rglob("*") if p.is_file()]
@@ -354,6 +361,7 @@ def test_each_file_of_a_sharded_checkpoint_is_held_to_its_sum(folder, tmp_path, 
         assert "step-2" in said[0]
 
 
+@pytest.mark.slow
 def test_parts_that_are_missing_are_not_taken_for_zeros(folder, tmp_path):
     shutil.copytree(folder / "sharded" / "step-2" / "model", tmp_path / "model")
     next(iter(sorted((tmp_path / "model").glob("shard-00001*")))).unlink()
@@ -368,6 +376,7 @@ def logged(run_dir: Path, key: str) -> list[float]:
     return [line[key] for line in read_metrics(run_dir / "metrics.jsonl") if key in line]
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):
     manifests = [
         json.loads((folder / name / "checkpoints" / "step-4" / "manifest.json").read_text())["files"]
@@ -383,6 +392,7 @@ def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):
         assert logged(one, key) == pytest.approx(logged(folder / "whole", key), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
     out = export(folder / "whole", tmp_path / "out", step=2)
     model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

@@ -86,6 +86,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_
     check_gradients(tmp_path / "run", one_big_batch)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(recipe, tmp_path, one_big_batch):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     overrides = (*ONE_STEP, "train.micro_batch_size=2")
@@ -325,6 +326,7 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------- resume
 
 
+@pytest.mark.slow
 def test_sigkill_changes_nothing(recipe, tmp_path, whole):
     """Killed twice from outside, once at any moment and once within a save; then finished in this process."""
     run_dir, slow = tmp_path / "run", ("checkpoint.every=3",)
