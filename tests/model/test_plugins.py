@@ -17,11 +17,13 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import imported
 from nalanda.config.load import load_config
+from nalanda.config.schema import OPTIMIZERS
 from nalanda.data.documents import READERS, Document, register_reader
 from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.linear import LinearAttention
 from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, logits
+from nalanda.train.export import export
 from nalanda.train.loop import train
 from nalanda.train.optim import BUILDERS, register_optimizer
 
@@ -30,15 +32,21 @@ TABLES = (MIXERS, FEATURE_MAPS, plugins.MODULES, BUILDERS, READERS, sys.modules)
 
 
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch):
-    """Nothing that a test registers or imports outlives it."""
+def forget():
+    """Undoes what a test registers and imports, at its end or when the test asks."""
     kept = [dict(table) for table in TABLES]
-    path, names, optimizers = list(sys.path), list(imported), list(nalanda.config.schema.OPTIMIZERS)
-    yield
-    for table, before in zip(TABLES, kept, strict=True):
-        for name in set(table) - set(before):
-            del table[name]
-    sys.path[:], imported[:], nalanda.config.schema.OPTIMIZERS[:] = path, names, optimizers
+    lists = (sys.path, imported, OPTIMIZERS)
+    copies = [list(one) for one in lists]
+
+    def undo():
+        for table, before in zip(TABLES, kept, strict=True):
+            for name in set(table) - set(before):
+                del table[name]
+        for one, before in zip(lists, copies, strict=True):
+            one[:] = before
+
+    yield undo
+    undo()
 
 
 @pytest.fixture
@@ -87,7 +95,7 @@ def test_the_example_has_every_property(my_mixer):
     check_feature_map("squared_relu")
 
 
-def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate):
+def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate, forget):
     """With a recipe of the example's model over a small corpus; the plugin stands beside the recipe."""
     shutil.copy(EXAMPLE / "my_mixer.py", tmp_path)
     text = (EXAMPLE / "recipe.yaml").read_text().replace("source: python", f"source: {recipe.parent}")
@@ -103,6 +111,9 @@ def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_a
     model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
     torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
     (tmp_path / "my_mixer.py").unlink()
+    forget()
+    with pytest.raises(InputError, match=r"step-3: plugins: my_mixer is not importable; import it first"):
+        export(run_dir, tmp_path / "exported")
     program = WITHOUT_NALANDA + COMPARE.format(name="run/final", trust=True)
     done = run(program + 'model.save_pretrained("again")', tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -215,7 +226,7 @@ class Positional(LinearAttention):
             Bare,
             "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
         ),
-        ("mine", Changed, r"changes read_out\(\) but inherits .* step_options\(\) from DeltaNet"),
+        ("mine", Changed, r"changes read_out\(\) but inherits step_options\(\) of DeltaNet"),
         ("mine", Positional, "options with defaults"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],

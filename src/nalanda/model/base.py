@@ -1,4 +1,38 @@
-"""What a token mixer is, and what all of them share."""
+"""The contract of token mixers and feature maps, and what all mixers share.
+
+A mixer is a subclass of `Mixer` and a row in `mixers.MIXERS`; `register_mixer` adds one from outside the
+package. It defines
+
+- `equation` and `source`, texts for the README's table;
+- `__init__(self, config, layer_idx, *, …)`: its options, `mixer_options` of a recipe, are the keyword-only
+  arguments. Each has a default and is annotated with its type. Raise ValueError, in one line, for a value
+  that cannot work;
+- `mix(heads, seq, state, new)`: q, k, v and gates to o. Besides short convolutions it is the only step that
+  sees other tokens, and it sees no later ones. It is **linear in v**; for that reason `weights` is exact. It
+  reads `state`, which an earlier call put into `new`, and fills `new` unless that is None. It keeps the
+  documents of `seq.cu_seqlens` apart; the ops of `ops.py` do that, and take and return states;
+- `state_spec(T)`: name to shape and dtype of what `mix` and `heads` put into `new`, per sequence;
+- `flops(T)`: FLOPs per token without Linear layers. Both add to the base class's result, or replace it.
+
+It may define
+
+- `heads` and `read_out`, before and after `mix`;
+- class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields;
+- `step_options` and `step_inputs`: with these, a kernel for one token replaces the three steps in decoding. A
+  subclass that changes a step must define its own `step_options`; None means no kernel.
+
+A feature map is a subclass of `feature_maps.FeatureMap` and a row in `FEATURE_MAPS`; `register_feature_map`
+adds one. It defines `equation`, `source`, `feature_dim`, `__init__(self, *, num_heads, head_dim, …)` and
+`forward(q, k)`, which **computes in fp32 at least** and returns that precision (`layers.at_least_fp32`). It
+sets `nonnegative` if φ(q)·φ(k) ≥ 0 always, and `flops` if it multiplies matrices.
+
+Parameters and buffers of a class's own, outside Linear, norm and convolution modules, are created empty. Its
+method `initial()` returns their first values by name; a model refuses those without. Parameters that bf16
+would spoil (decays, exponents) belong into a `layers.Fp32Module`, created with dtype=torch.float32; a map
+with parameters is one.
+
+`nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +49,9 @@ StateSpec = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
 class RowState:
-    """A layer's states of a batch's rows, `[B, …]` each.
+    """A layer's states for the rows of a batch, `[B, …]` each.
 
-    A plain object, because sharding wrappers cast the tensors of dicts to the precision of their products.
+    It is no dict, because sharding wrappers cast the tensors in dicts to their compute precision.
     """
 
     def __init__(self, tensors: State):
@@ -30,7 +64,7 @@ Heads = dict[str, Tensor]
 def convolve(
     conv: ShortConv, x: Tensor, seq: Sequences, state: Tensor | None, carry: bool, silu: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`conv(x, seq, state, carry)` and, where asked for, SiLU behind it; by a kernel where there is one."""
+    """`conv(x, seq, state, carry)`, followed by SiLU if `silu`; by a kernel if one serves the call."""
     weight = conv.weight.squeeze(1)
     weight = weight.repeat(conv.copies, 1) if conv.copies > 1 else weight
     activation = "silu" if silu else None
@@ -47,28 +81,27 @@ def convolve(
 
 
 class Mixer(nn.Module):
-    """Mixes tokens over time, and nothing else, in three steps: `heads`, `mix`, `read_out`.
+    """Mixes tokens over time in three steps: `heads`, `mix`, `read_out`; the contract is at the top.
 
-    `equation` and `source` are its row in the README's table. Other class attributes say what a mixer takes
-    when the config leaves it open, and what it does not have at all:
-    `conv_size` (None: no short convolutions), `map_name` (None: no feature map), `gated` (None: no output
-    gate), `norm` of the output ("head": RMSNorm of each; over all heads "layer" or a subclass's own "rms";
-    None). Its options are the keyword-only arguments of its constructor, which raises ValueError where they
-    cannot work, so that a config refuses them. Parameters and buffers of its own, besides its modules', have
-    their first values in `initial()`, by name, and are left uninitialised; a model refuses others.
-
-    Sizes: K = head_dim·expand_k and V = head_dim·expand_v a head; H heads of q, HK of k, HV of v.
+    Sizes: K = head_dim·expand_k and V = head_dim·expand_v per head; H heads of q, HK of k, HV of v.
     """
 
     equation: str
     source: str
     conv_size: int | None = None
+    """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
     map_name: str | None = None
+    """Feature map if the config leaves it open; None: it never has one."""
     gated: bool | None = None
+    """Whether it has an output gate if the config leaves it open; None: it never has one."""
     norm: str | None = "head"
-    streams = 1  # parts of v that are mixed with weights of their own
-    shared_qk = False  # q and k are one projection
-    signed_weights = False  # weights sum to 1 and may be negative: training logs their share
+    """Norm of the output: "head", RMSNorm of each; "layer", over all heads; a subclass's own "rms"; None."""
+    streams = 1
+    """Parts of v with weights of their own."""
+    shared_qk = False
+    """Whether q and k are one projection."""
+    signed_weights = False
+    """Whether weights sum to 1 and may be negative; training logs the share of negative ones."""
 
     def __init__(self, config, layer_idx: int, *, k_heads: int | None = None, v_heads: int | None = None):
         super().__init__()
@@ -106,8 +139,8 @@ class Mixer(nn.Module):
     def forward(
         self, x: Tensor, seq: Sequences, state: State | RowState | None = None
     ) -> tuple[Tensor, State | RowState | None]:
-        """x `[B, T, D]` to y `[B, T, D]`. state: None carries nothing, {} starts a carried one."""
-        if isinstance(state, RowState):  # of the rows of seq.rows
+        """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
+        if isinstance(state, RowState):
             new, held = {}, self.scatter_states(state.tensors, seq)
             heads = self.heads(x, seq, held, new)
             y = self.read_out(self.mix(heads, seq, held, new), heads, x)
@@ -122,17 +155,17 @@ class Mixer(nn.Module):
         return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
-        """What `heads` and `mix` are given of rows' states, as they are given other states."""
+        """States by row to states by sequence, as `heads` and `mix` take them."""
         return {name: seq.scatter_states(x) for name, x in state.items()}
 
     def gather_states(self, new: State, seq: Sequences) -> State:
-        """Rows' states of what `heads` and `mix` have left."""
+        """States by sequence to states by row, of each row's last sequence."""
         return {name: seq.gather_states(x) for name, x in new.items()}
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        """What `mix` needs of x, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.
+        """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.
 
-        state holds what earlier calls left in `new`; new is None where nothing is to be carried.
+        state: what earlier calls put into `new`. new: None if no state is wanted.
         """
         heads = {
             name: self.convolve(name, projection(x), seq, state, new).unflatten(
@@ -143,11 +176,11 @@ class Mixer(nn.Module):
         return {"k": heads["q"], **heads}
 
     def projections(self) -> dict[str, nn.Linear]:
-        """Those that convolutions may follow, by the name of what they give."""
+        """The projections to q, k and v, by name; convolutions may follow them."""
         return {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk}
 
     def convolve(self, name: str, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
-        """The short convolution called `name`, and v's SiLU behind it; x as it is where there is none."""
+        """The short convolution of `name`, followed by SiLU for v; x itself without convolutions."""
         if not self.conv_size:
             return x
         conv, past = getattr(self, f"{name}_conv1d"), state.get(f"conv_{name}")
@@ -157,7 +190,7 @@ class Mixer(nn.Module):
         return x
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        """o `[B, T, HV, V]`: the only step that sees other tokens (convolutions apart); linear in v."""
+        """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
         raise NotImplementedError
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
@@ -165,7 +198,7 @@ class Mixer(nn.Module):
         return self.o_proj(self.gate(self.normalized(o).to(x.dtype), x))
 
     def normalized(self, o: Tensor) -> Tensor:
-        """[B, T, HV, V] to [B, T, HV·V]."""
+        """The output's norm: `[B, T, HV, V]` to `[B, T, HV·V]`."""
         if self.norm == "head":
             return self.o_norm(o).flatten(-2)
         return o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))
@@ -174,11 +207,11 @@ class Mixer(nn.Module):
         return o * F.silu(self.g_proj(x)) if self.gated else o
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
-        """`forward` for one token a sequence, the projections' outputs in one go; None: no `step` does it."""
+        """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
         options = self.step_options()
         if options is None:
             return None
-        fused = self.norm in ("head", None)  # norms over all heads see what the kernel gives
+        fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         sizes = {"key_dim": self.K, "value_dim": self.V, "num_v_heads": self.num_v_heads}
         options |= sizes | {"num_heads": self.num_heads, "dtype": x.dtype if fused else torch.float32}
         if self.map_name is not None:
@@ -199,18 +232,18 @@ class Mixer(nn.Module):
         return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, {}, x), new
 
     def step_options(self) -> dict | None:
-        """What the kernel for one token must know of this mixer's rule; None: it cannot compute it."""
+        """Settings of the decoding kernel for this mixer's rule; None: no kernel."""
         return None
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        """What that kernel starts from: the projections as they are, and the rule's gates."""
+        """The decoding kernel's inputs: the projections' outputs and the rule's gates."""
         return {name: projection(x) for name, projection in self.projections().items()}
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """The matrix that `mix` multiplies v with, `[B, HV·streams, T, T]`: row t has token t's weights.
+        """The matrix that `mix` multiplies v by, `[B, HV·streams, T, T]`; row t holds the weights of token t.
 
-        Exact for every mixer, because `mix` is linear in v: it is handed the unit vectors.
+        It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
         """
         heads, n = self.heads(x, Sequences(), {}, None), self.streams
         B, T, HV = heads["v"].shape[:3]
@@ -219,9 +252,9 @@ class Mixer(nn.Module):
         return o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2)
 
     def state_spec(self, T: int) -> StateSpec:
-        """Name to shape and dtype of what a sequence carries after T tokens; dtype None: the model's own.
+        """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's.
 
-        This one lists the convolutions' inputs; subclasses add their own.
+        Here: the convolutions' last inputs.
         """
         past = max((self.conv_size or 0) - 1, 0)
         return {
@@ -229,10 +262,7 @@ class Mixer(nn.Module):
         }
 
     def flops(self, T: int) -> float:
-        """Forward FLOPs a token at length T, without those of its Linear layers.
-
-        This one counts the convolutions and the map's products; subclasses add their own.
-        """
+        """Forward FLOPs per token at length T, without Linear layers. Here: the convolutions and the map."""
         channels = sum(p.out_features for p in self.projections().values())
         mapped = 0.0 if self.map_name is None else self.num_heads * self.feature_map.flops
         return 2.0 * (self.conv_size or 0) * channels + mapped

@@ -11,9 +11,9 @@ from .sequences import Sequences
 
 
 class Decay(Fp32Module):
-    """g = −exp(A_log) · softplus(a + dt_bias), the log-decay per head of Gated DeltaNet and Mamba 2.
+    """Log-decay per head of Gated DeltaNet and Mamba 2: g = −exp(A_log) · softplus(a + dt_bias).
 
-    Both parameters stay fp32: in bf16, A_log would change in steps of 1 %.
+    Its parameters stay fp32: in bf16, A_log would change in steps of 1 %.
     """
 
     def __init__(self, num_heads: int):
@@ -34,10 +34,10 @@ class Decay(Fp32Module):
 class DeltaNet(Mixer):
     """DeltaNet (Yang et al. 2024): S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
 
-    q, k and v pass a short convolution. Then v passes a SiLU; q and k pass the feature map in place of SiLU
-    and an L2 norm. β = σ(W_b x). The output is RMS-normed per head, and gated if `use_gate` (default: no).
+    A short convolution precedes q, k and v. SiLU follows for v; the feature map, in place of SiLU, and an L2
+    norm for q and k. β = σ(W_b x). The output is RMS-normed per head, and gated if `use_gate` (default: no).
 
-    Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1;
+    Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1.
     `num_v_heads`, a multiple of `num_heads`, gives each query/key head several value heads (default: one).
     Cost per token and head with F features: 6FV + 2·64·(3F + 2V) FLOPs. State: F × V in fp32.
     """
@@ -105,9 +105,9 @@ class DeltaNet(Mixer):
 
 
 class GatedDeltaNet(DeltaNet):
-    """Gated DeltaNet (Yang et al. 2025): DeltaNet whose state decays by exp(g_t) before each write.
+    """Gated DeltaNet (Yang et al. 2025): DeltaNet with a decay of the state by exp(g_t) before each write.
 
-    g = −exp(A_log)·softplus(W_a x + dt_bias). The output gate is SiLU(W_g x), unless `use_gate` is off.
+    g is `Decay` of W_a x. The output gate is SiLU(W_g x), unless `use_gate` is off.
     """
 
     equation = "S ← e^g (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"

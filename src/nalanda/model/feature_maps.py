@@ -14,7 +14,7 @@ from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
 
-EPS = 1e-6  # inside every root, and the floor of every base that is raised to a power
+EPS = 1e-6  # in every root, and the floor of every base of a power
 
 
 def length(x: Tensor) -> Tensor:
@@ -33,9 +33,9 @@ def split_signs(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^min(x, 10): finite in every dtype (e^11.1 leaves fp16) and in sums over time; no gradient beyond 10.
+    """e^min(x, 10): finite in all dtypes (e^11.1 overflows fp16) and in sums over time; no gradient above 10.
 
-    Subtracting a token's maximum instead would be harmless for q only, and only under a denominator.
+    Subtracting a token's maximum instead would be exact only for q, and only with a denominator.
     """
     return x.clamp_max(10).exp()
 
@@ -43,38 +43,37 @@ def exp(x: Tensor) -> Tensor:
 class FeatureMap(nn.Module):
     """`forward(q, k) → (φ_q, φ_k)`, `[B, T, H, K] → [B, T, H, feature_dim]`.
 
-    Computes in fp32 at least (its intermediates leave fp16's range) and returns that precision: whoever
-    normalises the features casts them once, at the end.
-
-    A map with parameters has `initial()`, their initial values by name, and leaves them uninitialised.
-    `equation` and `source` are its row in the README's table.
+    It computes in fp32 at least, because intermediates overflow fp16, and returns that precision. The
+    contract of a map is in `base.py`.
     """
 
     equation: str
     source: str
     feature_dim: int
-    flops: float = 0.0  # of matrix products, a token and head
-    nonnegative: bool = False  # φ_q·φ_k ≥ 0 for every q and k, as a readout with a denominator needs
+    flops: float = 0.0
+    """FLOPs of matrix products per token and head."""
+    nonnegative: bool = False
+    """Whether φ_q·φ_k ≥ 0 for all q and k, which a readout with a denominator needs."""
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     @property
     def fused(self) -> dict | None:
-        """What kernels must know to form the map themselves, None where only `forward` can.
+        """Settings for kernels that compute the map themselves; None: only `forward` computes it.
 
-        A subclass that changes `forward` changes this as well.
+        A subclass that changes `forward` must change this as well.
         """
         return None
 
 
 class Elementwise(FeatureMap):
-    """One function f on every entry of q and k alike; `K` features, O(K) FLOPs a token and head.
+    """One function f of every entry of q and k; `K` features, O(K) FLOPs per token and head.
 
     identity: x. silu: x·σ(x) (DeltaNet, Gated DeltaNet). relu: max(x, 0). elu: ELU(x) (TransNormer T1).
     elu1: 1 + ELU(x) (Linear Transformer, TransNormer T2, MALA). exp: e^min(x, 10), see `exp`.
 
-    norm: None; `l2`: f/√(Σf² + 1e-6); `sum`: f/(Σf + 1e-6), for functions that are never negative.
+    norm: None; `l2`: f/√(Σf² + 1e-6); `sum`: f/(Σf + 1e-6), for nonnegative functions.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Elementwise(FeatureMap):
         super().__init__()
         self.equation, self.source = equation, source
         if norm not in (None, "l2", "sum"):
-            raise ValueError(f"norm={norm!r} is none of l2, sum and None")
+            raise ValueError(f"norm={norm!r} must be l2, sum or None")
         if norm == "sum" and not nonnegative:
             raise ValueError(
                 "norm='sum' divides by nearly 0 where signs cancel: use norm='l2' or another map"
@@ -114,27 +113,25 @@ class Elementwise(FeatureMap):
 
 
 class NaLa(FeatureMap):
-    """NaLaFormer's norm-aware map with cosine angles; `2K` features, O(K) FLOPs a token and head.
+    """NaLaFormer's norm-aware map with cosine angles; `2K` features, O(K) FLOPs per token and head.
 
     With d(x) = x/‖x‖ and p(n) = λ(½ + tanh n):
 
         φ_q(q) = |s·d(q)|^p(n) ⊙ [cos θ(q); sin θ(q)],    φ_k(k) = |k|^λ ⊙ [cos θ(k); sin θ(k)]
 
-    so that every term |s·d_i|^p |k_i|^λ cos(θ_q,i − θ_k,i) of φ_q·φ_k is ≥ 0, because |θ| ≤ π/4. The paper
-    leaves λ and the argument of θ open; each reading is a named choice:
+    Every term |s·d_i|^p |k_i|^λ cos(θ_q,i − θ_k,i) of φ_q·φ_k is ≥ 0, because |θ| ≤ π/4. The paper leaves λ
+    and the argument of θ open; each reading is an option:
 
-    angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`); `relu_split` has no angle and
+    angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`). `relu_split` has no angle and
         splits the signs instead, [relu(x)^p; relu(−x)^p], as the authors' vision code does.
-    power: λ. At λ ≥ 2 every exponent is ≥ 1 and the slope at 0 bounded; below, it can reach 500 (λ = 1), and
-        a warning says so.
-    power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`); at K = 128 the former saturates tanh, and p is then
-        constant.
-    direction_scale: s = 1 (`unit`) or √K (`sqrt`). The same after L2 normalisation, but `sqrt`
-        keeps the squares of the features above that norm's epsilon.
-    signs: what becomes of them: `drop`, |x|^p, as the paper; `keep`, sgn(x)|x|^p, whose φ_q·φ_k may be
-        negative: for the delta rules, whose readout has no denominator; `elu`, (1 + ELU(x))^p, which is
-        positive and rises with x.
-    key_power: the exponent of k where it is not λ; 1 leaves the norm-aware powers to q alone.
+    power: λ. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0 is bounded. For less it can reach 500
+        (λ = 1), and a warning says so.
+    power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`). At K = 128, `raw` saturates tanh, and p is constant.
+    direction_scale: s = 1 (`unit`) or √K (`sqrt`). L2 normalisation cancels it, but `sqrt` keeps squares of
+        features above that norm's epsilon.
+    signs: `drop`, |x|^p, as in the paper. `keep`, sgn(x)|x|^p, for the delta rules: φ_q·φ_k may be negative,
+        and their readout has no denominator. `elu`, (1 + ELU(x))^p, which is positive and rises with x.
+    key_power: the exponent of k, if not λ; with 1, only q has norm-aware powers.
     """
 
     source = "arXiv 2506.21137"
@@ -161,7 +158,7 @@ class NaLa(FeatureMap):
             ("signs", signs, ("drop", "keep", "elu")),
         ):
             if value not in allowed:
-                raise ValueError(f"nala: {option}={value!r} is none of {', '.join(allowed)}")
+                raise ValueError(f"nala: {option}={value!r} must be one of {', '.join(allowed)}")
         if not power > 0:
             raise ValueError(f"nala: power={power} must be positive")
         if power < 2 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
@@ -219,7 +216,7 @@ class NaLa(FeatureMap):
     @property
     def fused(self) -> dict | None:
         if self.signs != "drop" or self.key_power != self.power:
-            return None  # the kernels form the paper's map
+            return None  # kernels know the paper's map only
         options = ("angle", "power", "power_norm", "direction_scale")
         return {"name": "nala"} | {option: getattr(self, option) for option in options}
 
@@ -232,16 +229,16 @@ class NaLa(FeatureMap):
 
 
 class Pola(Fp32Module, FeatureMap):
-    """PolaFormer's polarity-aware map; `2K` features, O(K) FLOPs a token and head.
+    """PolaFormer's polarity-aware map; `2K` features, O(K) FLOPs per token and head.
 
         φ(x) = [relu(x)^p; relu(−x)^p],    p = 1 + α·σ(w),    w `[H, K]` learnt, shared by q and k.
 
-    φ_q·φ_k sums the pairs of one sign; those of opposite signs are `opposite(φ_q)·φ_k`. At p = 1 (w → −∞) the
-    first minus the second is q·k.
+    φ_q·φ_k sums the pairs of equal signs, and `opposite(φ_q)·φ_k` those of opposite signs. At p = 1 (w → −∞)
+    their difference is q·k.
 
     alpha: α > 0, the span of the exponents; they start at 1 + α/2 (w = 0).
-    scale: first divide q and k by softplus(s), s `[H, K]` learnt, as the authors' code does. It starts at
-        s = ln(e − 1), where softplus(s) = 1 and nothing is scaled (the authors start at s = 0, ln 2).
+    scale: whether q and k are first divided by softplus(s), s `[H, K]` learnt, as in the authors' code. It
+        starts at s = ln(e − 1), so that softplus(s) = 1; the authors start at s = 0, where it is ln 2.
     """
 
     equation = "[relu(x)^p; relu(−x)^p], p = 1 + α σ(w)"
@@ -280,22 +277,22 @@ class Pola(Fp32Module, FeatureMap):
 
 
 def opposite(phi_q: Tensor) -> Tensor:
-    """`Pola`'s opposite-signed query [q⁻; q⁺]: the halves of [q⁺; q⁻] `[…, 2K]` swapped."""
+    """`Pola`'s query of opposite signs, [q⁻; q⁺] from [q⁺; q⁻] `[…, 2K]`."""
     return phi_q.roll(phi_q.shape[-1] // 2, -1)
 
 
 class Soft(Fp32Module, FeatureMap):
-    """SOFT with learnt landmarks Z `[H, m, K]`, for causal readouts (pooling a sequence leaks its future).
+    """SOFT with learnt landmarks Z `[H, m, K]`, for causal readouts; pooled ones would leak the future.
 
         φ_q(q) = κ(q, Z) W,    φ_k(k) = κ(k, Z),    κ(q, k) = exp(−‖q − k‖²/(2√K)),
 
-    with W = (A + ρI)^-1, A = κ(Z, Z), constant within a forward: φ_q·φ_k is the (q, k) entry of the
-    regularised Nyström approximation, and may be negative. A causal mask keeps the entries, but the masked
-    matrix is no longer PSD. `m` features; 2m(2K + m) FLOPs a token and head, and for W, once a forward and
-    head, O(m²(m + K)), or O(m³) for every Newton iteration.
+    with W = (A + ρI)^-1 and A = κ(Z, Z), computed once per forward. φ_q·φ_k is the (q, k) entry of the
+    regularised Nyström approximation and may be negative. A causal mask keeps the entries, but the masked
+    matrix is not PSD. `m` features; 2m(2K + m) FLOPs per token and head. W costs O(m²(m + K)) per forward and
+    head, or O(m³) per Newton iteration.
 
-    landmarks: m. They start with variance K^-½ a coordinate: much closer, and they would coincide.
-    ridge: ρ ≥ 0; the papers have none, at which landmarks that come close leave A singular.
+    landmarks: m. They start with variance K^-½ per coordinate, so that they do not coincide.
+    ridge: ρ ≥ 0. The papers have none; A is then singular if landmarks come close to one another.
     inverse: `cholesky`, or the papers' `newton`, whose 20 iterations serve condition numbers below 300.
     iterations: of Newton.
     """
@@ -321,7 +318,7 @@ class Soft(Fp32Module, FeatureMap):
         if not ridge >= 0:
             raise ValueError(f"soft: ridge={ridge} must be 0 or more")
         if inverse not in INVERSES:
-            raise ValueError(f"soft: inverse={inverse!r} is none of {', '.join(INVERSES)}")
+            raise ValueError(f"soft: inverse={inverse!r} must be one of {', '.join(INVERSES)}")
         self.ridge, self.inverse, self.iterations = float(ridge), inverse, iterations
         self.feature_dim = landmarks
         self.flops = 2.0 * landmarks * (2 * head_dim + landmarks)
@@ -395,7 +392,7 @@ def register_feature_map(name: str, row: Any) -> None:
 def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) -> FeatureMap:
     """The map called `name` for `num_heads` heads of `head_dim` features.
 
-    Raises ValueError for an unknown name or a bad value, TypeError for an option that the map does not have.
+    Raises ValueError for an unknown name or a bad value, TypeError for an unknown option.
     """
     if name not in FEATURE_MAPS:
         near = did_you_mean(name, FEATURE_MAPS)

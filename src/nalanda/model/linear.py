@@ -1,4 +1,4 @@
-"""Linear attention: mixers with a state S = Σ φ(k) vᵀ, which differ in its decay and its readout."""
+"""Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,10 @@ from .sequences import Sequences
 class LinearAttention(Mixer):
     """Linear attention (Katharopoulos et al. 2020): o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε t).
 
-    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j). The epsilon grows with t, as if both were means.
+    S_t = Σ_{j≤t} φ(k_j) v_jᵀ and z_t = Σ_{j≤t} φ(k_j). The epsilon grows with t, as both sums do.
 
-    Options: `denominator` (default: yes) needs a map with φ(q)·φ(k) ≥ 0. Without it,
-    o_t = F^-½ φ(q_t)ᵀ S_t, RMS-normed per head. Default map: 1 + ELU.
+    Options: `denominator` (default: yes) needs a map with φ(q)·φ(k) ≥ 0. Without it, o_t = F^-½ φ(q_t)ᵀ S_t,
+    RMS-normed per head. Default map: 1 + ELU.
     Cost per token and head with F features: 4FV + 2·64·(F + V) FLOPs. State: F × V and z, in fp32.
     """
 
@@ -57,7 +57,7 @@ class LinearAttention(Mixer):
     def readout(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, **options
     ) -> Tensor | None:
-        """The result of `mix` by one kernel for sums and denominators; None if no kernel serves the call."""
+        """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
         if q.shape[1] == 1:
             return None
@@ -81,7 +81,7 @@ class LinearAttention(Mixer):
     def sums(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32; z is S for v = 1."""
+        """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
         v = at_least_fp32(heads["v"])
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
         o = self.recur(heads | {"v": v}, seq, state, new, mapped=mapped, scale=1.0)
@@ -91,7 +91,7 @@ class LinearAttention(Mixer):
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False,
         scale: float | None = None, name: str = "recurrent",
     ) -> Tensor:  # fmt: skip
-        """Calls the op with the state `name`. mapped: q and k are features already."""
+        """Calls the op with the state `name`. mapped: whether q and k are features already."""
         v = heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
@@ -113,7 +113,7 @@ class LinearAttention(Mixer):
 
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
-        """t of each token, from 1, `[B or 1, T, 1, 1]`, in fp32 at least."""
+        """Position of each token, counted from 1, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
         return (seq.positions(v.shape[1], v.device) + 1).to(wide_dtype(v))[..., None, None]
 
@@ -140,7 +140,7 @@ class LinearAttention(Mixer):
 class NaLaAttention(LinearAttention):
     """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
-    Then a LayerNorm over all heads, ⊙ SiLU(W_g x) unless `use_gate` is off, and the output projection.
+    A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
@@ -159,12 +159,11 @@ class MALA(LinearAttention):
         o_t = Σ_{j≤t} (β_t s_j − γ_t) v_j,    β = 1 + 1/z,  γ = z/t,
 
     so the weights of a row sum to 1 and sharpen as the query grows. Some may be negative; training logs their
-    share. It is computed as o = r/Σs + c (r − Σs · v̄) with r = φ(q)ᵀS: linear attention, plus c times its
-    unnormalised distance from the mean value v̄.
+    share. With r = φ(q)ᵀS and the mean value v̄, it is computed as o = r/Σs + c (r − Σs · v̄).
 
     Options: `scale`, c_t: "code" (default, K^-½/t as in the released code), "inverse_t" (1/t) or "literal"
     (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). Default map: 1 + ELU.
-    Cost: that of `LinearAttention`, plus 4V. State: F × (V + 1) and Σv in fp32; the cache has t.
+    Cost: that of `LinearAttention`, plus 4V. State: F × (V + 1) and Σv in fp32; the cache holds t.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq + c (Sᵀq − zᵀq v̄)"
@@ -201,9 +200,9 @@ class MALA(LinearAttention):
 class PolaAttention(LinearAttention):
     """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
 
-    The query of the same sign [q⁺; q⁻] reads the first half of v, that of opposite sign [q⁻; q⁺] the second,
-    each with its own denominator. A causal depthwise convolution of v (5 taps, filters shared by heads) is
-    added, and the sum is multiplied by G = W_g x, without activation.
+    The query [q⁺; q⁻] reads the first half of v, and [q⁻; q⁺], of opposite signs, the second half. Each has
+    its own denominator. A causal depthwise convolution of v (5 taps, filters shared by heads) is added.
+    Their sum is multiplied by G = W_g x, without activation.
 
     Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's options
     (`alpha`, `scale`) are feature_map_options. V must be even.
@@ -270,7 +269,7 @@ class SoftAttention(LinearAttention):
 
     κ is a Gaussian kernel; q = k is one projection. The landmarks Z are learnt: pooled ones would leak the
     future. W is the regularised inverse of κ(Z, Z), normalised on both sides (`feature_map: softpp`, the
-    default) or not (`soft`). The entries are true Nyström entries, but the masked matrix is not positive
+    default) or not (`soft`). The causal mask keeps the Nyström entries, but the masked matrix is not positive
     semidefinite. The output is RMS-normed per head.
 
     The map's options (`landmarks`, `ridge`, `inverse`, `iterations`) are feature_map_options.

@@ -1,6 +1,7 @@
 """The table of token mixers. A new one is a class in its family's file and a row here."""
 
 import inspect
+from collections.abc import Iterator
 
 from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
@@ -31,35 +32,36 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
     Raises ValueError for a name that is taken, or a class that lacks what `base.py` asks of a mixer.
     """
-    missing = []
+    register("mixer", name, mixer, MIXERS, list(_faults(mixer)))
+
+
+def _faults(mixer: type[Mixer]) -> Iterator[str]:
+    """What the contract asks and a class lacks."""
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
-        missing = ["is not a subclass of Mixer"]
-    else:
-        missing += [
-            f"has no text `{n}`" for n in ("equation", "source") if not isinstance(getattr(mixer, n, 0), str)
-        ]
-        missing += [
-            f"does not define {n}()"
-            for n in ("mix", "state_spec", "flops")
-            if getattr(mixer, n) is getattr(Mixer, n)
-        ]
-        classes = mixer.__mro__
-        owner = {
-            n: next(i for i, c in enumerate(classes) if n in vars(c))
-            for n in ("step_options", "heads", "mix", "normalized", "gate", "read_out")
-        }
-        step = owner.pop("step_options")
-        changed = [f"{n}()" for n, at in owner.items() if at < step] if classes[step] is not Mixer else []
-        if changed:
-            missing.append(
-                f"changes {', '.join(changed)} but inherits the decoding kernel's step_options() from "
-                f"{classes[step].__name__}; define step_options(), returning None for no kernel"
-            )
-        signature = list(inspect.signature(mixer.__init__).parameters.values())[1:]
-        loose = [p.name for p in signature[2:] if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
-        if [p.name for p in signature[:2]] != ["config", "layer_idx"] or loose:
-            missing.append("needs __init__(self, config, layer_idx, *, options with defaults)")
-    register("mixer", name, mixer, MIXERS, missing)
+        yield "is not a subclass of Mixer"
+        return
+    for name in ("equation", "source"):
+        if not isinstance(getattr(mixer, name, None), str):
+            yield f"has no text `{name}`"
+    for name in ("mix", "state_spec", "flops"):
+        if getattr(mixer, name) is getattr(Mixer, name):
+            yield f"does not define {name}()"
+    _, *parameters = inspect.signature(mixer.__init__).parameters.values()
+    options = [p for p in parameters[2:] if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+    if [p.name for p in parameters[:2]] != ["config", "layer_idx"] or options != parameters[2:]:
+        yield "needs __init__(self, config, layer_idx, *, options with defaults)"
+
+    def depth(name: str) -> int:
+        return next(i for i, c in enumerate(mixer.__mro__) if name in vars(c))
+
+    kernel = mixer.__mro__[depth("step_options")]
+    steps = ("heads", "mix", "normalized", "gate", "read_out")
+    changed = [f"{name}()" for name in steps if depth(name) < depth("step_options")]
+    if changed and kernel is not Mixer:
+        yield (
+            f"changes {', '.join(changed)} but inherits step_options() of {kernel.__name__}, for a decoding "
+            "kernel without the change; define step_options(), returning None for no kernel"
+        )
 
 
 def build_mixer(name: str, config, layer_idx: int) -> Mixer:

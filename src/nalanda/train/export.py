@@ -20,6 +20,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line, out
 from nalanda.common.files import sync
 from nalanda.common.retry import transient
 from nalanda.common.text import redact
+from nalanda.config.model import in_one_line
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
@@ -49,7 +50,7 @@ def export(
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
     config = load_model_config(found)
-    with torch.device("meta"):  # for the files beside the weights, and tied names
+    with in_one_line(str(found)), torch.device("meta"):  # for the files beside the weights, and tied names
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
