@@ -121,6 +121,7 @@ def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_a
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_loads_with_nalanda(my_mixer, tmp_path):
     """If the plugin is importable, else by trust_remote_code, else not."""
     model = build("forgetful", dtype=torch.float32)

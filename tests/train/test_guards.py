@@ -331,6 +331,7 @@ def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypa
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_says_where_and_ends():
     program = """
 import time

@@ -1,5 +1,6 @@
 """Training FLOPs of a token, and the peak of a device."""
 
+import functools
 import math
 import time
 from typing import Any
@@ -48,6 +49,7 @@ def known_peak(name: str, precision: str) -> tuple[float, str] | None:
     return None
 
 
+@functools.cache
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """FLOPs per second of the fastest square matrix product within `seconds`; draws no random numbers.
 
