@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
-from nalanda.model import FeatureMap, build_feature_map
+from nalanda.model import MIXERS, FeatureMap, build_feature_map
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
 
@@ -31,7 +31,11 @@ def check_mixer(name: str, **options: Any) -> None:
 
     options: other fields of `NalandaConfig`, such as mixer_options or feature_map.
     """
-    _check(f"mixer {name}", MIXER_PROPERTIES, lambda: build(name, **options))
+    _check(
+        f"mixer {name}",
+        MIXER_PROPERTIES,
+        lambda: build(name, **{"feature_map": MIXERS[name].map_name, **options}),
+    )
 
 
 def check_feature_map(name: str, **options: Any) -> None:
@@ -61,7 +65,7 @@ def _check(what: str, properties: list[Callable], make: Callable[[], Any]) -> No
 def build(
     mixer="gated_deltanet", feature_map=None, mixer_options=None, dtype=torch.float64, **options
 ) -> NalandaForCausalLM:
-    """A tiny model in evaluation mode, initialised widely enough for its mixer to move the logits."""
+    """A tiny model in evaluation mode, with initial weights so large that its mixers change the logits."""
     torch.manual_seed(0)
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
@@ -105,7 +109,7 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> None:
 
 
 def moves_the_logits(model: Any) -> None:
-    """The premise of the other properties: without its mixers the model's logits are others."""
+    """Zeroed mixers change the logits; otherwise the other properties would prove nothing."""
     tokens = ids(2, 40)
     whole = logits(model, tokens)
     for layer in model.model.layers:
@@ -133,7 +137,9 @@ def causal(model: Any) -> None:
     changed[:, t] = (changed[:, t] + 1) % VOCAB
     a, b = logits(model, tokens), logits(model, changed)
     close(a[:, :t], b[:, :t])
-    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6), "a token changes nothing behind it"
+    assert not torch.allclose(a[:, t + 1 :], b[:, t + 1 :], atol=1e-6), (
+        "changing a token does not affect later tokens"
+    )
 
 
 def gradients_of_a_prefix_ignore_the_future(model: Any) -> None:
@@ -292,7 +298,7 @@ def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
 def half_precision_agrees(model: Any) -> None:
     """bf16 weights and bf16 autocast are near fp32; fp32 parameters stay so; states have their dtypes.
 
-    What bf16 loses in two layers without a map grows to a tenth; what a wrong dtype loses is far more.
+    The error of bf16 in two layers without a map reaches a tenth; a wrong dtype errs far more.
     """
     model, cache = NalandaForCausalLM(model.config).eval(), NalandaCache(len(model.model.layers))
     full, cast = logits(model, ids(2, 40)), copy.deepcopy(model).bfloat16()
@@ -338,7 +344,7 @@ def products_are_nonnegative_if_promised(make: Callable[..., FeatureMap]) -> Non
 
 
 def small_and_large_inputs_are_finite(make: Callable[..., FeatureMap]) -> None:
-    """So are their gradients, below every epsilon and far out."""
+    """Outputs and gradients are finite for inputs from 0 and 1e-30 to 1e3."""
     for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
         made = make()
         q, k = (draw(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))

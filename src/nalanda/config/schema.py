@@ -21,7 +21,7 @@ MAX_DOCUMENT = 64 << 20
 
 @dataclass
 class Component:
-    """One source of `data.mixture`. null or absent: as in `data:`."""
+    """One source of `data.mixture`. A field that is null or absent is that of `data:`."""
 
     name: str
     """Name in the log, and of the perplexity on its validation documents."""
@@ -95,8 +95,8 @@ class DataConfig:
     """Treatment of larger documents; skipped ones are counted and logged."""
     verify: Literal["background", "sums", "sizes"] = "background"
     """Check of a token set's files against the SHA-256 sums of its index. background: in a thread, before the
-    first checkpoint is saved; sums: before training; sizes: only sizes are checked. Checkpoints hold the hash
-    of files that are read as text in any case."""
+    first checkpoint is saved; sums: before training; sizes: only sizes are checked. Of files that are read as
+    text, checkpoints always hold the hashes."""
     shuffle_buffer: int = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: the order of the files."""
     name: str | None = None
@@ -110,7 +110,7 @@ class DataConfig:
     retries: int = 8
     """Hub, URLs: consecutive tries, at growing intervals, before the run stops."""
     workers: int = 1
-    """0: the training thread reads; 1: a thread reads ahead; n: n processes tokenise for that thread."""
+    """0: the training thread reads; 1: a thread reads ahead; 2 or more: as many processes tokenise for it."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -169,14 +169,21 @@ class DataConfig:
             part.name: replace(
                 self,
                 mixture=[],
-                name=part.config,
-                **{key: value for key in OWN if (value := getattr(part, key))},
+                name=part.config or self.name,
+                **{key: value for key in COMPONENT_KEYS if (value := getattr(part, key))},
             )
             for part in self.mixture
         }
 
 
-OWN = ("source", "validation_source", "text_field", "source_field", "train_split", "validation_split")
+COMPONENT_KEYS = (
+    "source",
+    "validation_source",
+    "text_field",
+    "source_field",
+    "train_split",
+    "validation_split",
+)
 
 
 @dataclass
@@ -225,8 +232,8 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of matrix products; bf16 is autocast, with fp32 weights, moments and reductions."""
     z_loss: float = 0.0
-    """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); reported losses stay the
-    cross entropy."""
+    """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); logged losses do not
+    include it."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
     """Sharing of the model among processes. ddp: each has all of it; fsdp (FSDP2): each has a part; hybrid:
     groups of `shard_size` processes share it, and replicate one another. auto: fsdp if accelerate's config
@@ -293,7 +300,7 @@ class GroupConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW; the defaults are the literature's for linear attention at 340 M."""
+    """`optim:` of a recipe. The defaults are AdamW's in the literature on linear attention at 340 M."""
 
     name: str = "adamw"
     """Optimizer; muon: Muon for the matrices of the blocks, AdamW for the rest; or the name of a plugin's."""
@@ -377,8 +384,8 @@ EARLIEST = 16
 @dataclass
 class GuardConfig:
     sigma: float = 6.0
-    """Standard deviations above the mean of the last good steps from which a loss, or the logarithm of a
-    gradient norm, makes a step bad; bad steps are skipped. 0: only values that are not finite."""
+    """A step is bad, and skipped, if its loss or the logarithm of its gradient norm is this many standard
+    deviations above the mean of the last good steps. 0: only if one is not finite."""
     window: int = 128
     """Good steps that mean and deviation are computed over."""
     max_bad_steps: int = 5
@@ -404,7 +411,7 @@ class GuardConfig:
 @dataclass
 class LogConfig:
     every: int = 10
-    """Steps between lines of metrics; a line has the loss of its step alone."""
+    """Steps between lines of metrics; a line has the loss of its step, not a mean over steps."""
     tensorboard: bool = True
     tracker: Literal["none", "wandb", "trackio"] = "none"
     """Tracker that gets the metrics as well, configured as usual: `wandb login`, WANDB_MODE=offline,
@@ -436,9 +443,8 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     offline: str | None = None
     """Directory filled by `nalanda data fetch`. If set, what the recipe names on the Hub or by URL is read
-    only from there. It may change between starts, except for a stream that began on the Hub or at URLs: its
-    documents have another order in the directory."""
-
+    only from there. It may change between starts. Do not set it in a run that began to stream from the Hub or
+    from URLs: the directory has the documents in another order."""
     plugins: list[str] = field(default_factory=list)
     """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
 

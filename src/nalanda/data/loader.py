@@ -44,18 +44,19 @@ class PackedBatches:
     `data.documents: joined` a row is one segment and begins with the last token of the row before (the first
     row with an eos), so that every token of the text is predicted once.
 
-    The rows and their order depend only on the corpus, the tokenizer and the seed. Micro-step s takes the
-    rows [s·B·W, (s+1)·B·W); rank r of W takes every W-th of them, so any number of ranks sees the same rows.
+    The rows and their order depend only on the corpus, the tokenizer and the seed. The s-th batches of all W
+    ranks, B rows each, are the rows [s·B·W, (s+1)·B·W); each rank takes every W-th of them. Any number of
+    ranks sees the same rows.
     Of a token set each rank reads its own rows. Of other sources every rank reads and tokenises everything.
 
     Each item is a dict of CPU tensors:
         input_ids: [B, T] int64.
         labels: [B, T] int64, unshifted; -100 at the first token of a segment and on padding.
         position_ids: [B, T] int64, from 0 in every segment.
-        cu_seqlens: [N+1] int32, the starts of the N segments in the B·T positions, which include every row's
-            start, and B·T.
+        cu_seqlens: [N+1] int32, the starts of the N segments in the flattened batch, then B·T. Every row
+            starts a segment.
     and with `data.long_documents: carry`, in training:
-        lanes: [B] int64, the batch slot of each row; in every step the same for the i-th micro-batch.
+        lanes: [B] int64, the batch slot of each row; micro-batch i has the same slots in every step.
         carried: [B] bool, whether the first segment continues the slot's row of the step before.
 
     Training lasts `epochs` and never pads: rows at the end that fill no micro-step are dropped. Validation is
@@ -63,9 +64,9 @@ class PackedBatches:
     padding are added until every rank has the same number of full batches. A batch may therefore have no
     label at all: add up losses and counts of labels instead of averaging means.
 
-    Iterating starts at the state; after the end it begins again. Reading and tokenising run in a thread
-    (`data.workers`), which ends with an error, with `close`, with the object and with the process. Batches
-    and states are the same for any number of workers.
+    Iteration continues from the saved position; after the end, `iter()` starts over. With `data.workers`
+    above 0 a thread reads ahead; it ends with an error, with `close`, with the object and with the process.
+    Batches and states are the same for any number of workers.
 
     Args:
         data: the sources and their settings.
@@ -233,8 +234,8 @@ class PackedBatches:
 
     @functools.cached_property
     def contents(self) -> dict[str, dict[str, str]]:
-        """`Corpus.contents` of each component that is read as text. It is part of the state, which is refused
-        if a hash differs. With many processes, compute it in one and set it in all."""
+        """`Corpus.contents` of each component that is read as text. The state holds them, and
+        `load_state_dict` refuses other ones. With many processes, compute them in one and set them in all."""
         parts = self.source.parts if isinstance(self.source, Mixture) else {"": self.source}
         streams = {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
         return {name: found for name, part in streams.items() if (found := part.corpus.contents())}

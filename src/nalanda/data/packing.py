@@ -1,8 +1,8 @@
 """Tokens to rows, and rows to batches. Rows are packed here and nowhere else.
 
 A source of rows (`StreamRows`, `TokenSetRows`, `Mixture`) has:
-    rows(state, tokenisers): yields, from a state (plain JSON) on, a function that loads each row, and the
-        state after it; a process loads only the rows that it trains on.
+    rows(state, tokenisers): starts at a state (plain JSON) and yields pairs: a function that loads the row,
+        and the state after the row. A process loads only the rows that it trains on.
     start: the first state.
     identity: what a state belongs to.
     epochs(state): how many times the source was read by then.
@@ -32,10 +32,10 @@ IGNORED = -100
 """transformers' label of positions without loss."""
 
 STREAM_GROUP = 1 << 19
-"""Characters tokenised, and their rows shuffled, at a time (about a second). States resume at a group."""
+"""Characters tokenised, and their rows shuffled, at a time. To resume, a group is tokenised again."""
 
 PERMUTED_GROUP = 1 << 24
-"""The same for a corpus without a shuffle buffer: a small one is a single group."""
+"""The same for shards of one document and for joined text. A small corpus is one group."""
 
 LOOK_AHEAD = 4096
 """Positions of a permutation computed at a time."""
@@ -98,7 +98,7 @@ class StreamRows:
         one long document fill batches by themselves, which costs a small model a fifth of its perplexity.
         The state of a row holds the stream's state before the group, the number of tokens left over from
         earlier groups, and how many rows of the group are done, so resuming tokenises one group again. The
-        leftover tokens lie in the group's first row, which is given first and so is done in every state.
+        leftover tokens are in the group's first row. It stays first, so every state is already past it.
         """
         documents = self.stream()
         documents.load_state_dict(state["documents"])
@@ -158,10 +158,10 @@ class TokenSetRows:
     """Rows of a token set: windows of `seq_len` tokens, read when needed. The state is the row's number.
 
     The set is cut into blocks of `block` consecutive rows, which are permuted anew each epoch; tokens at the
-    end that fill no row or block are left out. With L batch slots, row n of the run belongs to slot n % L: a
-    step takes one row for each slot. A slot goes through a block row by row, and its j-th block is number
-    j·L + slot in the concatenated permutations of all epochs, so no block is left out between two epochs. One
-    slot and blocks of one row are the plain shuffle.
+    end that fill no row or block are left out. With L batch slots, row n goes to slot n % L: a step takes one
+    row for each slot. A slot reads a block row by row. Its j-th block is number j·L + slot of the epochs'
+    permutations laid end to end: with L = 2, slot 0 reads blocks 0, 2, 4, … of them and slot 1 the others.
+    One slot and blocks of one row are the plain shuffle.
 
     Args:
         tokens, name: the set, and what messages call it.

@@ -101,7 +101,7 @@ class Mixer(nn.Module):
     shared_qk = False
     """Whether q and k are one projection."""
     signed_weights = False
-    """Whether weights sum to 1 and may be negative; training logs the share of negative ones."""
+    """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
 
     def __init__(self, config, layer_idx: int, *, k_heads: int | None = None, v_heads: int | None = None):
         super().__init__()

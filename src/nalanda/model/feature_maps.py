@@ -366,7 +366,7 @@ FEATURE_MAPS = {
 def register_feature_map(name: str, row: Any) -> None:
     """Adds a map of the calling module, a class or a `partial` of one, to `FEATURE_MAPS`.
 
-    Raises ValueError for a name that is taken, or a class that lacks what `base.py` asks of a map.
+    Raises ValueError for a name that is taken, or a class that lacks what the contract in `base.py` asks.
     """
     kind, missing = getattr(row, "func", row), []
     if not (isinstance(kind, type) and issubclass(kind, FeatureMap)):

@@ -63,7 +63,8 @@ def train(config: RunConfig) -> Path:
 
 
 def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, claimed: Any) -> Path:
-    """`train`, with the processes launched and the folder locked. claimed: `claim`'s, on the main process."""
+    """`train`, with the processes launched and the folder locked. claimed: what
+    `claim` returned on the main process, None on others."""
     main, device, processes = accelerator.is_main_process, accelerator.device, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
@@ -75,11 +76,11 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
         return run_dir
 
     run = set_up(config, accelerator, sharing, facts, changes, resume)
-    generators = random_state()  # what follows may draw, as importing rich does
+    generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
     log, oversized = open_log(step=run.at.step), batches.skipped()
-    seconds, since = 0.0, run.at.tokens  # training since the last line, without validating and saving
+    seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(interruptible())
         watchdog = stack.enter_context(
@@ -210,8 +211,8 @@ def next_step(
 ) -> tuple[list[dict[str, Tensor]], int]:
     """The micro-batches of the next step, and the step's label tokens on all processes.
 
-    If the data fails on one process, every process saves its checkpoint and raises: that one its
-    `InputError`, the others SystemExit with the same exit code.
+    If the data fails on one process, all processes save. That one raises its `InputError`, the others
+    SystemExit with the same exit code.
     """
     before = run.batches.state_dict()
     micro_batches, failure = take_batches(run.batches, accumulation)
@@ -265,8 +266,8 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
-    """Loads the last good checkpoint, but leaves the data where it is: the run skips the rows behind the bad
-    steps. Returns the event for the log. Raises `InputError` if there is no checkpoint or it did not help."""
+    """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again.
+    Returns the event for the log. Raises `InputError` if there is no checkpoint or it did not help."""
     step, bad = run.at.step, run.at.bad
     why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
     run.saver.wait()

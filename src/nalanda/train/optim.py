@@ -115,6 +115,7 @@ def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimize
 
 
 Builder = Callable[[list[dict], OptimConfig], torch.optim.Optimizer]
+# `OPTIMIZERS` in config/schema.py has the same names: recipes are checked without importing torch.
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "muon": build_adamw}
 
 
