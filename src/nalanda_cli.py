@@ -762,9 +762,9 @@ running = False
 
 def _check_models(names: list[str] | None) -> None:
     """Refuses a missing model before the import of torch."""
-    from nalanda.config.model_folder import check_names
+    from nalanda.config.model_folder import check_models
 
-    check_names(names or [])
+    check_models(names or [])
 
 
 def main(arguments: list[str] | None = None) -> None:

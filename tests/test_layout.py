@@ -109,6 +109,17 @@ def test_model_and_kernels_travel():
             assert not [n.module for n in absolute if (n.module or "").startswith("nalanda.")], module
 
 
+@pytest.mark.parametrize("package", ["nalanda", "nalanda_eval"])
+def test_a_public_name_means_one_thing(package):
+    seen: dict[str, str] = {}
+    for module, file in modules().items():
+        if module.split(".")[0] == package:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                    assert node.name not in seen, f"{node.name}: {seen[node.name]} and {module}"
+                    seen[node.name] = module
+
+
 def test_deferred_imports_have_a_reason():
     found = set()
     for module, file in modules().items():

@@ -423,7 +423,7 @@ def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
     return recorded
 
 
-def write(recorded: dict) -> None:
+def write_limits(recorded: dict) -> None:
     """Writes one kernel per line, so that a diff shows each change."""
     text = json.dumps(recorded, indent=1, sort_keys=True)
     LIMITS.write_text(re.sub(r"\{\s+(\"registers[^{}]*?)\s+\}", _one_line, text) + "\n")
@@ -436,7 +436,7 @@ def _one_line(found: re.Match) -> str:
 # -------------------------------------------------------------------------------------------------- the table
 
 
-def show(rows: list[dict], recorded: dict, whose: str = "ours") -> None:
+def print_figures(rows: list[dict], recorded: dict, whose: str = "ours") -> None:
     """Prints kernels by job, with the peer's recorded kernels under each job."""
     from rich import box
     from rich.console import Console
@@ -491,8 +491,8 @@ def main(arguments: list[str] | None = None) -> None:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     recorded = limits()
     if options.record:
-        write(record(rows, recorded, options.peer))
-    show(rows, {}, "peer") if options.peer else show(rows, recorded)
+        write_limits(record(rows, recorded, options.peer))
+    print_figures(rows, {}, "peer") if options.peer else print_figures(rows, recorded)
     broken = violations(rows, recorded) if options.check else []
     print(*broken, sep="\n", end="\n" if broken else "")
     sys.exit(1 if broken else 0)

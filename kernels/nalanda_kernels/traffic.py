@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 
-from .static import DELTA, Call, Card, Case, limits, ours, peer, pretend, write
+from .static import DELTA, Call, Card, Case, limits, ours, peer, pretend, write_limits
 
 CASES = {
     "deltanet": Case(**DELTA, K=128, V=128, H=1),
@@ -210,7 +210,7 @@ def totals(found: dict[str, dict[str, float]]) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------- the table
 
 
-def show(rows: dict[str, dict]) -> None:
+def print_traffic(rows: dict[str, dict]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -265,8 +265,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.peer and options.record:
         known = limits()
         known.setdefault("peer_traffic", {}).update({name: row["peer"] for name, row in rows.items()})
-        write(known)
-    show(rows)
+        write_limits(known)
+    print_traffic(rows)
 
 
 if __name__ == "__main__":

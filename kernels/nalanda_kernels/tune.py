@@ -59,7 +59,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
     with mock.patch.object(common, "_table", return_value=table):
         for message in improve(table[arch], jobs, lambda: time.monotonic() > end):
             print(message, flush=True)
-            write(table, out)
+            write_blocks(table, out)
     print(f"export NALANDA_BLOCKS={out.resolve()}")
 
 
@@ -169,7 +169,7 @@ def same(results: Results, expected: Results, tolerance: float) -> bool:
     )
 
 
-def write(table: Table, out: Path) -> None:
+def write_blocks(table: Table, out: Path) -> None:
     """Writes one row per line, as in blocks.json. Readers see the old file or the new one, never a part."""
     lines = []
     for arch, kernels in table.items():

@@ -92,7 +92,7 @@ def ids(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -338,7 +338,7 @@ MIXER_PROPERTIES: list[Callable[[Any], None]] = [
 
 
 def products_are_nonnegative_if_promised(make: Callable[..., FeatureMap]) -> None:
-    phi_q, phi_k = make()(draw(1, 100, 2, 16), draw(1, 100, 2, 16, seed=1))
+    phi_q, phi_k = make()(normal(1, 100, 2, 16), normal(1, 100, 2, 16, seed=1))
     products = torch.einsum("bthk,bshk->bhts", phi_q, phi_k)
     assert not make().nonnegative or products.min() >= -1e-12
 
@@ -347,7 +347,7 @@ def small_and_large_inputs_are_finite(make: Callable[..., FeatureMap]) -> None:
     """Outputs and gradients are finite for inputs from 0 and 1e-30 to 1e3."""
     for size in (0.0, 1e-30, 1e-6, 1e-3, 1e3):
         made = make()
-        q, k = (draw(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
+        q, k = (normal(1, 4, 2, 16, seed=s).float().mul_(size).requires_grad_() for s in (0, 1))
         phi = made(q, k)
         torch.stack([x.square().sum() for x in phi]).sum().backward()
         gradients = [x.grad for x in (q, k, *made.parameters()) if x.grad is not None]
@@ -362,14 +362,14 @@ def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
     def function(q: Tensor, k: Tensor, *parameters: Tensor) -> Any:
         return torch.func.functional_call(made, dict(zip(own, parameters, strict=True)), (q, k))
 
-    inputs = (draw(1, 2, 2, 4).requires_grad_(), draw(1, 2, 2, 4, seed=1).requires_grad_())
+    inputs = (normal(1, 2, 2, 4).requires_grad_(), normal(1, 2, 2, 4, seed=1).requires_grad_())
     assert torch.autograd.gradcheck(function, (*inputs, *own.values()))
 
 
 def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
     """Also where the model was cast, and whatever autocast says."""
     for dtype, spread in itertools.product((torch.float16, torch.bfloat16, torch.float32), (20, 0.5)):
-        q, k = (draw(1, 4, 2, 16, seed=s, spread=spread).to(dtype) for s in (0, 1))
+        q, k = (normal(1, 4, 2, 16, seed=s, spread=spread).to(dtype) for s in (0, 1))
         exact, cast = make()(q.double(), k.double()), make().to(dtype)
         assert all(p.dtype == torch.float32 for p in cast.parameters())
         with torch.autocast("cpu", dtype=torch.bfloat16):

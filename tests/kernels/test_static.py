@@ -137,7 +137,7 @@ def test_recording_replaces_a_job_and_keeps_the_others():
 
 def test_the_file_has_a_line_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(static, "LIMITS", tmp_path / "limits.json")
-    static.write(recorded())
+    static.write_limits(recorded())
     assert static.limits() == recorded()
     line = '"states": {"registers": 200, "shared": 1000, "spilled": 8, "tensor_cores": "wgmma"}'
     assert line in static.LIMITS.read_text()

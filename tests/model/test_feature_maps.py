@@ -9,7 +9,7 @@ import torch
 
 from nalanda.model import FEATURE_MAPS, build_feature_map
 from nalanda.model.feature_maps import opposite
-from nalanda.testing import MAP_PROPERTIES, build_map, draw
+from nalanda.testing import MAP_PROPERTIES, build_map, normal
 
 K = 16
 READINGS = [
@@ -32,7 +32,7 @@ def nala(options: dict):
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_nala_product(options):
     """φ_q·φ_k = Σ |s·d(q)_i|^p |k_i|^λ cos(θ_q,i − θ_k,i), terms ≥ 0; without an angle, same signs only."""
-    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     phi_q, phi_k = nala(options)(q, k)
     assert phi_q.shape == phi_k.shape == (3, 5, 2, 2 * K)
     n, nk = ((x.square().sum(-1, keepdim=True) + 1e-6) ** 0.5 for x in (q, k))
@@ -60,7 +60,7 @@ def test_nala_product(options):
 @pytest.mark.parametrize("signs", ["keep", "elu"])
 def test_nalas_variants(signs, key_power, angle):
     """Signs behind the powers, sgn(x)|x|^p, or in their base, (1 + ELU(x))^p; a power of its own for k."""
-    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     plain = nala({"angle": angle})(q, k)
     features = nala({"angle": angle, "signs": signs, "key_power": key_power})
     n = (q.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
@@ -79,7 +79,7 @@ def test_nalas_variants(signs, key_power, angle):
 
 
 def test_nala_presets_are_the_sources_readings():
-    q, k = draw(1, 3, 2, K), draw(1, 3, 2, K, seed=1)
+    q, k = normal(1, 3, 2, K), normal(1, 3, 2, K, seed=1)
     for preset, angle in (("nala_paper", "direction"), ("nala_released", "relu_split")):
         options = {"angle": angle, "power": 3, "power_norm": "raw", "direction_scale": "unit"}
         ours = build(preset)(q, k)
@@ -89,7 +89,7 @@ def test_nala_presets_are_the_sources_readings():
 
 def test_nala_entropy_falls_with_the_query_norm():
     """Entropy of the weights as one direction's query grows; under a homogeneous map it stays."""
-    direction, k = draw(200, 1, 1, K), draw(200, 64, 1, K, seed=1)
+    direction, k = normal(200, 1, 1, K), normal(200, 64, 1, K, seed=1)
 
     @torch.no_grad()
     def entropy(feature_map, scale):
@@ -125,7 +125,7 @@ def test_plain_maps(name, norm):
         return
     feature_map = build(name, norm=norm)
     assert feature_map.feature_dim == K
-    for x in (draw(3, 5, 2, K), draw(3, 5, 2, K, spread=1e-3)):  # the latter sees the epsilon
+    for x in (normal(3, 5, 2, K), normal(3, 5, 2, K, spread=1e-3)):  # the latter sees the epsilon
         y = PLAIN[name](x)
         if norm == "l2":
             y = y / (y.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
@@ -150,7 +150,7 @@ def test_property(name, holds):
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_products_are_negative_where_nothing_is_promised(name):
-    phi_q, phi_k = build(name)(draw(1, 100, 2, K), draw(1, 100, 2, K, seed=1))
+    phi_q, phi_k = build(name)(normal(1, 100, 2, K), normal(1, 100, 2, K, seed=1))
     smallest = torch.einsum("bthk,bshk->bhts", phi_q, phi_k).min()
     assert build(name).nonnegative is (name not in ("identity", "silu", "elu", "soft", "softpp"))
     assert build(name).nonnegative or smallest < 0
@@ -168,8 +168,8 @@ def test_pola(scale):
     feature_map = build("pola", alpha=5.0, scale=scale).double()
     with torch.no_grad():
         for parameter in feature_map.parameters():
-            parameter.copy_(draw(2, K, seed=7))
-    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+            parameter.copy_(normal(2, K, seed=7))
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     p = 1 + 5 / (1 + torch.exp(-feature_map.w))
     divisor = torch.log(1 + torch.exp(feature_map.s)) if scale else 1.0
     phi_q, phi_k = feature_map(q, k)
@@ -185,7 +185,7 @@ def test_pola_polarities():
     """At p = 1, q·k is the same-signed product less the opposite-signed one; both are sums of terms ≥ 0."""
     feature_map = build("pola", scale=False)
     torch.nn.init.constant_(feature_map.w, -200.0)
-    q, k = draw(3, 5, 2, K), draw(3, 5, 2, K, seed=1)
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     phi_q, phi_k = feature_map(q, k)
     assert (phi_q >= 0).all()
     assert (phi_k >= 0).all()
@@ -196,7 +196,7 @@ def test_pola_polarities():
 
 
 def test_pola_starts_unscaled_in_the_middle_of_its_exponents():
-    x = draw(1, 4, 2, K)
+    x = normal(1, 4, 2, K)
     for alpha in (3.0, 4.0):
         phi, _ = build("pola", alpha=alpha)(x, x)
         expected = torch.cat([x.relu(), (-x).relu()], -1) ** (1 + alpha / 2)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from nalanda.common.errors import InputError
 from nalanda.report import runs
 from nalanda.report.plot import curve, labels, plot, smoothed
-from nalanda.report.runs import Run
+from nalanda.report.runs import RunSummary
 
 
 def make(folder: Path, *, lines: list[dict] | None = None, facts: dict | None = None, **settings) -> Path:
@@ -250,4 +250,4 @@ def test_a_folder_without_runs(tmp_path):
     assert runs.overview(tmp_path) == []
     make(tmp_path / "only", facts={})
     assert runs.overview(tmp_path / "only")[0].name == "only"
-    assert Run("x", "empty", 0.0).model == "–"
+    assert RunSummary("x", "empty", 0.0).model == "–"

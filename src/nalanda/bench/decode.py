@@ -94,7 +94,7 @@ def bench_decode(
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     if picture is not None:
-        draw(rows, picture)
+        draw_decode(rows, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
     return figures
 
@@ -220,7 +220,7 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
 
 
-def draw(rows: list[dict], png: str | Path) -> None:
+def draw_decode(rows: list[dict], png: str | Path) -> None:
     """Draws milliseconds per token against the context, one line per model."""
     from matplotlib import rc_context, ticker
     from matplotlib.figure import Figure

@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
         raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_models(names: Iterable[str]) -> None:
     """Runs `check_name` for each. Raises `InputError`, also without names."""
     names = list(names)
     if not names:

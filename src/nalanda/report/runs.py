@@ -24,7 +24,7 @@ SILENT = 3600.0
 
 
 @dataclass
-class Run:
+class RunSummary:
     """A run as recorded in its folder; None where that holds no value."""
 
     name: str
@@ -58,10 +58,10 @@ def find_runs(directory: str | Path) -> list[Path]:
     return found
 
 
-def read_run(folder: Path, name: str | None = None) -> Run:
+def read_run(folder: Path, name: str | None = None) -> RunSummary:
     """The run in `folder`; if that cannot be read, `state` is unreadable and `problem` says why."""
     files = [f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()]
-    run = Run(name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0))
+    run = RunSummary(name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0))
     try:
         config, facts = read_recipe(folder), read_facts(folder)
         if not isinstance(facts, dict):
@@ -86,7 +86,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     return run
 
 
-def overview(directory: str | Path) -> list[Run]:
+def overview(directory: str | Path) -> list[RunSummary]:
     """All runs at or below `directory`, the last changed first. Raises InputError."""
     directory = Path(directory)
     named = [(folder, folder.relative_to(directory)) for folder in find_runs(directory)]
@@ -94,7 +94,7 @@ def overview(directory: str | Path) -> list[Run]:
     return sorted(runs, key=lambda run: (-run.changed, run.name))
 
 
-def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
+def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> None:
     """Prints a table of the runs, then their problems."""
     console = console or Console()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
@@ -126,7 +126,7 @@ def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
             console.print(f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True)
 
 
-def runs_to_json(runs: Sequence[Run]) -> str:
+def runs_to_json(runs: Sequence[RunSummary]) -> str:
     return json.dumps([asdict(run) for run in runs], indent=1, ensure_ascii=False)
 
 

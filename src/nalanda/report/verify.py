@@ -65,7 +65,7 @@ def _answer(question, *arguments) -> str:
 
 def _find_unsound(path: Path) -> str | None:
     for name in ("model", "optimizer"):
-        for key, tensor in checkpoint.tensors(checkpoint.source_of(path, name)):
+        for key, tensor in checkpoint.tensors(checkpoint.tensor_source(path, name)):
             if problem := checkpoint.find_unsound({key: tensor}):
                 return problem
     return None
@@ -77,7 +77,7 @@ def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
         model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
     record = json.loads((path / "trainer.json").read_text())
     for name in ("model", "optimizer"):
-        source = checkpoint.source_of(path, name)
+        source = checkpoint.tensor_source(path, name)
         saved = checkpoint.shapes(source)
         if name == "model":
             checkpoint.check_weights(source, saved, model)

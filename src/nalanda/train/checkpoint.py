@@ -306,8 +306,8 @@ def load(
         InputError: the checkpoint is of another model or optimizer.
     """
     trainer_state = json.loads((path / "trainer.json").read_text())
-    load_weights(source_of(path, "model"), model)
-    names, source = dict(model.named_parameters()), source_of(path, "optimizer")
+    load_weights(tensor_source(path, "model"), model)
+    names, source = dict(model.named_parameters()), tensor_source(path, "optimizer")
     saved = shapes(source)
     check_moments(source, saved, model, optimizer, trainer_state.pop("without_moments", None))
     targets: dict[str, torch.Tensor] = {}
@@ -425,7 +425,7 @@ def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's unsharded weights, in host memory."""
-    source = source_of(path, "model")
+    source = tensor_source(path, "model")
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()}
     read_tensors(source, found)
     return found
@@ -517,7 +517,7 @@ def tensors(source: Path) -> Iterable[tuple[str, torch.Tensor]]:
             yield name, part[...]
 
 
-def source_of(path: Path, name: str) -> Path:
+def tensor_source(path: Path, name: str) -> Path:
     """The folder of parts, or the file, of a checkpoint's `model` or `optimizer`."""
     return folder if (folder := path / name).is_dir() else path / f"{name}.safetensors"
 
