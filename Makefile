@@ -13,8 +13,9 @@ test: .venv/.ready
 	@$(PYTEST) -m "not slow" tests
 
 # Layout, model, ops, data: less than 90 seconds on 2 cores.
+QUICK = test_layout.py $(patsubst %,model/test_%.py,feature_maps mixers model ops soft) data/test_data.py
 test-quick: .venv/.ready
-	@$(PYTEST) -m "not slow" tests/test_layout.py tests/model tests/data/test_data.py tests/data/test_shuffle.py
+	@$(PYTEST) -m "not slow" $(addprefix tests/,$(QUICK))
 
 # After `make test`, the slow ones.
 test-all: test
