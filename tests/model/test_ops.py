@@ -35,7 +35,9 @@ def assert_same(results, expected, dtype=torch.float64, tolerance=None):
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
 @every_kind
 @pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=pytest.mark.slow) if n > 100 else n for n in LENGTHS]
+)
 def test_modes_agree_with_the_reference(mode, kind, value_heads, length):
     for initial in (True, False):
         inputs = make(2, length, value_heads=value_heads, kind=kind, initial=initial)
