@@ -17,7 +17,7 @@ import torch
 from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
-from nalanda.config.schema import EARLIEST, GuardConfig
+from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.train import checkpoint, guards, loop
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
 from nalanda.train.guards import SpikeDetector
@@ -68,7 +68,7 @@ def test_without_sigma_only_what_is_not_finite_is_bad():
 def test_the_window_slides_comes_back_and_begins_late():
     config = GuardConfig(window=20)
     spikes = SpikeDetector(config)
-    for _ in range(EARLIEST - 1):
+    for _ in range(MIN_GOOD_STEPS - 1):
         assert spikes.judge(3.0, 1.0) is None
     assert spikes.judge(50.0, 1.0) is None  # too few to tell
     for i in range(40):

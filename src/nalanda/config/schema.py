@@ -377,7 +377,7 @@ class CheckpointConfig:
             raise InputError(f"checkpoint.keep_every: expected 1 or more, got {self.keep_every}")
 
 
-EARLIEST = 16
+MIN_GOOD_STEPS = 16
 """Good steps before the spike detector starts."""
 
 
@@ -399,8 +399,8 @@ class GuardConfig:
         """Raises `InputError` for settings that cannot work."""
         if self.sigma < 0:
             raise InputError(f"guard.sigma: expected 0 or more, got {self.sigma:g}")
-        if self.window < EARLIEST:
-            raise InputError(f"guard.window: expected {EARLIEST} or more, got {self.window}")
+        if self.window < MIN_GOOD_STEPS:
+            raise InputError(f"guard.window: expected {MIN_GOOD_STEPS} or more, got {self.window}")
         for key in ("max_bad_steps", "max_rollbacks"):
             if getattr(self, key) < 1:
                 raise InputError(f"guard.{key}: expected 1 or more, got {getattr(self, key)}")

@@ -46,7 +46,7 @@ WEIGHTS = ("*.json", "*.safetensors")
 
 CONFIG = ("config.json", "generation_config.json")
 
-KINDS = {
+MIRRORED_SUFFIXES = {
     ".jsonl.gz": ".jsonl.gz",
     ".jsonl.zst": ".jsonl.zst",
     ".jsonl": ".jsonl",
@@ -341,7 +341,7 @@ def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | No
 def _hub_file(url: str) -> tuple[str, str | None, str] | None:
     """(dataset, revision, path) of a Hub file that can be mirrored as it is, else None."""
     match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
-    if not match or not match[3].endswith(tuple(KINDS)):
+    if not match or not match[3].endswith(tuple(MIRRORED_SUFFIXES)):
         return None
     return match[1], unquote(match[2]) if match[2] else None, match[3]
 
@@ -352,8 +352,8 @@ def _copy(
     from huggingface_hub import hf_hub_download
 
     name, revision, path = place
-    kind = next(kind for kind in KINDS if path.endswith(kind))
-    local = path.removesuffix(kind) + KINDS[kind]
+    kind = next(kind for kind in MIRRORED_SUFFIXES if path.endswith(kind))
+    local = path.removesuffix(kind) + MIRRORED_SUFFIXES[kind]
     file = folder / local.removeprefix(f"{folder.name}/")
     if file.exists():
         return

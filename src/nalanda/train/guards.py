@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nalanda.config.schema import EARLIEST, GuardConfig
+from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
 
@@ -43,7 +43,7 @@ class SpikeDetector:
             ("loss", loss, loss, self.losses),
             ("gradient norm", norm, logarithm, self.norms),
         ):
-            if self.sigma and len(seen) >= EARLIEST:
+            if self.sigma and len(seen) >= MIN_GOOD_STEPS:
                 mean = statistics.fmean(seen)
                 # A floor: after steps without noise, a small change is no spike.
                 floor = 0.01 * abs(mean) if seen is self.losses else 0.1
