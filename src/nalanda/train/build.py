@@ -22,6 +22,7 @@ from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
+from nalanda.data.workers import processors
 from nalanda.train import checkpoint, memory, parallel
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
 from nalanda.train.checks import check_causal, keeps_documents_apart
@@ -240,7 +241,7 @@ def launch(config: RunConfig) -> Accelerator:
             f"{accelerator.distributed_type} with {accelerator.num_processes} process(es): "
             "Nalanda trains on one process, with DDP or with FSDP2; choose that in `accelerate config`"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = processors()
     if accelerator.device.type == "cpu" and accelerator.is_main_process:
         threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if threads < cores:
@@ -260,9 +261,9 @@ def open_batches(
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
     """One process's training batches, and its validation batches by source; {} without validation."""
     share: Any = {"rank": rank, "world_size": processes}
-    rows, lanes = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
+    rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     batches = PackedBatches(
-        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, slots=lanes, **share
+        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, slots=slots, **share
     )
     if config.validation.every == 0:
         return batches, {}
