@@ -232,7 +232,7 @@ if "validation" in ORDERS:
 
 build.build_model, build.build_optimizer = watched_model, watched_optimizer
 RunLog: Any = log.RunLog
-finish_step, tell = RunLog.step, getattr(RunLog, "event", None)
+finish_step, tell = RunLog.advance, getattr(RunLog, "event", None)
 stream = (FOLDER / f"stream-{RANK}.jsonl").open("a")
 
 
@@ -252,7 +252,7 @@ def told(self, number, what, *arguments, **keywords):
     return tell(self, number, what, *arguments, **keywords)
 
 
-RunLog.step = noted
+RunLog.advance = noted
 if tell:
     RunLog.event = told
 

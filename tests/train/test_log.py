@@ -27,13 +27,13 @@ def line(step: int, **more) -> dict:
 def test_a_resume_repeats_no_line(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=5)
     for step in (1, 2, 3):
-        log.train(**line(step))
+        log.metrics(**line(step))
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss"')  # killed here
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=2, steps=5)
     for step in (3, 4):
-        log.train(**line(step, loss=0.0))
+        log.metrics(**line(step, loss=0.0))
     log.close()
     assert [(m["step"], m["loss"]) for m in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 3.0),
@@ -57,7 +57,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=3)
-    log.step(1, 2.5, 12_345.0, 0.1)
+    log.advance(1, 2.5, 12_345.0, 0.1)
     log.say("a line [bold] above")
     log.close()
     text = terminal.getvalue()
@@ -69,7 +69,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
 
 def test_other_processes_write_nothing(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(), step=0, steps=5, quiet=True)
-    log.train(**line(1))
+    log.metrics(**line(1))
     log.close()
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
@@ -79,7 +79,7 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(), step=0, steps=5)
     added = []
     log.board.add_scalar = lambda *values: added.append(values)
-    log.train(**line(1))
+    log.metrics(**line(1))
     log.event(2, "skipped", reason="the gradient norm is nan", loss=math.nan, count=3)
     log.event(2, "interrupted")
     log.close()
@@ -104,7 +104,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
     assert [m["step"] for m in read_metrics(file)] == [1, 3, 4, 5]
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=4, steps=9)
-    log.train(**line(5))
+    log.metrics(**line(5))
     log.close()
     assert file.read_bytes().startswith(good[0] + b"".join(bad) + good[1] + good[2])
     assert [m["step"] for m in read_metrics(file)] == [1, 3, 4, 5]
@@ -113,10 +113,10 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
 
 def test_a_rollback_keeps_the_events(tmp_path):
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=9)
-    log.train(**line(1))
+    log.metrics(**line(1))
     for step in (2, 3):
         log.event(step, "skipped", reason="the loss is nan")
-        log.train(**line(step))
+        log.metrics(**line(step))
     log.close()
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
     log.event(2, "rollback")
@@ -154,7 +154,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
     def go(start: int, *steps: int) -> None:
         log = RunLog(tmp_path, config, step=start, steps=9)
         for step in steps:
-            log.train(**line(step))
+            log.metrics(**line(step))
         log.event(steps[-1], "interrupted", count=1)
         log.close()
 
@@ -181,7 +181,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
         assert file.is_dir() or secret not in file.read_text()
     other = tracked(monkeypatch, other_name := {"wandb": "trackio", "trackio": "wandb"}[name])
     log = RunLog(tmp_path, LogConfig(tracker=other_name, tensorboard=False), step=5, steps=9)
-    log.train(**line(6))
+    log.metrics(**line(6))
     log.close()
     assert [call[2] for call in other if call[0] == "log"] == [6]
     assert other[0][1]["name"] != starts[0]["name"]
@@ -202,7 +202,7 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["wandb"], "log", fail)
     log = RunLog(tmp_path, config, step=0, steps=5)
     for step in (1, 2):
-        log.train(**line(step))
+        log.metrics(**line(step))
     log.close()
     assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     message = "wandb gets no more metrics; metrics.jsonl still does: no network\n"
@@ -230,7 +230,7 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
         if expected:
             log.expect(1000 - begun, expected)
         for step, took in enumerate(seconds, begun + 1):
-            log.step(step, 1.0, 1.0, took)
+            log.advance(step, 1.0, 1.0, took)
         log.close()
         return capsys.readouterr().out.splitlines()
 

@@ -89,7 +89,7 @@ class RunLog:
         measurements."""
         self.expected = (steps, *seconds)
 
-    def step(self, step: int, loss: float, rate: float, seconds: float) -> None:
+    def advance(self, step: int, loss: float, rate: float, seconds: float) -> None:
         """Moves the progress bar. rate: tokens per second; seconds: of this step."""
         if self.progress:
             self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=si(rate))
@@ -99,7 +99,7 @@ class RunLog:
                 self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
                 self.expected = None
 
-    def train(self, **values: Any) -> None:
+    def metrics(self, **values: Any) -> None:
         """Writes a training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
         self.write(**values)
         step, rate = values["step"], values["tokens_per_second"]

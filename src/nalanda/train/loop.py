@@ -145,11 +145,11 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
                 continue
 
             rate = (at.tokens - since) / seconds
-            log.step(step, loss, rate, took)
+            log.advance(step, loss, rate, took)
             if problem is None and (end or is_due(step, config.log.every)):
                 values = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate}
                 mfu = rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"]
-                log.train(step=step, tokens=at.tokens, **values, mfu=mfu)
+                log.metrics(step=step, tokens=at.tokens, **values, mfu=mfu)
                 seconds, since = 0.0, at.tokens
                 if (count := batches.skipped() - oversized) > 0:
                     oversized += count
