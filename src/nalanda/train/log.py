@@ -85,7 +85,7 @@ class RunLog:
             self.tracker.log(numbers, values["step"])
 
     def expect(self, steps: int, seconds: tuple[float, float]) -> None:
-        """Sets the estimate for `steps` steps, (shortest, longest); `step` corrects it once, from
+        """Sets the estimate for `steps` steps, (shortest, longest); `advance` corrects it once, from
         measurements."""
         self.expected = (steps, *seconds)
 
