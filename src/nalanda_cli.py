@@ -301,8 +301,11 @@ def export(
     from nalanda.train.checkpoint_dir import find_checkpoint
 
     find_checkpoint(Path(run), step, check=False)
+    from transformers.utils.logging import disable_progress_bar
+
     from nalanda.train import export as work
 
+    disable_progress_bar()  # of writing a few files
     if push is None:
         print(work.export(Path(run), Path(out), step=step))
     else:

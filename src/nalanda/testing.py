@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
 from nalanda.model import MIXERS, FeatureMap, build_feature_map
@@ -51,6 +52,7 @@ def check_feature_map(name: str, **options: Any) -> None:
 
 
 def _check(what: str, properties: list[Callable], make: Callable[[], Any]) -> None:
+    disable_progress_bar()  # of saving and loading
     for holds in properties:
         try:
             holds(make())
