@@ -764,10 +764,10 @@ running = False
 
 
 def _check_models(names: list[str] | None) -> None:
-    """Refuses a missing model before the import of torch."""
+    """Refuses a missing model folder before the import of torch; the hub is asked later, once."""
     from nalanda.config.model_folder import check_models
 
-    check_models(names or [])
+    check_models(names or [], hub=False)
 
 
 def main(arguments: list[str] | None = None) -> None:

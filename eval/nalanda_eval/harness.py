@@ -56,7 +56,7 @@ from rich.progress import (
 
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 from nalanda.common.files import write_atomically
-from nalanda.config.model_folder import check_name
+from nalanda.config.model_folder import check_models
 from nalanda.inference.load import choose_device, load_model
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
@@ -94,15 +94,13 @@ def evaluate(
         long: longer texts are read in disjoint windows (`window`, of a prompt only the last), as in the
             literature, or in one pass (`whole`, recurrent models only).
         share: read a context once for all its continuations; without it, once for each.
-        device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.load.load_model`.
         output: a directory for results.json, .md and .csv, and the answer cache, from which an interrupted
             command resumes.
 
     Raises:
         InputError: no such model, task or file, or a text that is too long.
     """
-    if not models:
-        raise InputError("no model to evaluate; give a checkpoint directory or a hub id")
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size}: must be at least 1")
     if limit is not None and limit <= 0:
@@ -111,8 +109,7 @@ def evaluate(
         raise InputError(f"--long {long}: use window or whole")
     if long == "whole" and max_length is not None:
         raise InputError("--max-length: is the length of windows; leave it out with --long whole")
-    for model in models:
-        check_name(model)
+    check_models(models)
     device = None if device is None else choose_device(device)
     sources, left_out = find_tasks(tasks, data)  # before the slow import
     directory = None if output is None else _directory(Path(output))

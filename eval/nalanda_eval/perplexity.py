@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.text import duration
 from nalanda.config.load import load_config
-from nalanda.config.model_folder import check_name
+from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffixes
@@ -73,20 +73,17 @@ def perplexity(
         window: tokens of a window; by default the training length (`max_position_embeddings`).
         tokens: the most tokens to score; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
-        device, dtype, trust_remote_code: as in `nalanda.inference.load.load`.
+        device, dtype, trust_remote_code: as in `nalanda.inference.load.load_model`.
 
     Raises:
         InputError: no such model or text, or a length that a model cannot read.
     """
-    if not models:
-        raise InputError("no model to measure; give a checkpoint directory or a hub id")
     for name, value, least in (("length", length, 2), ("window", window, 2), ("tokens", tokens, 1)):
         if value is not None and value < least:
             raise InputError(f"--{name} {value}: must be at least {least}")
     if window and length and window > length:
         raise InputError(f"--window {window}: is longer than --length {length}")
-    for model in models:
-        check_name(model)
+    check_models(models)
     data = text_data(text, overrides or [], joined)
     device = choose_device(device)
     directory = output_folder(output, "--output")

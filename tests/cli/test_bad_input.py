@@ -161,7 +161,7 @@ TABLE = [
             "analyze {}",
         )
     ),
-    ("convert runs/none out", r"no such model: there is no folder runs/none, and the hub says: .*"),
+    ("convert runs/none out", r"there is no folder runs/none: the hub .*"),
     ("export runs/none out", r"runs/none: expected a run's folder, .*"),
     (
         "train r.yaml 'model={init_from: runs/none}'",

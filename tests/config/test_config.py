@@ -6,7 +6,7 @@ import pytest
 
 from nalanda.common.errors import InputError
 from nalanda.config.load import differences, find_recipe, load_config
-from nalanda.config.schema import RunConfig
+from nalanda.config.schema import Component, DataConfig, RunConfig
 
 RECIPE = """
 output_dir: runs/x
@@ -126,3 +126,10 @@ def test_recipes_are_found_by_name(tmp_path, monkeypatch):
     recipes = Path(__file__).parents[2] / "recipes"
     name = min(recipes.glob("*.yaml")).stem
     assert find_recipe(name).read_text() == (recipes / f"{name}.yaml").read_text()
+
+
+def test_a_component_of_a_mixture_has_what_it_does_not_set_from_data():
+    parts = [Component("a", "o/a", 1), Component("b", "o/b", 1, config="own", text_field="body")]
+    a, b = DataConfig(mixture=parts, name="shared", text_field="content").parts().values()
+    assert (a.source, a.name, a.text_field, a.mixture) == ("o/a", "shared", "content", [])
+    assert (b.source, b.name, b.text_field, b.mixture) == ("o/b", "own", "body", [])

@@ -9,6 +9,7 @@ import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import drawn
 from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
 from nalanda_kernels.triton.short_conv import short_conv
@@ -205,14 +206,7 @@ def build(name, dtype=torch.float32):
     torch.manual_seed(0)
     mixer = name.split(",")[0]
     config = NalandaConfig(vocab_size=8, hidden_size=32, num_heads=2, mixer=mixer, **STEPS.get(name, {}))
-    module = build_mixer(mixer, config, 0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.5)
-        for part in module.modules():
-            for name, value in part.initial().items() if hasattr(part, "initial") else ():
-                getattr(part, name).copy_(value)
-    return module.to(DEVICE, dtype)
+    return drawn(build_mixer(mixer, config, 0), 0.5).to(DEVICE, dtype)
 
 
 def prefill(module, x):

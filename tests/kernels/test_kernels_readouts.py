@@ -7,6 +7,7 @@ import warnings
 import nalanda_kernels
 import pytest
 import torch
+from drawn import drawn
 from nalanda_kernels.triton import recurrence
 
 from nalanda import NalandaConfig
@@ -70,13 +71,7 @@ def build(name):
     config = NalandaConfig(**SIZES | MIXERS[name], mixer=name.split(",")[0])
     module = build_mixer(config.mixer, config, 0)
     torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.5)
-        for part in module.modules():
-            for name, value in part.initial().items() if hasattr(part, "initial") else ():
-                getattr(part, name).copy_(value)
-    return module.to(DEVICE)
+    return drawn(module, 0.5).to(DEVICE)
 
 
 def hold(mine, theirs, tolerance):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import drawn
 
 from nalanda import NalandaConfig
 from nalanda.model.mixers import build_mixer
@@ -17,15 +18,7 @@ def build(mixer: str, **options):
     config = NalandaConfig(
         vocab_size=8, hidden_size=H * K, num_heads=H, mixer=mixer, **{"conv_size": 0, **options}
     )
-    module = build_mixer(mixer, config, 0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.6)
-        for part in module.modules():
-            if hasattr(part, "initial"):
-                for name, value in part.initial().items():
-                    getattr(part, name).copy_(value)
-    return module.double()
+    return drawn(build_mixer(mixer, config, 0), 0.6).double()
 
 
 def run(module):

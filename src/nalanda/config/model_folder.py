@@ -1,7 +1,7 @@
 """Checks that model folders and hub ids have a model. Imports neither torch nor transformers."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -48,8 +48,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_name(name: str) -> None:
-    """Raises `InputError` for a folder without a complete model, or an id without a model on the hub."""
+def check_name(name: str, *, hub: bool = True) -> None:
+    """Raises `InputError` for a folder without a complete model, or an id without a model on the hub.
+
+    hub: whether the hub is asked, which imports transformers; otherwise an id passes.
+    """
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         try:
@@ -63,6 +66,8 @@ def check_name(name: str) -> None:
         raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+    if not hub:
+        return
     from transformers.utils import cached_file  # takes seconds
 
     try:
@@ -71,10 +76,9 @@ def check_name(name: str) -> None:
         raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
 
 
-def check_models(names: Iterable[str]) -> None:
+def check_models(names: Sequence[str], *, hub: bool = True) -> None:
     """Runs `check_name` for each. Raises `InputError`, also without names."""
-    names = list(names)
     if not names:
         raise InputError("no model given: name a checkpoint directory or a hub id")
     for name in names:
-        check_name(name)
+        check_name(name, hub=hub)

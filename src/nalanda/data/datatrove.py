@@ -136,7 +136,7 @@ def prepare_with(
     Raises:
         InputError: as in `nalanda.data.prepare.begin`; or the executor does not start.
     """
-    if executor not in ("local", "slurm", "ray"):
+    if executor not in _BUILD:
         raise InputError(f"executor: {executor!r} is unknown; there are local, slurm and ray")
     options: dict[str, Any] = {"tasks": tasks, "workers": workers, "logs": logs}
     if executor == "slurm":
