@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from nalanda.report.plot import STYLE
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def coarse():
     """Few pixels: the tests check only that pictures are drawn."""
     with pytest.MonkeyPatch.context() as patch:
