@@ -733,7 +733,9 @@ def recall(
 def kernels(
     static: Annotated[bool, typer.Option("--static", help="compile them, without a GPU")] = False,
     traffic: Annotated[bool, typer.Option("--traffic", help="count bytes moved, without a GPU")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="choose and save block sizes on this GPU")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="choose and save block sizes and backends on this GPU")
+    ] = False,
     arch: Annotated[list[str] | None, typer.Option(help="for --static: sm_80, sm_90, sm_100")] = None,
     case: Annotated[list[str] | None, typer.Option(help="run only this case of the table")] = None,
     peer: Annotated[

@@ -49,6 +49,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "delta_rule": {
         "triton": _triton("recurrence:delta_rule"),
         "fla": Kernel("nalanda_kernels.fla:delta_rule", ("cuda",), "fla"),
+        "flash_qla": Kernel("nalanda_kernels.flash_qla:delta_rule", ("cuda",), "flash_qla"),
     },
     "linear_attention": {
         "triton": _triton("recurrence:linear_attention"),
@@ -59,7 +60,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},
     "step": {"triton": _triton("step:step")},
-}  # op → backend → implementation; "auto" tries them in this order, then torch
+}  # op → backend → implementation; "auto" tries what was measured as fastest, then this order, then torch
 
 
 def interpreting() -> bool:
@@ -72,7 +73,7 @@ _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """In this context `backend="auto"` means `name`: "torch", "triton", "fla" or "auto".
+    """In this context `backend="auto"` means `name`: "torch", "triton", "fla", "flash_qla" or "auto".
 
     It takes precedence over NALANDA_BACKEND.
     """
@@ -105,7 +106,10 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
 
     Warns once for each that cannot, with its reason.
     """
-    for name in _names(op, backend, device_type):
+    names = _names(op, backend, device_type)
+    if len(names) > 1 and (fastest := _measured(op, *inputs, **options)) in names:
+        names = [fastest, *(name for name in names if name != fastest)]
+    for name in names:
         try:
             return _loaded[op, name](*inputs, **options)
         except Unsupported as reason:
@@ -122,6 +126,36 @@ def _names(op: str, backend: str, device_type: str) -> list[str]:
     _loaded.update({(op, name): function for name, function in found})
     return [name for name, _ in found]
 
+
+def _measured(op: str, *inputs, **options) -> str | None:
+    """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any."""
+    if not (rows := _choices()):
+        return None
+    q, _, v, *gates = inputs
+    bounds, map = options.get("cu_seqlens"), options.get("feature_map")
+    length = q.shape[1] if bounds is None else q.shape[1] // max(1, len(bounds) - 1)
+    call = {
+        "op": op,
+        "gated": gates[-1] is not None,
+        "mapped": map is not None,
+        "K": getattr(map, "feature_dim", q.shape[3]),
+        "V": v.shape[3],
+    }
+    fitting = [row for row in rows if call.items() <= row.items()]
+    # Rows rise in length. The first that covers this one decides, else the longest.
+    covering = [row for row in fitting if row["length"] >= length] or fitting[-1:]
+    return covering[0]["backend"] if covering else None
+
+
+@functools.cache
+def _choices() -> list[dict]:
+    """The measured choices for this card, in the file that NALANDA_BLOCKS names."""
+    from nalanda_kernels.triton.common import measured_backends
+
+    return measured_backends()
+
+
+_choices._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
 # As torch.compiler.assume_constant_result, without importing torch: the compiler must not trace an import.
 _names._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]

@@ -41,12 +41,12 @@ def delta_rule(
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
     _check(q, v, g, chunk_size)
     theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
-    with _no_autocast(q):
+    with without_autocast(q):
         if not theirs:
-            q, k = _map(q, k, feature_map, qk_norm)
+            q, k = features_of(q, k, feature_map, qk_norm)
         if q.shape[-1] > WIDEST:
             raise Unsupported(f"K = {q.shape[-1]} features are more than {WIDEST}")
-        options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
+        options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         options |= {"use_qk_l2norm_in_kernel": theirs, "chunk_size": min(chunk_size, 64)}
         if g is None:
             from fla.ops.delta_rule import chunk_delta_rule
@@ -86,14 +86,14 @@ def linear_attention(
     """
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16, torch.float32))
     _check(q, v, g, chunk_size)
-    with _no_autocast(q):
-        q, k = _repeat(*_map(q, k, feature_map, qk_norm), v)
+    with without_autocast(q):
+        q, k = _repeat(*features_of(q, k, feature_map, qk_norm), v)
         K, V = q.shape[-1], v.shape[-1]
         if dtype.itemsize == 2 and (K % 2 or V % 2):
             raise Unsupported(f"its backward in 16 bits needs an even K and V, not {K} and {V}")
         if g is not None and g.ndim == 4 and g.shape[3] != K:
             raise Unsupported(f"g has {g.shape[3]} key channels, not K = {K}")
-        options = _options(q, v, scale, initial_state, output_final_state, cu_seqlens)
+        options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         if g is not None and g.ndim == 4:
             from fla.ops.gla import chunk_gla
@@ -128,11 +128,11 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
         raise Unsupported("Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1")
 
 
-def _no_autocast(x: Tensor):
+def without_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
+def features_of(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
     """φ(q) and φ(k), normed, in fp32 with one cast; by our kernel if it can, else by torch."""
     if feature_map is None and qk_norm is None:
         return q, k
@@ -146,7 +146,7 @@ def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (q, k) if group == 1 else (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2))
 
 
-def _options(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict:
+def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict:
     K = q.shape[-1]
     if initial_state is not None and initial_state.shape[2] != K:
         raise Unsupported(f"initial_state has K = {initial_state.shape[2]}, not {K}")

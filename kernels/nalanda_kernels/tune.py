@@ -1,17 +1,19 @@
-"""Chooses block sizes for this GPU. Runs only on request.
+"""Chooses block sizes and backends for this GPU. Runs only on request.
 
-`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json. Every rank with
-NALANDA_BLOCKS=FILE reads it.
+`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json, and the fastest backend for
+some shapes. Every rank with NALANDA_BLOCKS=FILE reads it.
 """
 
 import argparse
 import contextlib
 import copy
+import itertools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,11 +21,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from nalanda_kernels import KERNELS
+
 Rows = list[dict[str, int]]
 Table = dict[str, dict[str, Rows]]
 Results = list[Tensor]
 Job = Callable[[], tuple[float, Results]]  # milliseconds and results
 
+LENGTHS = (2048, 8192, 32768)  # of sequences, for the choice of a backend
 SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # element's bytes, head's features
 
 CHOICES = {
@@ -40,6 +45,8 @@ TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by bytes of an element: som
 def choose(out: str | Path, *, minutes: float) -> None:
     """Times candidate sizes on this GPU, one size of one kernel after another, and writes the best to `out`.
 
+    Backends come first: each installed one is timed beside Triton's kernels. Then block sizes.
+
     A candidate is kept if all outputs and gradients of the op stay within TOLERANCE and forward plus backward
     get 1 % faster. Sizes not reached within `minutes` stay unchanged.
 
@@ -49,18 +56,74 @@ def choose(out: str | Path, *, minutes: float) -> None:
         raise ValueError("tune: torch sees no GPU; tune on a machine with one")
     from nalanda_kernels.triton import common
 
+    os.environ.setdefault(
+        "FLA_FLASH_QLA", "0"
+    )  # else fla hands calls on to FlashQLA, and each is timed twice
     out, end = Path(out), time.monotonic() + 60 * minutes
     table: Table = copy.deepcopy(common._table())
     arch = common.architecture()
     table[arch] = {
-        name: spread(name, arch, common.blocks) for name in {**table["sm_80"], **table.get(arch, {})}
+        name: spread(name, arch, common.blocks)
+        for name in {**table["sm_80"], **table.get(arch, {})}
+        if name != "backends"
     }
+    table[arch]["backends"] = []
     print(f"{torch.cuda.get_device_name()}, {arch}: at most {minutes:g} minutes", flush=True)
     with mock.patch.object(common, "_table", return_value=table):
+        for row, message in fastest_backends(backend_jobs(), lambda: time.monotonic() > end):
+            print(message, flush=True)
+            table[arch]["backends"].append(row)
+            write_blocks(table, out)
         for message in improve(table[arch], jobs, lambda: time.monotonic() > end):
             print(message, flush=True)
             write_blocks(table, out)
     print(f"export NALANDA_BLOCKS={out.resolve()}")
+
+
+def backend_jobs() -> Iterator[tuple[dict, dict[str, Job]]]:
+    """Calls that several installed backends serve, as (the row's keys, backend to job)."""
+    from nalanda_kernels import candidates
+
+    silu = SimpleNamespace(fused={"name": "silu"}, feature_dim=128)
+    for op, gated, map in itertools.product(("delta_rule", "linear_attention"), (True, False), (None, silu)):
+        backends = [name for name, _ in candidates(op, "auto", "cuda")]
+        for length in LENGTHS if len(backends) > 1 else ():
+            row = {"op": op, "gated": gated, "mapped": map is not None, "K": 128, "V": 128, "length": length}
+            options = {"gated": gated, "delta": op == "delta_rule", "feature_map": map}
+            yield (
+                row,
+                {
+                    name: timed(KERNELS[op][name].load(), torch.bfloat16, 128, 128, length=length, **options)
+                    for name in backends
+                },
+            )
+
+
+def fastest_backends(
+    jobs: Iterable[tuple[dict, dict[str, Job]]], late: Callable[[], bool]
+) -> Iterator[tuple[dict, str]]:
+    """A row with the fastest backend for each call, and a line about it.
+
+    A backend counts if it serves the call and agrees with the first one, Triton's, within TOLERANCE.
+    """
+    for row, backends in jobs:
+        if late():
+            return
+        times: dict[str, float] = {}
+        expected: Results | None = None
+        for name, job in backends.items():
+            try:
+                ms, results = job()
+            except Exception:  # most often it cannot serve the call
+                continue
+            expected = results if expected is None else expected
+            if same(results, expected, TOLERANCE[2]):
+                times[name] = ms
+        if times:
+            best = min(times, key=lambda name: times[name])
+            shown = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+            what = " ".join(["gated" * row["gated"], row["op"], "with a map" * row["mapped"]]).strip()
+            yield row | {"backend": best}, f"{what}, {row['length']} tokens: {shown}"
 
 
 def spread(kernel: str, arch: str, blocks: Callable[..., dict[str, int]]) -> Rows:
@@ -126,17 +189,22 @@ def jobs(itemsize: int, features: int) -> list[Job]:
     return found
 
 
-def timed(op: Callable, dtype: torch.dtype, K: int, V: int, **options) -> Job:
-    """Forward and backward at 16 384 tokens and six heads; inputs exceed the last-level cache."""
-    B, T, H = 8, 2048, 6
+def timed(
+    op: Callable, dtype: torch.dtype, K: int, V: int, *, length: int = 2048, gated: bool = True,
+    delta: bool = True, **options,
+) -> Job:  # fmt: skip
+    """Forward and backward of 16 384 tokens or more and six heads; inputs exceed the last-level cache."""
+    B, T, H = max(1, 16384 // length), length, 6
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
     inputs = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)]
-    gates = [normal(B, T, H).sigmoid(), torch.nn.functional.logsigmoid(normal(B, T, H) + 3)]
-    leaves = [x.to(dtype).requires_grad_() for x in inputs] + [x.requires_grad_() for x in gates]
+    inputs = [x.to(dtype) for x in inputs]
+    gates = [normal(B, T, H).sigmoid()] if delta else []
+    gates += [torch.nn.functional.logsigmoid(normal(B, T, H) + 3)] if gated else []
+    leaves = [x.requires_grad_() for x in inputs + gates]
     d_o = normal(B, T, H, V).to(dtype)
 
     def call() -> Results:
@@ -185,7 +253,7 @@ def write_blocks(table: Table, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="nalanda_kernels.tune", description="Chooses block sizes on this GPU."
+        prog="nalanda_kernels.tune", description="Chooses block sizes and backends on this GPU."
     )
     parser.add_argument("--json", default="blocks.json", metavar="FILE", help="the table to write")
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit")

@@ -1,6 +1,7 @@
 """Every recipe's architecture, made tiny: it learns, and only its mixers connect tokens."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import OptimConfig
+from nalanda.train.loss import packed_logits
 from nalanda.train.optim import build_optimizer
 
 RECIPES = sorted(p for p in Path("recipes").glob("*.yaml") if p.stem != "demo")
@@ -84,3 +86,40 @@ def test_twin_learns_by_its_mixers(recipe):
         a, b = (model(input_ids=tokens, use_cache=False).logits for tokens in (first, second))
     torch.testing.assert_close(a[:, -1], b[:, -1])  # without mixers nothing earlier reaches the last token
     assert not torch.allclose(a[:, -2], b[:, -2])
+
+
+PEERS = sorted(Path("recipes/fla").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", PEERS, ids=lambda p: p.stem)
+def test_models_of_flash_linear_attention_have_our_shapes(recipe):
+    """Their recipes differ from ours in the model's library only, and have as many parameters."""
+    pytest.importorskip("fla.models")
+    theirs, ours = load_config(f"fla/{recipe.stem}"), load_config(recipe.stem)
+    sizes = []
+    for config in (theirs, ours):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(build_model_config(config))
+        sizes.append(sum(p.numel() for p in model.parameters()))
+    assert sizes[0] == sizes[1]
+    assert f"{sizes[0] / 1e6:.1f} M parameters" in recipe.read_text()
+    for name in ("tokenizer", "data", "optim", "schedule", "train", "seed"):
+        assert getattr(theirs, name) == getattr(ours, name)
+
+
+def test_packed_documents_reach_flash_linear_attention_as_bounds(monkeypatch):
+    calls = []
+
+    class Model(nn.Module):
+        def forward(self, input_ids, **options):
+            calls.append(options)
+            return SimpleNamespace(logits=input_ids[..., None].float())
+
+    tokens, positions = torch.arange(12).view(2, 6), torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]])
+    bounds = torch.tensor([0, 4, 6, 12])
+    for module, keys in (("fla.models", {"cu_seqlens"}), ("transformers.models", {"position_ids"})):
+        monkeypatch.setattr(Model, "__module__", module)
+        logits = packed_logits(Model(), tokens, positions, bounds)
+        assert torch.equal(logits[..., 0], tokens.float())  # `[B, T]` again
+        assert calls[-1].keys() == keys | {"use_cache"}
+    assert torch.equal(calls[0]["cu_seqlens"], bounds)

@@ -93,6 +93,11 @@ def architecture() -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
+def measured_backends() -> list[dict]:
+    """Rows of this card's "backends": an op, the call's shape, a sequence's length, the fastest backend."""
+    return [dict(row) for row in _table().get(architecture(), {}).get("backends", ())]
+
+
 def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -> dict[str, int]:
     """Block sizes, warps and stages of a kernel, from blocks.json or the file that NALANDA_BLOCKS names.
 

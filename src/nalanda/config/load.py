@@ -36,16 +36,19 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 
 
 def find_recipe(name: str) -> Path:
-    """The file `name`, or else the shipped recipe of that name. Raises `InputError` if there is neither."""
-    if Path(name).is_file():
-        return Path(name)
-    if name in (known := shipped_recipes()):
-        return known[name]
+    """The file `name`, or else the shipped recipe of that name, such as `demo` or `fla/deltanet_340m`.
+
+    Raises `InputError` if there is neither.
+    """
+    known = shipped_recipes()
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
+        if path.is_file():
+            return path
     raise InputError(f"{name}: no such recipe or file{suggest(name, known)}")
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes of the checkout or installed package, by name."""
+    """The recipes of the checkout or installed package, by name, without those of other libraries' models."""
     return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
 
 

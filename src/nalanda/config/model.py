@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from nalanda.common.text import suggest
 from nalanda.config.model_folder import not_here
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
+
+FLA = ("delta_net", "gated_deltanet", "gla", "retnet")
+"""Model types of flash-linear-attention with recipes here; no hub is asked for these names."""
 
 
 def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
@@ -68,10 +72,13 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
     name = str(model["auto"])
     if name not in CONFIG_MAPPING and importlib.util.find_spec("fla"):
         try:
-            importlib.import_module("fla")  # registers its model types
+            with warnings.catch_warnings(action="ignore"):  # that there is no GPU
+                importlib.import_module("fla")  # registers its model types
         except Exception as error:  # releases of other libraries break it in many ways
             if "/" not in name:
                 raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None
+    if name not in CONFIG_MAPPING and name in FLA and not Path(name).exists():
+        raise InputError(f"model.auto: {name} is of flash-linear-attention; pip install 'nalanda[fla]'")
     if name not in CONFIG_MAPPING or Path(name).exists():
         return name
     kind = CONFIG_MAPPING[name]

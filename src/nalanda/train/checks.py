@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from nalanda.common.errors import InputError
+from nalanda.train.loss import packed_logits
 
 
 @torch.no_grad()
@@ -39,11 +40,12 @@ def keeps_documents_apart(accelerator: Accelerator, model: Any) -> bool:
     tokens = torch.arange(1, 4 * length + 1, device=device).view(2, 2 * length) * 7 % vocabulary
     tokens[1, length:] = tokens[0, length:]
     model.eval()
+    bounds = torch.arange(5) * length
     if model.config.model_type == "nalanda":
-        logits = model(tokens, cu_seqlens=torch.arange(5) * length, use_cache=False).logits
+        logits = model(tokens, cu_seqlens=bounds, use_cache=False).logits
     else:
         positions = torch.arange(length, device=device).repeat(2, 2)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        logits = packed_logits(model, tokens, positions, bounds)
     model.train()
     first, second = logits[:, length:].float()
     return bool((first - second).abs().max() <= 1e-4 * first.std())

@@ -40,16 +40,28 @@ def summed_loss(
         if row_states:
             row_states.after(index, out, batch)
         return out.loss
-    # Other models average their loss in different ways. Without a cache, transformers reads positions that
-    # restart at 0 as packed documents.
+    # Other models average their loss in different ways.
     positions = batch["position_ids"].to(device, non_blocking=True)
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    logits = packed_logits(model, tokens, positions, batch["cu_seqlens"])
     logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
     loss = F.cross_entropy(logits, targets, reduction="sum")
     if z_loss:
         term = z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
         loss = loss + (term - term.detach())
     return loss
+
+
+def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The logits `[B, T, vocabulary]` of another library's model, which may be wrapped.
+
+    tokens, positions `[B, T]` and cu_seqlens `[N + 1]` are those of a batch. Without a cache, transformers
+    reads positions that restart at 0 as packed documents. flash-linear-attention wants bounds, and one row.
+    """
+    if type(getattr(model, "module", model)).__module__.startswith("fla."):
+        bounds = cu_seqlens.to(tokens.device, non_blocking=True)
+        logits = model(input_ids=tokens.view(1, -1), cu_seqlens=bounds, use_cache=False).logits
+        return logits.view(*tokens.shape, -1)
+    return model(input_ids=tokens, position_ids=positions, use_cache=False).logits
 
 
 @torch.no_grad()

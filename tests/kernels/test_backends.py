@@ -1,0 +1,151 @@
+"""The choice among backends, and FlashQLA's behind it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import nalanda_kernels
+import pytest
+import torch
+import torch.nn.functional as F
+from nalanda_kernels import KERNELS, Unsupported, flash_qla, tune
+from nalanda_kernels.triton import common
+
+from nalanda import ops
+from nalanda.model.feature_maps import build_feature_map
+
+ROW = {"op": "delta_rule", "gated": True, "mapped": False, "K": 128, "V": 128}
+
+
+def inputs(T: int = 70, K: int = 128, gated: bool = True, dtype=torch.bfloat16):
+    """q, k, v, β and g or None, of one row and two heads."""
+    generator = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(1, T, 2, K, generator=generator) for _ in range(3))
+    beta, g = (torch.randn(1, T, 2, generator=generator) for _ in range(2))
+    return q.to(dtype), k.to(dtype), v.to(dtype), beta.sigmoid(), F.logsigmoid(g + 3) if gated else None
+
+
+@pytest.fixture
+def chosen(tmp_path, monkeypatch):
+    """Sets the measured choices, as rows of a file of NALANDA_BLOCKS."""
+
+    def choose(*rows: dict) -> None:
+        file = tmp_path / "blocks.json"
+        file.write_text(json.dumps({common.architecture(): {"backends": rows}}))
+        monkeypatch.setenv(common.BLOCKS, str(file))
+        common._table.cache_clear()
+        nalanda_kernels._choices.cache_clear()
+
+    yield choose
+    monkeypatch.undo()
+    common._table.cache_clear()
+    nalanda_kernels._choices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("T", "bounds", "options", "served"),
+    [
+        (64, None, {}, "b"),
+        (64, None, {"gated": False}, "a"),  # no row: the order of KERNELS
+        (64, None, {"K": 64}, "a"),
+        (300, None, {}, "a"),  # the row of 4096
+        (9000, None, {}, "a"),  # longer than every row: the longest
+        (300, (0, 100, 200, 300), {}, "b"),  # sequences of 100 on the average
+    ],
+)
+def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, monkeypatch):
+    short, long = (ROW | {"length": n, "backend": name} for n, name in ((128, "b"), (4096, "a")))
+    chosen(short, long)
+    tried = []
+    for name in ("a", "b"):
+        monkeypatch.setitem(
+            nalanda_kernels._loaded, ("delta_rule", name), lambda *x, n=name, **o: tried.append(n)
+        )
+    monkeypatch.setattr(nalanda_kernels, "_names", lambda *_: ["a", "b"])
+    bounds = None if bounds is None else torch.tensor(bounds)
+    nalanda_kernels.serve("delta_rule", "auto", "cpu", *inputs(T, **options), cu_seqlens=bounds)
+    assert tried == [served]
+
+
+def test_features_count_not_keys(chosen):
+    """NaLa's map gives 256 features to keys of 128."""
+    chosen(ROW | {"mapped": True, "length": 128, "backend": "flash_qla"})
+    for name, expected in (("nala", None), ("silu", "flash_qla")):
+        phi = build_feature_map(name, num_heads=2, head_dim=128)
+        assert nalanda_kernels._measured("delta_rule", *inputs(), feature_map=phi) == expected
+
+
+def test_tune_keeps_the_fastest_that_agrees():
+    right, wrong = torch.ones(4), torch.full((4,), 1.1)
+
+    def broken():
+        raise Unsupported("no such call")
+
+    jobs = {
+        "triton": lambda: (2.0, [right]),
+        "fla": lambda: (1.0, [wrong]),
+        "flash_qla": lambda: (1.5, [right]),
+        "other": broken,
+    }
+    found = list(tune.fastest_backends([(ROW | {"length": 64}, jobs)], lambda: False))
+    assert found == [
+        (
+            ROW | {"length": 64, "backend": "flash_qla"},
+            "gated delta_rule, 64 tokens: triton 2.000 ms, flash_qla 1.500 ms",
+        )
+    ]
+    assert not list(tune.fastest_backends([(ROW, jobs)], lambda: True))  # late
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """FlashQLA's function, in torch; returns the options of its calls."""
+    calls = []
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel=False, **options):
+        calls.append(options | {"l2": use_qk_l2norm_in_kernel})
+        norm = "l2" if use_qk_l2norm_in_kernel else None
+        return ops.delta_rule(q, k, v, beta, g, qk_norm=norm, backend="torch", **options)
+
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "flash_qla", module)
+    monkeypatch.setattr(flash_qla, "architecture", lambda: "sm_90")
+    return calls
+
+
+@pytest.mark.parametrize("name", [None, "silu"])
+@pytest.mark.parametrize("bounds", [None, (0, 1, 33, 70)])
+def test_flash_qla_keeps_the_contract(name, bounds, stand_in):
+    phi = None if name is None else build_feature_map(name, num_heads=2, head_dim=128)
+    N = 1 if bounds is None else len(bounds) - 1
+    options = {"feature_map": phi, "qk_norm": "l2", "output_final_state": True}
+    options["initial_state"] = torch.randn(N, 2, 128, 128)
+    options["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
+    o, state = flash_qla.delta_rule(*inputs(), **options)
+    expected, last = ops.delta_rule(*inputs(), backend="torch", **options)
+    torch.testing.assert_close(o, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(state, last, atol=2e-2, rtol=2e-2)
+    assert [call["l2"] for call in stand_in] == [name is None]  # the norm after a map is ours
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "reason"),
+    [
+        ({"gated": False}, {}, "without a decay"),
+        ({"dtype": torch.float32}, {}, "16 bits"),
+        ({"K": 64}, {}, "K = 64"),
+        ({"T": 0}, {}, "empty"),
+        ({"T": 4}, {"cu_seqlens": torch.tensor([0, 4, 4])}, "empty"),
+    ],
+)
+def test_flash_qla_refuses(call, options, reason, stand_in):
+    with pytest.raises(Unsupported, match=reason):
+        flash_qla.delta_rule(*inputs(**call), **options)
+    assert not stand_in
+
+
+def test_flash_qla_refuses_other_cards(monkeypatch):
+    monkeypatch.setattr(flash_qla, "architecture", lambda: "sm_80")
+    with pytest.raises(Unsupported, match="sm_80 is not one of"):
+        flash_qla.delta_rule(*inputs())
+    assert "flash_qla" in KERNELS["delta_rule"]
