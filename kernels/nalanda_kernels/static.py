@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that are absent and shows their registers, spills and shared memory.
+"""Compiles kernels for GPUs that are absent and shows registers, spills, shared memory and hazards.
 
     python -m nalanda_kernels.static [--arch sm_90] [--case flagship] [--check] [--record] [--peer]
 
@@ -28,13 +28,14 @@ from types import SimpleNamespace
 
 import torch
 
-from . import KERNELS, interpreting
+from . import KERNELS, hazards, interpreting
 
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # most bytes of a program
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks for it
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
-FIGURES = ("registers", "spilled", "shared")
+HAZARDS = ("register_a", "overwritten", "transposed")  # what hazards.py counts
+FIGURES = ("registers", "spilled", "shared", *HAZARDS)
 LIMITS = Path(__file__).parents[1] / "limits.json"
 
 
@@ -277,7 +278,9 @@ def _patch(arch: str) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             cubin = make_cubin(self, source, metadata, *rest)
-        return metadata.update(ptxas=log.getvalue()) or cubin  # Triton caches metadata with the kernel
+        early = hazards.overwritten(cubin) if hazards.register_a(source) else 0
+        # Triton caches metadata with the kernel.
+        return metadata.update(ptxas=log.getvalue(), overwritten=early) or cubin
 
     def until_none_spill(self, *args, config, **meta):
         if self.__dict__.get("settled") is self.nargs:  # the same launch, in another configuration
@@ -289,7 +292,7 @@ def _patch(arch: str) -> None:
     Autotuner._bench = until_none_spill  # pyrefly: ignore
     JITFunction.run, CUDABackend.make_cubin = compile_only, keep_log  # pyrefly: ignore
     knobs.nvidia.dump_ptxas_log = True
-    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_static"))  # kernels there have a log
+    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_figures"))  # metadata there have what keep_log adds
     driver.set_active(Card(arch, _fewest_spills))  # pyrefly: ignore
     if importlib.util.find_spec("fla"):
         pretend(arch)
@@ -316,6 +319,9 @@ def _figures(name: str, kernel) -> dict:
         "registers": _sum(r"Used (\d+) registers", log),
         "spilled": _sum(r"(\d+) bytes spill (?:stores|loads)", log),
         "shared": about.shared,
+        "register_a": hazards.register_a(ptx),
+        "overwritten": about.overwritten,
+        "transposed": hazards.transposed(kernel.asm["ttir"]),
         "tensor_cores": there[-1] if there else "",
     }
 
@@ -330,8 +336,9 @@ def compile_calls(arch: str, calls: Iterable[tuple[str, Callable[[], object]]]) 
     calls: names, and functions that call kernels' wrappers on CPU tensors, forward and backward.
 
     Returns a row for each kernel of a call: job, arch, kernel, num_warps, num_stages, registers (a thread's),
-    spilled (bytes, stores and loads), shared (bytes) and tensor_cores (`wgmma`, …; "" for none). A kernel
-    compiled in several forms shows their maximum; an autotuned one the configuration that spills least.
+    spilled (bytes, stores and loads), shared (bytes), tensor_cores (`wgmma`, …; "" for none) and the counts
+    of `hazards`: register_a, overwritten, transposed. A kernel compiled in several forms shows their maximum;
+    an autotuned one the configuration that spills least.
 
     Raises ValueError in the interpreter, for an unknown arch, and for a second arch in a process.
     """
@@ -364,29 +371,43 @@ def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> lis
 
 
 def limits() -> dict:
-    """The content of limits.json: versions; by arch, job and kernel our `limits` and the peer's figures."""
+    """The content of limits.json: our `limits` by Triton, arch, job and kernel; the peer's figures."""
     return json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
+
+
+def triton_version() -> str:
+    """Such as 3.7; another one has another compiler and needs limits of its own."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def held_to(recorded: dict) -> str | None:
+    """The Triton version whose limits hold here: this one, or if it has none the newest with limits."""
+    versions = recorded.get("limits", {})
+    here = triton_version()
+    newest = max(versions, key=lambda x: [int(n) for n in x.split(".")], default=None)
+    return here if here in versions else newest
 
 
 def violations(rows: list[dict], recorded: dict) -> list[str]:
     """One line for each figure above the recorded one, the card's shared memory or the peer's spills.
 
-    Registers depend on the compiler: they are compared only under the Triton version of the record.
+    Registers depend on the compiler: they are compared only with those that this Triton version gave.
     """
-    import triton
-
-    found = []
-    held = FIGURES if triton.__version__ == recorded.get("triton") else FIGURES[1:]
+    found, version = [], held_to(recorded)
+    held = [x for x in FIGURES if x != "registers" or version == triton_version()]
     for row in rows:
         arch, job, kernel = row["arch"], row["job"], row["kernel"]
-        limit = recorded.get("limits", {}).get(arch, {}).get(job, {}).get(kernel)
+        limit = recorded.get("limits", {}).get(version, {}).get(arch, {}).get(job, {}).get(kernel)
         name = f"{arch} {job}, {kernel}"
         if row["shared"] > SHARED[arch]:
             found.append(f"{name}: {row['shared']} bytes of shared memory, the card has {SHARED[arch]}")
         if limit is None:
             found.append(f"{name}: no limit is recorded")
             continue
-        found += [f"{name}: {row[x]} {x}, recorded {limit[x]}" for x in held if row[x] > limit[x]]
+        most = {x: limit.get(x, 0) for x in held}  # hazards that are not there are not recorded
+        found += [f"{name}: {row[x]} {x}, recorded {most[x]}" for x in held if row[x] > most[x]]
         if CORES.index(row["tensor_cores"]) < CORES.index(limit["tensor_cores"]):
             found.append(
                 f"{name}: {row['tensor_cores'] or 'no tensor cores'}, recorded {limit['tensor_cores']}"
@@ -407,18 +428,16 @@ def _spills(rows: list[dict]) -> dict[tuple[str, str], int]:
 
 
 def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
-    """`recorded`, with the rows' jobs replaced by the rows."""
-    import triton
-
+    """`recorded`, with the rows' jobs replaced by the rows; ours under this Triton version."""
     table = recorded.setdefault("peer" if peer else "limits", {})
     if peer:
         recorded["peer_version"] = importlib.metadata.version("fla-core")
     else:
-        recorded["triton"] = triton.__version__
+        table = table.setdefault(triton_version(), {})
     for row in rows:
         table.setdefault(row["arch"], {})[row["job"]] = {}
     for row in rows:
-        figures = {x: row[x] for x in (*FIGURES, "tensor_cores")}
+        figures = {x: row[x] for x in (*FIGURES, "tensor_cores") if x not in HAZARDS or row[x]}
         table[row["arch"]][row["job"]][row["kernel"]] = figures
     return recorded
 
@@ -426,7 +445,7 @@ def record(rows: list[dict], recorded: dict, peer: bool = False) -> dict:
 def write_limits(recorded: dict) -> None:
     """Writes one kernel per line, so that a diff shows each change."""
     text = json.dumps(recorded, indent=1, sort_keys=True)
-    LIMITS.write_text(re.sub(r"\{\s+(\"registers[^{}]*?)\s+\}", _one_line, text) + "\n")
+    LIMITS.write_text(re.sub(r"\{\s+([^{}]*\"registers\"[^{}]*?)\s+\}", _one_line, text) + "\n")
 
 
 def _one_line(found: re.Match) -> str:
@@ -451,12 +470,12 @@ def print_figures(rows: list[dict], recorded: dict, whose: str = "ours") -> None
     table = Table(box=box.SIMPLE, title="bytes: spilled by a thread, shared by a program")
     for name in ("arch", "job", "", "kernel"):
         table.add_column(name, overflow="fold")
-    for name in ("registers", "spilled", "shared"):
-        table.add_column(name, justify="right")
+    for name in FIGURES:
+        table.add_column(name.replace("_", " "), justify="right")
     table.add_column("tensor cores")
     for (arch, job), found in jobs.items():
         for i, row in enumerate(found):
-            figures = [f"{row[x]:,}" for x in FIGURES]
+            figures = [f"{row[x]:,}" if x in row else "" for x in FIGURES]  # hazards of ours
             first = (arch, job) if i == 0 else ("", "")
             last = i == len(found) - 1
             table.add_row(
@@ -494,6 +513,8 @@ def main(arguments: list[str] | None = None) -> None:
         write_limits(record(rows, recorded, options.peer))
     print_figures(rows, {}, "peer") if options.peer else print_figures(rows, recorded)
     broken = violations(rows, recorded) if options.check else []
+    if options.check and (version := held_to(recorded)) != triton_version():
+        print(f"Triton {triton_version()} has no limits yet: held to those of {version}, without registers")
     print(*broken, sep="\n", end="\n" if broken else "")
     sys.exit(1 if broken else 0)
 

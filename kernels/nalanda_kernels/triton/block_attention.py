@@ -51,11 +51,18 @@ def _read(x, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _write_transposed(x, y, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
+    """Stores y [BN, BT] as BN columns of x, from `first` on."""
+    c = first + tl.arange(0, BN)
+    tl.store(x + rows[None, :] * N + c[:, None], y.to(x.dtype.element_ty), real[None, :] & (c < N)[:, None])
+
+
+@triton.jit
 def _scores(
     q, k, rows, real, scale,
     K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """S, and the last tiles of Q and K that were read."""
+    """S = scale · QK⊤, and the last tiles of Q and K that were read. With q and k exchanged it gives S⊤."""
     q_, k_ = _read(q, rows, real, 0, K, BK), _read(k, rows, real, 0, K, BK)
     s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
     for first in range(BK, K, BK):
@@ -65,14 +72,17 @@ def _scores(
 
 
 @triton.jit
-def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr):
-    """P of the scores S. A row always sees itself; no row sees a later one, so padding stays unseen."""
-    i = tl.arange(0, BT)
-    seen = (i[:, None] >= i[None, :]) & (i[:, None] // BLOCK == i[None, :] // BLOCK)
+def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, J: tl.constexpr):
+    """P of the scores S, or P⊤ of S⊤; J is the axis of the tokens that are seen.
+
+    A token always sees itself; none sees a later one, so padding stays unseen.
+    """
+    i, j = tl.expand_dims(tl.arange(0, BT), J), tl.expand_dims(tl.arange(0, BT), 1 - J)
+    seen = (i >= j) & (i // BLOCK == j // BLOCK)
     if SOFTMAX:
         s = tl.where(seen, s, float("-inf"))
-        p = tl.exp(s - tl.max(s, 1)[:, None])
-        p = p / tl.sum(p, 1)[:, None]
+        p = tl.exp(s - tl.expand_dims(tl.max(s, J), J))
+        p = p / tl.expand_dims(tl.sum(p, J), J)
     else:
         p = tl.where(seen, tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL), 0.0)
     return p
@@ -85,12 +95,11 @@ def forward_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     rows, real = _rows(starts, counts, H, SPAN, BT)
-    s, _, _ = _scores(q, k, rows, real, scale, K, BK, PREC)
-    p = _weights(s, SOFTMAX, BLOCK, BT).to(v.dtype.element_ty)
+    s, _, _ = _scores(k, q, rows, real, scale, K, BK, PREC)
+    p = _weights(s, SOFTMAX, BLOCK, BT, 0).to(v.dtype.element_ty)
     for first in range(0, V, BV):
-        at, there = _tile(rows, real, first, V, BV)
-        o_ = tl.dot(p, tl.load(v + at, there, other=0.0), input_precision=PREC)
-        tl.store(o + at, o_.to(o.dtype.element_ty), there)
+        o_ = tl.dot(tl.trans(_read(v, rows, real, first, V, BV)), p, input_precision=PREC)
+        _write_transposed(o, o_, rows, real, first, V, BV)
 
 
 @triton.jit
@@ -101,8 +110,8 @@ def _write_dqk(
     at, there = _tile(rows, real, first, K, BK)
     dq_ = tl.dot(d_s, k_, input_precision=PREC) * scale
     tl.store(d_q + at, dq_.to(d_q.dtype.element_ty), there)
-    dk_ = tl.dot(tl.trans(d_s), q_, input_precision=PREC) * scale
-    tl.store(d_k + at, dk_.to(d_k.dtype.element_ty), there)
+    dk_ = tl.dot(tl.trans(q_), d_s, input_precision=PREC) * scale
+    _write_transposed(d_k, dk_, rows, real, first, K, BK)
 
 
 @triton.jit
@@ -113,15 +122,14 @@ def backward_kernel(
 ):  # fmt: skip
     rows, real = _rows(starts, counts, H, SPAN, BT)
     s, q_, k_ = _scores(q, k, rows, real, scale, K, BK, PREC)
-    p = _weights(s, SOFTMAX, BLOCK, BT)
-    p_t = tl.trans(p.to(v.dtype.element_ty))
+    p = _weights(s, SOFTMAX, BLOCK, BT, 1)
+    p_ = p.to(v.dtype.element_ty)
 
     d_p = tl.zeros([BT, BT], tl.float32)
     for first in range(0, V, BV):
-        at, there = _tile(rows, real, first, V, BV)
-        v_, do_ = tl.load(v + at, there, other=0.0), tl.load(d_o + at, there, other=0.0)
+        v_, do_ = _read(v, rows, real, first, V, BV), _read(d_o, rows, real, first, V, BV)
         d_p = tl.dot(do_, tl.trans(v_), d_p, input_precision=PREC)
-        tl.store(d_v + at, tl.dot(p_t, do_, input_precision=PREC).to(d_v.dtype.element_ty), there)
+        _write_transposed(d_v, tl.dot(tl.trans(do_), p_, input_precision=PREC), rows, real, first, V, BV)
     if SOFTMAX:
         d_s = p * (d_p - tl.sum(p * d_p, 1)[:, None])
     else:

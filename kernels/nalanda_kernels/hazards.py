@@ -1,0 +1,161 @@
+"""Known silent errors of Hopper's compilers, counted in what Triton compiled; `kernels/README.md` names them.
+
+A wgmma, Hopper's matrix product, runs beside the program until the program waits for it. Its operand B lies
+in shared memory, A there or in registers ("register-A").
+"""
+
+import itertools
+import re
+import subprocess
+import tempfile
+
+
+def register_a(ptx: str) -> int:
+    """wgmma instructions with A in registers."""
+    return len(re.findall(r"wgmma\.mma_async\.\S+\s*\{[^}]*\},\s*\{", ptx))
+
+
+# ---------------------------------------------------------------- registers of A written before the wait
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
+_WITHOUT_RESULT = ("ISETP", "FSETP", "DSETP", "HSETP2", "FCHK", "R2P", "BAR", "BR", "CALL", "RET", "WARPSYNC")
+_TWO_WORDS = re.compile(r"CS2R|D(ADD|MUL|FMA)|[FI]2F\.F64|.*\.(64|WIDE)\b")
+
+
+def overwritten(cubin: bytes) -> int:
+    """wgmma instructions whose registers of A may be written before the wait that covers the product."""
+    code, labels = _machine_code(cubin)
+    products = (
+        i for i, (_, name, args) in enumerate(code) if "GMMA." in name and re.match(r"R\d+, R\d", args)
+    )
+    return sum(_written_early(code, labels, i) for i in products)
+
+
+def _machine_code(cubin: bytes) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
+    """Instructions as (predicate, name, operands), and the indices of labels."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    code, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := _INSTRUCTION.search(line):
+            code.append((found[1] or "", found[2], found[3]))
+    return code, labels
+
+
+def _written_early(code: list[tuple[str, str, str]], labels: dict[str, int], product: int) -> bool:
+    """Whether a path from the product comes to a write of its A before a wait that covers it.
+
+    "gsb0" ends a group of products; DEPBAR n waits until at most n groups run.
+    """
+    first = int(code[product][2].split(", ")[1].removeprefix("R"))
+    a, ends = range(first, first + 4), "gsb0" in code[product][2]
+    seen, todo = (
+        set(),
+        [(product + 1, 0 if ends else -1)],
+    )  # instruction; groups that ended after the product's
+    while todo:
+        i, later = todo.pop()
+        if (i, later) in seen or i >= len(code):
+            continue
+        seen.add((i, later))
+        predicate, name, args = code[i]
+        if name == "WARPGROUP.DEPBAR.LE" and 0 <= int(args.split("0x")[1], 16) <= later:
+            continue
+        if any(x in a for x in _written(name, args)):
+            return True
+        if "GMMA." in name and "gsb0" in args:
+            later = min(later + 1, 8)
+        target = re.search(r"\.L_x_\d+", args) if name.startswith("BRA") else None
+        if target:
+            todo.append((labels[target[0]], later))
+        if not (target or name == "EXIT") or predicate or "P" in args.split("`")[0]:
+            todo.append((i + 1, later))
+    return False
+
+
+def _written(name: str, args: str) -> range:
+    """Numbers of the registers that an instruction writes."""
+    result = re.match(r"(?:!?U?P(?:\d|T), )*R(\d+)\b", args)
+    if result is None or name.startswith(_WITHOUT_RESULT):
+        return range(0)
+    count = 1
+    if "GMMA." in name:
+        count = int(name.split("x")[1]) // 2  # 64x128x16: 128 columns
+    elif name.startswith(("HMMA", "IMMA")) or ".128" in name or name.endswith("M88.4"):
+        count = 4
+    elif _TWO_WORDS.match(name) or name.endswith("M88.2"):
+        count = 2
+    return range(int(result[1]), int(result[1]) + count)
+
+
+# -------------------------------------------------------------- products that read a product's transpose
+
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_RESULT = re.compile(r"\s*(%[\w$.-]+)(?::(\d+))? = \"?([\w.]+)\"?(.*)")
+_ENTRYWISE = ("arith.", "math.", "tt.fp_to_fp", "tt.bitcast", "tt.clampf", "tt.extern_elementwise")
+
+
+def transposed(ttir: str) -> int:
+    """Products with an operand that is the transpose of a product's result.
+
+    Between the product, the transpose of its tile (two axes) and the next product may stand operations that
+    give an entry from entries at the same place, and values that loops and branches carry.
+    """
+    kinds, sources = _graph(ttir)
+
+    def reads(operand: str) -> bool:
+        seen, todo = set(), [(operand, False)]  # a value; whether a transpose follows it
+        while todo:
+            value, turned = todo.pop()
+            kind = kinds.get(value, "")
+            if kind == "tt.dot" and turned:
+                return True
+            turned |= kind == "transpose"
+            if (value, turned) not in seen and kind.startswith(("transpose", "carried", *_ENTRYWISE)):
+                todo += [(x, turned) for x in sources[value]]
+            seen.add((value, turned))
+        return False
+
+    products = [sources[value] for value, kind in kinds.items() if kind == "tt.dot"]
+    return sum(reads(a) or reads(b) for a, b, _ in products)
+
+
+def _graph(ttir: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """By value: the operation that gives it, and that operation's operands."""
+    kinds: dict[str, str] = {}
+    sources: dict[str, list[str]] = {}
+    regions: list[list[list[str]]] = []  # of open braces: the names of each value that the region carries
+    for line in ttir.splitlines():
+        line, carried = line.split(" loc(")[0], []
+        if found := _RESULT.match(line):
+            name, count, kind, rest = found.groups()
+            if kind in ("scf.for", "scf.if"):
+                carried = [[f"{name}#{i}"] for i in range(int(count))] if count else [[name]]
+                starts = re.findall(
+                    rf"({_VALUE.pattern}) = ({_VALUE.pattern})", rest.partition("iter_args")[2]
+                )
+                for names, (inside, start) in zip(carried, starts, strict=False):  # branches have no starts
+                    names.append(inside)
+                    sources[inside] = [start]
+                for inside in itertools.chain(*carried):
+                    kinds[inside] = "carried"
+                    sources.setdefault(inside, [])
+            else:
+                turns = kind == "tt.trans" and "array<i32: 1, 0>" in rest
+                kinds[name], sources[name] = "transpose" if turns else kind, _VALUE.findall(rest)
+        elif line.lstrip().startswith("scf.yield") and regions:
+            for names, value in zip(regions[-1], _VALUE.findall(line), strict=True):
+                for name in names:
+                    sources[name].append(value)
+        opened = line.count("{") - line.count("}")
+        regions += [carried] * opened
+        if opened < 0:
+            del regions[opened:]
+    return kinds, sources
