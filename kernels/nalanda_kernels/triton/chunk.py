@@ -332,7 +332,7 @@ def states(
             z2 = tl.load(z_initial + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
                 u = tl.load(u_initial + at_u, mask=mu, other=0.0)
-    for i in range(0, tl.load(first + n + 1) - chunk):
+    for i in tl.range(0, tl.load(first + n + 1) - chunk, disable_licm=True):
         here = (chunk + i).to(tl.int64) * HV + h
         o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
         tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
@@ -509,7 +509,7 @@ def state_gradients(
             if READ.name == "mala":
                 u = tl.load(du_final + at_u, mask=mu, other=0.0)
     total = tl.load(first + n + 1) - chunk
-    for j in range(0, total):
+    for j in tl.range(0, total, disable_licm=True):
         i = total - 1 - j
         here = (chunk + i).to(tl.int64) * HV + h
         o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
