@@ -396,17 +396,16 @@ def outputs(
     row, rows = load_chunk(start, count, i_c, BT)
     q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
-    y = tl.dot(q1, tl.load(s + o1, mask=inside, other=0.0), input_precision=PREC)
+    y = tl.dot(tl.trans(tl.load(s + o1, mask=inside, other=0.0)), tl.trans(q1), input_precision=PREC)
     if MAP.halves == 2:
-        y = tl.dot(q2, tl.load(s + o1 + K * V, mask=inside, other=0.0), y, input_precision=PREC)
+        s2 = tl.load(s + o1 + K * V, mask=inside, other=0.0)
+        y = tl.dot(tl.trans(s2), tl.trans(q2), y, input_precision=PREC)
     y *= scale
     if GATED:
         grown = tl.exp(tl.cumsum(load_gate(g, row, rows, h, HV, BT), 0))
-        y *= grown[:, None]
-    w = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
-    if DELTA:
-        w = (w.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(w.dtype)
+        y *= grown[None, :]
     p = tl.load(square(scores, i_c, h, HV, BT))
+    dtype = p.dtype
     if READ.name != "":
         oz, mz = vector(i_c * HV + h, 0, K, MAP.halves, BK)
         d = tl.sum(q1.to(tl.float32) * tl.load(zs + oz, mask=mz, other=0.0)[None, :], 1)
@@ -420,12 +419,15 @@ def outputs(
         if READ.name == "mala":
             t, c = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
             u = tl.load(us + (i_c.to(tl.int64) * HV + h) * V + c, mask=c < V, other=0.0)
-            y += share[:, None] * u[None, :]
-            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(p.dtype)
-    y = tl.dot(p, w, y, input_precision=PREC)
+            y += share[None, :] * u[:, None]
+            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(dtype)
+    if DELTA:
+        p = (p.to(tl.float32) * load_gate(beta, row, rows, h, HV, BT)[None, :]).to(dtype)
+    w = load_rows(e, row, rows, h, HV, V, i_v, BT, BV)
+    y = tl.dot(tl.trans(w), tl.trans(p), y, input_precision=PREC)
     if READ.name != "":
-        y *= weight[:, None]
-    store_rows(o, y, row, rows, h, HV, V, i_v, BT, BV)
+        y *= weight[None, :]
+    store_rows(o, tl.trans(y), row, rows, h, HV, V, i_v, BT, BV)
 
 
 # -------------------------------------------------------------------------------------------------- backward
