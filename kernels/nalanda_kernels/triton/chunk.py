@@ -455,11 +455,9 @@ def readout_gradients(
         by_o += tl.sum(y * load_rows(o, row, rows, h, HV, V, i_v, BT, BV).to(tl.float32), 1)
         if READ.name == "mala":
             x = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
-            i, j = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
-            lower = tl.where(i[:, None] >= i[None, :], 1.0, 0.0).to(x.dtype)
+            j = i_v * BV + tl.arange(0, BV)
             at = (i_c.to(tl.int64) * HV + h) * V + j
-            u = tl.load(us + at, mask=j < V, other=0.0)
-            u = tl.dot(lower, x, tl.zeros([BT, BV], tl.float32) + u[None, :], input_precision=PREC)
+            u = tl.load(us + at, mask=j < V, other=0.0)[None, :] + tl.cumsum(x.to(tl.float32), 0)
             by_u += tl.sum(y * u, 1)
             tl.store(du_sums + at, tl.sum(y * (weight * share)[:, None], 0), mask=j < V)
         store_rows(d_r, y * weight[:, None], row, rows, h, HV, V, i_v, BT, BV)
