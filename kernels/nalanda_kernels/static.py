@@ -29,13 +29,15 @@ from types import SimpleNamespace
 import torch
 
 from . import KERNELS, interpreting
+from .triton.common import PROCESSORS  # the peer asks for it, too
 
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # most bytes of a program
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks for it
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 FIGURES = ("registers", "spilled", "shared")
 LIMITS = Path(__file__).parents[1] / "limits.json"
+# Rows and tokens: grids that fill a card, that need narrower blocks, and that need segments.
+SHAPES = (8, 2048), (2, 8192), (1, 32768)
 
 
 # ------------------------------------------------------------------------------------------------- the calls
@@ -354,10 +356,14 @@ def _most(forms: list[dict]) -> dict:
 
 
 def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> list[dict]:
-    """`compile_calls` for rows of CASES, with our kernels or the peer's."""
+    """`compile_calls` for rows of CASES, with our kernels in all SHAPES or the peer's."""
     _start(arch)  # before the peer is imported
-    make = peer if by_peer else ours
-    return compile_calls(arch, [(name, lambda case=CASES[name]: backward(make(case)())) for name in names])
+
+    def call(case: Case) -> None:
+        for call in [peer(case)] if by_peer else [ours(case, B, T) for B, T in SHAPES]:
+            backward(call())
+
+    return compile_calls(arch, [(name, lambda case=CASES[name]: call(case)) for name in names])
 
 
 # ------------------------------------------------------------------------------------------- recorded limits
