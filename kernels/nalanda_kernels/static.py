@@ -36,8 +36,8 @@ CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the ne
 Call = Callable[[], tuple[torch.Tensor, ...]]
 FIGURES = ("registers", "spilled", "shared")
 LIMITS = Path(__file__).parents[1] / "limits.json"
-# Rows and tokens: grids that fill a card, that need narrower blocks, and that need segments.
-SHAPES = (8, 2048), (2, 8192), (1, 32768)
+# Rows, tokens and most heads of grids that fill a card, that take ever narrower blocks, that take segments.
+SHAPES = (8, 2048, 8), (2, 8192, 8), (1, 8192, 8), (1, 8192, 4), (1, 32768, 4)
 
 
 # ------------------------------------------------------------------------------------------------- the calls
@@ -360,8 +360,10 @@ def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> lis
     _start(arch)  # before the peer is imported
 
     def call(case: Case) -> None:
-        for call in [peer(case)] if by_peer else [ours(case, B, T) for B, T in SHAPES]:
-            backward(call())
+        if by_peer:
+            backward(peer(case)())
+        for B, T, H in () if by_peer else SHAPES:
+            backward(ours(dataclasses.replace(case, H=min(case.H, H)), B, T)())
 
     return compile_calls(arch, [(name, lambda case=CASES[name]: call(case)) for name in names])
 

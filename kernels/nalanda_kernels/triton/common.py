@@ -172,23 +172,24 @@ def schedule(
     """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
 
     It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
-    columns it counts (64 + BV) / 128, as its instructions for sm_90 do: the part for k and (I + A)⁻¹ stays.
-    A pass takes as many steps as its longest run of chunks has, or as all chunks share among the processors.
-    Segments take two passes, the first with M more columns, then `composing` steps for each segment of the
-    longest sequence, and 8 for two more launches. They must save a fifth: a count is no measurement.
+    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + A)⁻¹ stays.
+    A pass takes as many steps as its longest run of chunks has, or as all chunks share among half of the
+    processors, which memory can feed. Segments take two passes, the first with M more columns, then
+    `composing` steps for each segment of the longest sequence, and 8 for two more launches. They must save a
+    fifth: a count is no measurement.
 
     longest: chunks of the longest sequence. chunks: of all sequences and heads. composing: None forbids
     segments.
     """
-    return _schedule(widths, longest, chunks, V, M, composing, processors())
+    return _schedule(widths, longest, chunks, V, M, composing, processors() / 2)
 
 
 @functools.lru_cache(maxsize=256)
 def _schedule(
-    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None, cores: int
+    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None, fed: float
 ) -> tuple[int, int]:
     def steps(run: int, columns: int, BV: int) -> float:
-        return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / cores)
+        return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
 
     whole = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
     lengths = [] if composing is None else [4 << i for i in range(longest.bit_length()) if 4 << i < longest]
