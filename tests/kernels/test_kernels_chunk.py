@@ -183,7 +183,7 @@ SEGMENTED = {
 @pytest.mark.parametrize("name", SEGMENTED)
 @every_kind
 def test_segments(kind, name, scheduled):
-    launched = scheduled(segments=1)
+    launched = scheduled(segments=2)
     sizes, options = SEGMENTED[name]
     hold(one_head(kind=kind, **sizes), **options)
     assert [kernel for kernel, _ in launched].count("compose") == 2  # forward and backward
