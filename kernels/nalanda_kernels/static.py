@@ -29,14 +29,16 @@ from types import SimpleNamespace
 import torch
 
 from . import KERNELS, hazards, interpreting
+from .triton.common import PROCESSORS  # the peer asks for it, too
 
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # most bytes of a program
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # the peer asks for it
 CORES = ("", "mma.sync", "wgmma", "tcgen05")  # tensor-core instructions, the newest last
 Call = Callable[[], tuple[torch.Tensor, ...]]
 HAZARDS = ("register_a", "overwritten", "transposed")  # what hazards.py counts
 FIGURES = ("registers", "spilled", "shared", *HAZARDS)
 LIMITS = Path(__file__).parents[1] / "limits.json"
+# Rows, tokens and most heads of grids that fill a card, that take ever narrower blocks, that take segments.
+SHAPES = (8, 2048, 8), (2, 8192, 8), (1, 8192, 8), (1, 8192, 4), (1, 32768, 4)
 
 
 # ------------------------------------------------------------------------------------------------- the calls
@@ -361,10 +363,16 @@ def _most(forms: list[dict]) -> dict:
 
 
 def compile_cases(arch: str, names: Iterable[str], by_peer: bool = False) -> list[dict]:
-    """`compile_calls` for rows of CASES, with our kernels or the peer's."""
+    """`compile_calls` for rows of CASES, with our kernels in all SHAPES or the peer's."""
     _start(arch)  # before the peer is imported
-    make = peer if by_peer else ours
-    return compile_calls(arch, [(name, lambda case=CASES[name]: backward(make(case)())) for name in names])
+
+    def call(case: Case) -> None:
+        if by_peer:
+            backward(peer(case)())
+        for B, T, H in () if by_peer else SHAPES:
+            backward(ours(dataclasses.replace(case, H=min(case.H, H)), B, T)())
+
+    return compile_calls(arch, [(name, lambda case=CASES[name]: call(case)) for name in names])
 
 
 # ------------------------------------------------------------------------------------------- recorded limits

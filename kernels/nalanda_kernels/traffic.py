@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 
 from .static import DELTA, Call, Card, Case, limits, ours, peer, pretend, write_limits
+from .triton import common
 
 CASES = {
     "deltanet": Case(**DELTA, K=128, V=128, H=1),
@@ -69,12 +71,15 @@ _kernel = ""  # the running kernel
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Counts bytes moved in this context by kernels and torch. Autotuners choose the fewest bytes."""
+    """Counts bytes moved in this context by kernels and torch. Autotuners choose the fewest bytes.
+
+    Blocks are those of a grid that fills the card, so that bytes do not depend on the number of tokens.
+    """
     global _counts
     before, _counts, active = _counts, Counts(), driver.active
     driver.set_active(Card("sm_90", _least_bytes))  # pyrefly: ignore
     try:
-        with _hooks(), _Torch():
+        with _hooks(), _Torch(), mock.patch.object(common, "processors", return_value=1):
             yield _counts
     finally:
         _counts = before

@@ -34,6 +34,7 @@ SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # element'
 CHOICES = {
     "BT": (16, 32, 64),
     "BV": (16, 32, 64, 128),
+    "BF": (32, 64, 128),
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4),
 }
@@ -63,7 +64,7 @@ def choose(out: str | Path, *, minutes: float) -> None:
     table: Table = copy.deepcopy(common._table())
     arch = common.architecture()
     table[arch] = {
-        name: spread(name, arch, common.blocks)
+        name: spread(name, arch, common.variants)
         for name in {**table["sm_80"], **table.get(arch, {})}
         if name != "backends"
     }
@@ -126,13 +127,13 @@ def fastest_backends(
             yield row | {"backend": best}, f"{what}, {row['length']} tokens: {shown}"
 
 
-def spread(kernel: str, arch: str, blocks: Callable[..., dict[str, int]]) -> Rows:
-    """A kernel's rows, one for each of `SIZES` that it supports, so that each size is tuned on its own."""
+def spread(kernel: str, arch: str, variants: Callable[..., Rows]) -> Rows:
+    """A kernel's rows, apart for each of `SIZES` that it supports, so that each size is tuned on its own."""
     rows = []
     for itemsize, features in sorted(SIZES):
         with contextlib.suppress(ValueError):
-            sizes = blocks(kernel, itemsize, features, arch)
-            rows.append({"itemsize": itemsize, "features": features, **sizes})
+            for sizes in variants(kernel, itemsize, features, arch):
+                rows.append({"itemsize": itemsize, "features": features, **sizes})
     return rows
 
 
@@ -146,7 +147,7 @@ def improve(
     order = sorted(kernels, key=lambda name: name != "chunk")  # all other sizes depend on the chunk's length
     for itemsize, features in SIZES:
         where = f"{features} features of {itemsize} bytes"
-        rows = {name: row for name in order for row in kernels[name] if key(row) == (itemsize, features)}
+        rows = [(name, row) for name in order for row in kernels[name] if key(row) == (itemsize, features)]
         try:
             jobs = jobs_of(itemsize, features)
             best, expected = total(jobs)
@@ -154,7 +155,7 @@ def improve(
             yield f"{where}: {type(error).__name__}: {error}".splitlines()[0]
             continue
         yield f"{where}: {best:.3f} ms"
-        for name, row in rows.items():
+        for name, row in rows:
             for size in [size for size in CHOICES if size in row]:
                 kept = row[size]
                 for choice in CHOICES[size]:
@@ -178,12 +179,15 @@ def key(row: dict[str, int]) -> tuple[int, int]:
 
 
 def jobs(itemsize: int, features: int) -> list[Job]:
-    """The gated delta rule on given features; at 256 features also with NaLa's map of 128."""
+    """The gated delta rule on given features, in many rows and in few long ones, which take narrower blocks.
+
+    At 256 features also with NaLa's map of 128.
+    """
     from nalanda_kernels.triton.recurrence import delta_rule
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     V = min(features, 256)
-    found = [timed(delta_rule, dtype, features, V)]
+    found = [timed(delta_rule, dtype, features, V), timed(delta_rule, dtype, features, V, length=8192)]
     if features == 256:
         found.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
     return found

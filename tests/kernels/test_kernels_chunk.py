@@ -1,12 +1,14 @@
 """The chunkwise kernels against the float64 reference: outputs, states, all gradients."""
 
 from kernel_device import DEVICE, interpreted_only  # isort: skip  (before any kernel)
+import copy
 import itertools
 import warnings
 
 import nalanda_kernels
 import pytest
 import torch
+from nalanda_kernels.triton import common, recurrence
 from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
 
 from nalanda import ops
@@ -145,6 +147,105 @@ def test_maps_and_norm_are_formed_inside(kind, name, options):
         hold(inputs, torch.bfloat16, feature_map=feature_map, qk_norm="l2")
 
 
+@pytest.fixture
+def scheduled(monkeypatch):
+    """Sets the width of the sequential passes' blocks and the chunks of a segment; records all launches."""
+
+    def choose(width=None, segments=0):
+        table = copy.deepcopy(common._table())
+        for kernel, rows in itertools.product(("states", "state_gradients"), table.values()):
+            rows[kernel] = [
+                row | {"segments": segments} for row in rows[kernel] if width in (None, row["BV"])
+            ]
+        monkeypatch.setattr(common, "_table", lambda: table)
+        launched, real = [], recurrence._launch
+
+        def launch(kernel, *args, **options):
+            launched.append((kernel.__name__, options.get("sizes") or {}))
+            real(kernel, *args, **options)
+
+        monkeypatch.setattr(recurrence, "_launch", launch)
+        return launched
+
+    return choose
+
+
+SEGMENTED = {
+    "every kind": ({"length": 101}, {}),
+    "from nothing": ({"length": 101, "initial": False}, {}),
+    "packed, with empty and short ones": (
+        {"length": 160, "sequences": 7},
+        {"cu_seqlens": torch.tensor([0, 0, 1, 16, 16, 117, 160, 160])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+@every_kind
+def test_segments(kind, name, scheduled):
+    launched = scheduled(segments=2)
+    sizes, options = SEGMENTED[name]
+    hold(one_head(kind=kind, **sizes), **options)
+    assert [kernel for kernel, _ in launched].count("compose") == 2  # forward and backward
+
+
+@pytest.mark.parametrize(("dtype", "segments"), [(torch.float32, 3), (torch.bfloat16, 2)])
+def test_segments_of_two_halves_of_features_under_strong_decays(dtype, segments, scheduled):
+    """The last segment is shorter; two heads of v share their keys."""
+    launched = scheduled(segments=segments)
+    inputs = make(1, 130, kind="gated_delta", heads=1, value_heads=2, k_dim=12, v_dim=20)
+    inputs["initial_state"] = inputs["initial_state"].repeat(1, 1, 2, 1)
+    inputs["g"][:, ::7] = -20.0
+    feature_map = build_feature_map("nala", num_heads=1, head_dim=12)
+    hold(with_resets(inputs, -torch.inf), dtype, feature_map=feature_map, qk_norm="l2")
+    assert "compose" in [kernel for kernel, _ in launched]
+
+
+def test_segments_are_as_exact_as_whole_sequences(scheduled):
+    """In bf16, without decays, which would end errors: five segments are hardly farther off than none."""
+    inputs = {n: x if x is None else x.bfloat16() for n, x in one_head(300, "delta", k_dim=32).items()}
+    wide = {n: x if x is None else x.double() for n, x in inputs.items()}
+    right = run(wide, "reference")
+    errors = []
+    for segments in (0, 1):
+        scheduled(segments=segments)
+        found = run(inputs, "chunk", torch.bfloat16, function=on_device)
+        errors.append({n: float((found[n].double() - x).norm() / x.norm()) for n, x in right.items()})
+    whole, split = errors
+    assert all(split[n] <= 1.1 * whole[n] for n in right), errors
+
+
+@pytest.mark.parametrize("width", [64, 32, 16])
+@pytest.mark.parametrize("kind", ["gated_delta", "linear"])
+def test_every_width_of_block(kind, width, scheduled):
+    launched = scheduled(width)
+    hold(one_head(70, kind, k_dim=16, v_dim=72), torch.bfloat16)
+    found = [sizes["BV"] for _, sizes in launched if "BV" in sizes]
+    assert set(found) == {width}
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "heads", "F", "V", "expected"),
+    [
+        (8, 32, 8, 128, 128, (64, 0)),  # 2,048 tokens: 128 programs of 64 columns
+        (2, 128, 8, 128, 128, (32, 0)),  # 8,192 tokens: 32
+        (1, 128, 8, 128, 128, (16, 0)),
+        (1, 512, 4, 128, 128, (64, 64)),  # 64 with segments
+        (1, 128, 2, 128, 128, (64, 16)),
+        (2, 128, 6, 256, 256, (64, 0)),
+        (1, 512, 6, 256, 256, (32, 0)),  # segments would be too much work
+        (64, 512, 8, 128, 128, (64, 0)),
+        (1, 0, 8, 128, 128, (64, 0)),
+    ],
+)
+def test_schedule(sequences, length, heads, F, V, expected, monkeypatch):
+    monkeypatch.setattr(common, "processors", lambda: 132)
+    widths = 64, 32, 16
+    width, segments = common.schedule(widths, length, sequences * length * heads, V, F, F / 64)
+    assert (widths[width], segments) == expected
+    assert common.schedule(widths, length, sequences * length * heads, V, F, None)[1] == 0
+
+
 def test_a_map_of_ones_own_is_called():
     hold(one_head(40, "delta", initial=False), feature_map=lambda q, k: (q.cos(), k.sin()), qk_norm="l2")
 
@@ -194,10 +295,8 @@ def test_a_state_of_the_wrong_width():
 
 
 def test_chunks_of_packed_sequences():
-    from nalanda_kernels.triton.common import chunks_of
-
     bounds = [0, 0, 1, 16, 16, 81, 110, 110]
-    found = chunks_of((1, 110), torch.tensor(bounds), 16, torch.device("cpu"))
+    found = common.chunks_of((1, 110), torch.tensor(bounds), 16, torch.device("cpu"))
     expected = [
         (start, stop - start)
         for first, stop in itertools.pairwise(bounds)
@@ -205,5 +304,10 @@ def test_chunks_of_packed_sequences():
     ]
     assert list(zip(found.start.tolist(), found.count.tolist(), strict=True)) == expected
     assert found.first.tolist() == [0, 0, 1, 2, 2, 7, 9, 9]
+    assert found.longest == 5
+    segments = found.segments(2)
+    assert segments.bounds.tolist() == [0, 0, 1, 16, 16, 48, 80, 81, 110, 110]
+    assert segments.first.tolist() == [0, 0, 1, 2, 2, 4, 6, 7, 9, 9]
+    assert segments.parts.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
     with pytest.raises(ValueError, match="cu_seqlens: does not rise from 0 to the 110 tokens"):
-        chunks_of((1, 110), torch.tensor([0, 120]), 16, torch.device("cpu"))
+        common.chunks_of((1, 110), torch.tensor([0, 120]), 16, torch.device("cpu"))

@@ -151,6 +151,13 @@ def state_tile(
 
 
 @triton.jit
+def identity(half, K: tl.constexpr, V: tl.constexpr, i_v, BK: tl.constexpr, BV: tl.constexpr):
+    """[BK, BV] of one half of [0, I], whose V columns of zeros precede those of I."""
+    f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    return tl.where((f < K)[:, None] & (c[None, :] == V + half * K + f[:, None]), 1.0, 0.0)
+
+
+@triton.jit
 def vector(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
     """Offsets and mask of one half of the i-th vector [HALVES · N], which has an entry for each state row."""
     c = tl.arange(0, BN)
@@ -295,29 +302,34 @@ def prepare(
 
 @triton.jit
 def states(
-    k, v, beta, g, inverse, s, e, z_sums, zs, us, s_initial, z_initial, u_initial, s_final, z_final, u_final,
+    k, v, beta, g, inverse, s, e, z_sums, zs, us, s_start, z_start, u_start, s_end, z_end, u_end, decay,
     bounds, first, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PREC: tl.constexpr,
+    READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The sequential pass: S before each chunk, and the error E of its prediction of v.
 
     If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
+
+    AFFINE: only what each sequence does to any S before it, S' = M S + U. The pass over [v, 0] from [0, I]
+    ends with [U, M], F × (V + F); without the delta rule it ends with U, and `decay` is M.
     """
-    i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
+    i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
     length = tl.load(bounds + n + 1) - bos
-    offsets1, inside = state_tile(i_s, 0, K, V, MAP.halves, i_v, BK, BV)
-    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, V, MAP.halves, i_v, BK, BV)
-    if INITIAL:
-        s1 = tl.load(s_initial + offsets1, mask=inside, other=0.0).to(tl.float32)
-        s2 = tl.load(s_initial + offsets2, mask=inside, other=0.0).to(tl.float32)
+    offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
+    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
+    if START:
+        s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
     else:
-        s1 = tl.zeros([BK, BV], tl.float32)
-        s2 = tl.zeros([BK, BV], tl.float32)
+        s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+        s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+    total = 1.0  # the decay of all chunks
     if READ.name != "":
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
@@ -327,18 +339,19 @@ def states(
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
-        if INITIAL:
-            z1 = tl.load(z_initial + at_z, mask=mz, other=0.0)
-            z2 = tl.load(z_initial + at_z + second, mask=mz, other=0.0)
+        if START:
+            z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
+            z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
-                u = tl.load(u_initial + at_u, mask=mu, other=0.0)
+                u = tl.load(u_start + at_u, mask=mu, other=0.0)
     for i in tl.range(0, tl.load(first + n + 1) - chunk, disable_licm=True):
         here = (chunk + i).to(tl.int64) * HV + h
-        o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
-        tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
-        if MAP.halves == 2:
-            o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
-            tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
+        if not AFFINE:
+            o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+            tl.store(s + o1, s1.to(s.dtype.element_ty), mask=inside)
+            if MAP.halves == 2:
+                o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+                tl.store(s + o2, s2.to(s.dtype.element_ty), mask=inside)
         if READ.name != "":
             oz, _within = vector(here, 0, K, MAP.halves, BK)
             tl.store(zs + oz, z1, mask=mz)
@@ -349,6 +362,7 @@ def states(
         row = bos + i * BT
         rows = row + tl.arange(0, BT) < bos + length
         into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
+        total *= whole
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
         dtype = w.dtype
@@ -358,7 +372,8 @@ def states(
                 read = tl.dot(k2, s2.to(dtype), read, input_precision=PREC)
             r = (w.to(tl.float32) - into[:, None] * read).to(dtype)
             error = tl.dot(tl.load(square(inverse, chunk + i, h, HV, BT)), r, input_precision=PREC)
-            store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
+            if not AFFINE:
+                store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
             out *= load_gate(beta, row, rows, h, HV, BT)
             w = (error * out[:, None]).to(dtype)
         else:
@@ -372,16 +387,64 @@ def states(
         s1 = tl.dot(tl.trans(k1), w, s1 * whole, input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(k2), w, s2 * whole, input_precision=PREC)
-    if FINAL:
-        tl.store(s_final + offsets1, s1, mask=inside)
+    if AFFINE and not DELTA:
+        tl.store(decay + i_s, total, mask=i_v == 0)
+    if END:
+        tl.store(s_end + offsets1, s1, mask=inside)
         if MAP.halves == 2:
-            tl.store(s_final + offsets2, s2, mask=inside)
+            tl.store(s_end + offsets2, s2, mask=inside)
         if READ.name != "":
-            tl.store(z_final + at_z, z1, mask=mz)
+            tl.store(z_end + at_z, z1, mask=mz)
             if MAP.halves == 2:
-                tl.store(z_final + at_z + K, z2, mask=mz)
+                tl.store(z_end + at_z + K, z2, mask=mz)
             if READ.name == "mala":
-                tl.store(u_final + at_u, u, mask=mu)
+                tl.store(u_end + at_u, u, mask=mu)
+
+
+@triton.jit
+def compose(
+    affine, decay, starts, s_start, s_end, parts, HV,
+    F: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, START: tl.constexpr, END: tl.constexpr,
+    REVERSE: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """S before each segment and S after all, from what each segment does to a state: S' = M S + U.
+
+    affine: [U, M] of each segment, or U alone with `decay` as M. parts: each sequence's first segment.
+    REVERSE: from the last segment to the first.
+    """
+    W: tl.constexpr = V + F if DELTA else V
+    i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), (tl.program_id(0) // tl.cdiv(V, BV)).to(tl.int64)
+    n, h = i_s // HV, i_s % HV
+    first, last = tl.load(parts + n).to(tl.int64), tl.load(parts + n + 1).to(tl.int64) - 1
+    r, c = tl.arange(0, BF), i_v * BV + tl.arange(0, BV)
+    i = last if REVERSE else first
+    for f in range(0, F, BF):
+        m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
+        s = tl.zeros([BF, BV], tl.float32)
+        if START:
+            s = tl.load(s_start + i_s * F * V + at, mask=m, other=0.0).to(tl.float32)
+        tl.store(starts + (i * HV + h) * F * V + at, s, mask=m)
+    for _ in range(first, last + 1):
+        tl.debug_barrier()  # S, stored by all threads of the program, is read by all
+        here = i * HV + h
+        i += -1 if REVERSE else 1
+        inside = (i >= first) & (i <= last)
+        for f in range(0, F, BF):
+            m, at = (f + r < F)[:, None] & (c < V)[None, :], (f + r)[:, None] * V + c[None, :]
+            row = affine + (here * F + f + r)[:, None] * W
+            s = tl.load(row + c[None, :], mask=m, other=0.0)
+            if DELTA:
+                for x in range(0, F, BF):
+                    mm = (f + r < F)[:, None] & (x + r < F)[None, :]
+                    M = tl.load(row + (V + x + r)[None, :], mask=mm, other=0.0)
+                    of_s = starts + here * F * V + (x + r)[:, None] * V + c[None, :]
+                    before = tl.load(of_s, mask=(x + r < F)[:, None] & (c < V)[None, :], other=0.0)
+                    s = tl.dot(M, before, s, input_precision=PREC)
+            else:
+                s += tl.load(decay + here) * tl.load(starts + here * F * V + at, mask=m, other=0.0)
+            tl.store(starts + (i * HV + h) * F * V + at, s, mask=m & inside)
+            if END:
+                tl.store(s_end + i_s * F * V + at, s, mask=m & ~inside)
 
 
 @triton.jit
@@ -474,26 +537,31 @@ def readout_gradients(
 
 @triton.jit
 def state_gradients(
-    q, k, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v, d_initial, dz_initial,
-    du_initial, d_final, dz_final, du_final, bounds, first, scale, H, HV,
+    q, k, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v, s_start, z_start,
+    u_start, s_end, z_end, u_end, decay, bounds, first, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PREC: tl.constexpr,
+    READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The sequential pass backwards: gradients of S, z and u after each chunk, and of v."""
-    i_v, i_s = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
+    """The sequential pass backwards: gradients of S, z and u after each chunk, and of v.
+
+    It starts from gradients of the last state and ends with those of the first. AFFINE: as in `states`.
+    """
+    W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
+    i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
     n, h = i_s // HV, i_s % HV
     hk = h // (HV // H)
     bos, chunk = tl.load(bounds + n), tl.load(first + n)
     end = tl.load(bounds + n + 1)
-    offsets1, inside = state_tile(i_s, 0, K, V, MAP.halves, i_v, BK, BV)
-    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, V, MAP.halves, i_v, BK, BV)
-    if FINAL:
-        s1 = tl.load(d_final + offsets1, mask=inside, other=0.0).to(tl.float32)
-        s2 = tl.load(d_final + offsets2, mask=inside, other=0.0).to(tl.float32)
+    offsets1, inside = state_tile(i_s, 0, K, W, MAP.halves, i_v, BK, BV)
+    offsets2, _ = state_tile(i_s, MAP.halves - 1, K, W, MAP.halves, i_v, BK, BV)
+    if START:
+        s1 = tl.load(s_start + offsets1, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(s_start + offsets2, mask=inside, other=0.0).to(tl.float32)
     else:
-        s1 = tl.zeros([BK, BV], tl.float32)
-        s2 = tl.zeros([BK, BV], tl.float32)
+        s1 = identity(0, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+        s2 = identity(1, K, V, i_v, BK, BV) if W > V else tl.zeros([BK, BV], tl.float32)
+    total = 1.0  # the decay of all chunks
     if READ.name != "":
         z1 = tl.zeros([BK], tl.float32)
         z2 = tl.zeros([BK], tl.float32)
@@ -503,20 +571,21 @@ def state_gradients(
         second = (MAP.halves - 1) * K
         at_u = i_s.to(tl.int64) * V + i_v * BV + tl.arange(0, BV)
         mu = i_v * BV + tl.arange(0, BV) < V
-        if FINAL:
-            z1 = tl.load(dz_final + at_z, mask=mz, other=0.0)
-            z2 = tl.load(dz_final + at_z + second, mask=mz, other=0.0)
+        if START:
+            z1 = tl.load(z_start + at_z, mask=mz, other=0.0)
+            z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
-                u = tl.load(du_final + at_u, mask=mu, other=0.0)
-    total = tl.load(first + n + 1) - chunk
-    for j in tl.range(0, total, disable_licm=True):
-        i = total - 1 - j
+                u = tl.load(u_start + at_u, mask=mu, other=0.0)
+    chunks = tl.load(first + n + 1) - chunk
+    for j in tl.range(0, chunks, disable_licm=True):
+        i = chunks - 1 - j
         here = (chunk + i).to(tl.int64) * HV + h
-        o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
-        tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
-        if MAP.halves == 2:
-            o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
-            tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
+        if not AFFINE:
+            o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
+            tl.store(d_s + o1, s1.to(d_s.dtype.element_ty), mask=inside)
+            if MAP.halves == 2:
+                o2, _ = state_tile(here, 1, K, V, MAP.halves, i_v, BK, BV)
+                tl.store(d_s + o2, s2.to(d_s.dtype.element_ty), mask=inside)
         if READ.name != "":
             oz, _within = vector(here, 0, K, MAP.halves, BK)
             tl.store(d_zs + oz, z1, mask=mz)
@@ -527,6 +596,7 @@ def state_gradients(
         y = load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV)
         dtype = y.dtype
         into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
+        total *= whole
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
         w = tl.dot(k1, s1.to(dtype), input_precision=PREC)
         if MAP.halves == 2:
@@ -543,7 +613,8 @@ def state_gradients(
         if DELTA:
             w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
             w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
-        store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
+        if not AFFINE:
+            store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
         s1 *= whole
         s2 *= whole
         if DELTA:
@@ -560,16 +631,18 @@ def state_gradients(
         s1 = tl.dot(tl.trans(q1), y, s1, input_precision=PREC)
         if MAP.halves == 2:
             s2 = tl.dot(tl.trans(q2), y, s2, input_precision=PREC)
-    if INITIAL:
-        tl.store(d_initial + offsets1, s1, mask=inside)
+    if AFFINE and not DELTA:
+        tl.store(decay + i_s, total, mask=i_v == 0)
+    if END:
+        tl.store(s_end + offsets1, s1, mask=inside)
         if MAP.halves == 2:
-            tl.store(d_initial + offsets2, s2, mask=inside)
+            tl.store(s_end + offsets2, s2, mask=inside)
         if READ.name != "":
-            tl.store(dz_initial + at_z, z1, mask=mz)
+            tl.store(z_end + at_z, z1, mask=mz)
             if MAP.halves == 2:
-                tl.store(dz_initial + at_z + K, z2, mask=mz)
+                tl.store(z_end + at_z + K, z2, mask=mz)
             if READ.name == "mala":
-                tl.store(du_initial + at_u, u, mask=mu)
+                tl.store(u_end + at_u, u, mask=mu)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels: where chunks lie, block sizes, precision of fp32 products."""
+"""Shared by the Triton kernels: where chunks lie, block sizes, schedules, precision of fp32 products."""
 
 import functools
 import itertools
@@ -32,12 +32,18 @@ class Chunks(NamedTuple):
     count: int32 [chunks], the tokens from there to the end of the sequence, at least 1.
     bounds: int64 [N + 1], where sequences begin.
     first: int32 [N + 1], each sequence's first chunk.
+    longest: the chunks of the longest sequence.
+    made_from: the arguments of `chunks_between`.
+    parts: None; in a table of segments int32 [N + 1], each sequence's first segment.
     """
 
     start: Tensor
     count: Tensor
     bounds: Tensor
     first: Tensor
+    longest: int
+    made_from: tuple
+    parts: Tensor | None = None
 
     @property
     def total(self) -> int:
@@ -46,6 +52,10 @@ class Chunks(NamedTuple):
     @property
     def sequences(self) -> int:
         return len(self.first) - 1
+
+    def segments(self, length: int) -> "Chunks":
+        """The same chunks with segments of `length` chunks as sequences; an empty sequence is a segment."""
+        return chunks_between(*self.made_from, segment=length)
 
 
 def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, device: torch.device) -> Chunks:
@@ -60,18 +70,34 @@ def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, devi
 
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
 def chunks_between(
-    batch: int, length: int, bounds: tuple[int, ...] | None, size: int, device: torch.device
+    batch: int,
+    length: int,
+    bounds: tuple[int, ...] | None,
+    size: int,
+    device: torch.device,
+    segment: int | None = None,
 ) -> Chunks:
-    """`chunks_of` for bounds that have been checked."""
+    """`chunks_of` for bounds that have been checked. segment: see `Chunks.segments`."""
     cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
-    lengths = cu.diff()
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), ((lengths + size - 1) // size).cumsum(0)])
-    sequence = torch.arange(len(lengths)).repeat_interleave(first.diff())
-    step = torch.arange(len(sequence)) - first[sequence]
+    first, sequence, step = _numbered(-(-cu.diff() // size))
     start = cu[sequence] + step * size
     count = cu[sequence + 1] - start
+    longest, parts = max(first.diff().tolist(), default=0), None
+    if segment:
+        parts, sequence, step = _numbered((-(-first.diff() // segment)).clamp(min=1))
+        cu = torch.cat([cu[sequence] + step * (segment * size), cu[-1:]])
+        first = torch.cat([first[sequence] + step * segment, first[-1:]])
     tables = start, count.to(torch.int32), cu, first.to(torch.int32)
-    return Chunks(*(x.to(device, non_blocking=True) for x in tables))
+    there = [x.to(device, non_blocking=True) for x in tables]
+    parts = parts if parts is None else parts.to(device, torch.int32, non_blocking=True)
+    return Chunks(*there, longest, (batch, length, bounds, size, device), parts)
+
+
+def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's pieces begin [N + 1]; of each piece, its sequence and its place in it."""
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    sequence = torch.arange(len(counts)).repeat_interleave(counts)
+    return first, sequence, torch.arange(len(sequence)) - first[sequence]
 
 
 # ---------------------------------------------------------------------------------------------- block sizes
@@ -104,19 +130,76 @@ def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -
     Takes the kernel's first row that covers `itemsize` (bytes of an input's element) and `features` (of a
     head). A card without a table takes the table of the newest card before it.
     """
+    return variants(kernel, itemsize, features, arch)[0]
+
+
+def variants(kernel: str, itemsize: int, features: int, arch: str | None = None) -> list[dict[str, int]]:
+    """As `blocks`, with all rows of the same itemsize and features: of them `schedule` chooses one."""
     table, arch = _table(), arch or architecture()
     if arch not in table:
         family = arch.rstrip("0123456789abcdef") if arch.startswith("gfx") else "sm_"
         older = [a for a in table if a.startswith(family) and _number(a) <= _number(arch)]
         arch = max(older, key=_number, default="sm_80")
-    for row in table[arch].get(kernel, table["sm_80"][kernel]):
-        if itemsize <= row["itemsize"] and features <= row["features"]:
-            return {name: x for name, x in row.items() if name not in ("itemsize", "features")}
+    rows = table[arch].get(kernel, table["sm_80"][kernel])
+    covers = [(row["itemsize"], row["features"]) for row in rows]
+    for cover in covers:
+        if itemsize <= cover[0] and features <= cover[1]:
+            same = [row for row, other in zip(rows, covers, strict=True) if other == cover]
+            return [{x: row[x] for x in row if x not in ("itemsize", "features")} for row in same]
     raise ValueError(f"{kernel}: no block sizes for {features} features of {itemsize} bytes; add a row")
 
 
 def _number(arch: str) -> int:
     return int(arch.lstrip("smgfx_"), 16 if arch.startswith("gfx") else 10)
+
+
+# ------------------------------------------------------------------------------ a sequential pass's schedule
+
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+
+
+@functools.cache
+def processors() -> int:
+    """Multiprocessors of the card; without a card, those of `architecture()`."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().multi_processor_count
+    return PROCESSORS.get(architecture(), 132)
+
+
+def schedule(
+    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None
+) -> tuple[int, int]:
+    """Which of the block widths a sequential pass takes, and the chunks of a segment, or 0 for no segments.
+
+    It is the choice of the least time, counted in steps. A step is a chunk in a block of 64 columns. With BV
+    columns it counts (64 + BV) / 128, as its instructions and bytes do: the part for k and (I + A)⁻¹ stays.
+    A pass takes as many steps as its longest run of chunks has, or as all chunks share among half of the
+    processors, which memory can feed. Segments take two passes, the first with M more columns, then
+    `composing` steps for each segment of the longest sequence, and 8 for two more launches. They must save a
+    fifth: a count is no measurement.
+
+    longest: chunks of the longest sequence. chunks: of all sequences and heads. composing: None forbids
+    segments.
+    """
+    return _schedule(widths, longest, chunks, V, M, composing, processors() / 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(
+    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None, fed: float
+) -> tuple[int, int]:
+    def steps(run: int, columns: int, BV: int) -> float:
+        return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
+
+    whole = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
+    lengths = [] if composing is None else [4 << i for i in range(longest.bit_length()) if 4 << i < longest]
+    split = (
+        (steps(n, V + M, BV) + steps(n, V, BV) + composing * -(-longest // n) + 8, i, n)
+        for n in lengths
+        for i, BV in enumerate(widths)
+    )
+    best = min(split, default=whole)
+    return best[1:] if best[0] < 0.8 * whole[0] else whole[1:]
 
 
 # ------------------------------------------------------------------------------ maps that kernels cannot form

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.chunk import (
     Readout,
+    compose,
     input_gradients,
     outputs,
     pair_gradients,
@@ -17,21 +18,69 @@ from nalanda_kernels.triton.chunk import (
     state_gradients,
     states,
 )
-from nalanda_kernels.triton.common import PRECISION, blocks, chunks_of, map_in_torch, power_of_two
+from nalanda_kernels.triton.common import (
+    PRECISION,
+    Chunks,
+    blocks,
+    chunks_of,
+    map_in_torch,
+    power_of_two,
+    schedule,
+    variants,
+)
 from nalanda_kernels.triton.feature_maps import Map, describe, form, map_features, unform
 
 # A program of these kernels takes one block of V; a program of the others loops over all of them.
-_BY_VALUES = (states, outputs, state_gradients)
+_BY_VALUES = (states, compose, outputs, state_gradients)
 _PLAIN = Readout()
+_NO_STATES = (None,) * 3
 
 
-def _launch(kernel, grid, *args, itemsize: int, features: int, **options) -> None:
-    sizes = blocks(kernel.__name__, itemsize, features)
+def _launch(kernel, grid, *args, itemsize: int, features: int, sizes=None, M: int = 0, **options) -> None:
+    """sizes: block sizes, warps and stages; by default those of `blocks`. M: columns beside those of V."""
+    sizes = dict(sizes or blocks(kernel.__name__, itemsize, features))
     if "BV" in sizes:
         sizes["BV"] = min(sizes["BV"], power_of_two(options["V"]))
-    tiles = -(-options["V"] // sizes["BV"]) if kernel in _BY_VALUES else 1
+    tiles = -(-(options["V"] + M) // sizes["BV"]) if kernel in _BY_VALUES else 1
     if grid[0]:
         kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
+
+
+def _scan(kernel, chunks: Chunks, inputs, start, end, *rest, **options) -> None:
+    """Launches `states` or `state_gradients` over all sequences, or over segments if `schedule` says so.
+
+    inputs, rest: the kernel's arguments before the states and after the tables; the last is HV.
+    start, end: S, z and Σv from which the pass starts and those that it stores; None where there are none.
+    """
+    HV, V, F, delta = rest[-1], options["V"], options["K"] * options["MAP"].halves, options["DELTA"]
+    M = F if delta else 0
+    composing = (F / 64 if delta else 0.25) if options["READ"] == _PLAIN else None
+    rows = variants(kernel.__name__, options["itemsize"], options["features"])
+    widths = tuple(min(row["BV"], power_of_two(V)) for row in rows)
+    choice, length = schedule(widths, chunks.longest, chunks.total * HV, V, M, composing)
+    sizes = rows[choice]
+    length = sizes.pop("segments", length) if composing else 0
+
+    def run(over, start, end, decay=None, AFFINE=False, M=0):
+        _launch(
+            kernel, (over.sequences * HV,), *inputs, *start, *end, decay, over.bounds, over.first, *rest,
+            START=start[0] is not None, END=end[0] is not None, AFFINE=AFFINE, sizes=sizes, M=M, **options,
+        )  # fmt: skip
+
+    if not 0 < length < chunks.longest:
+        run(chunks, start, end)
+        return
+    segments = chunks.segments(length)
+    new = partial(torch.empty, dtype=torch.float32, device=chunks.start.device)
+    affine, starts = (new(segments.sequences, HV, F, n) for n in (V + M, V))
+    decay = None if delta else new(segments.sequences, HV)
+    run(segments, _NO_STATES, (affine, None, None), decay, AFFINE=True, M=M)
+    _launch(
+        compose, (chunks.sequences * HV,), affine, decay, starts, start[0], end[0], segments.parts, HV, F=F,
+        V=V, DELTA=delta, START=start[0] is not None, END=end[0] is not None, PREC=PRECISION,
+        REVERSE=kernel is state_gradients, itemsize=4, features=options["features"],
+    )  # fmt: skip
+    run(segments, (starts, None, None), _NO_STATES)
 
 
 def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
@@ -72,10 +121,10 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
         prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, z_sums, chunks.start,
         chunks.count, scale, H, HV, MAP=map, **options,
     )  # fmt: skip
-    _launch(
-        states, (chunks.sequences * HV,), k_features, v, beta, g, inverse, s, e, z_sums, zs, us, initial,
-        z_initial, u_initial, s_final, z_final, u_final, chunks.bounds, chunks.first, H, HV, V=V,
-        INITIAL=initial is not None, FINAL=final, MAP=Map("stored", halves=map.halves), **options,
+    _scan(
+        states, chunks, (k_features, v, beta, g, inverse, s, e, z_sums, zs, us),
+        (initial, z_initial, u_initial), (s_final, z_final, u_final) if final else _NO_STATES, H, HV, V=V,
+        MAP=Map("stored", halves=map.halves), **options,
     )  # fmt: skip
     options["MAP"] = map
     _launch(
@@ -119,11 +168,9 @@ def _backward(
     d_s, d_zs, d_v = torch.empty_like(s), torch.empty_like(zs), torch.empty_like(v)
     starts = initial, z_initial, u_initial
     d_starts = [None if x is None else torch.empty_like(x, dtype=torch.float32) for x in starts]
-    _launch(
-        state_gradients, (chunks.sequences * HV,), q_features, k_features, d_o, shares, dz_sums, du_sums,
-        beta, g, inverse, scores, d_s, d_zs, d_v, *d_starts, d_final, dz_final, du_final, chunks.bounds,
-        chunks.first, scale, H, HV, INITIAL=initial is not None, FINAL=d_final is not None, **options,
-    )  # fmt: skip
+    inputs = q_features, k_features, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v
+    finals = d_final, dz_final, du_final
+    _scan(state_gradients, chunks, inputs, finals, d_starts, scale, H, HV, **options)
     # One share from each half of the features; the last one from pairs within a chunk.
     gates = (map.halves + 1, *v.shape[:3])
     d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)

@@ -182,7 +182,7 @@ def places_of(x: Tensor, cu_seqlens: Tensor | None) -> Places:
 
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
 def _places(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Places:
-    start, count, cu, first = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
+    start, count, cu, first, *_ = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
     n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
     table = torch.stack([n, cu[n], start + count, start], 1)
     return Places(table.to(device, non_blocking=True), cu.to(device, non_blocking=True))
