@@ -12,6 +12,7 @@ Training runs in bf16 by autocast, generation in a bf16 model.
 import nalanda_kernels.triton.interpreter  # isort: skip  (before any kernel)
 import sys
 from collections import Counter
+from typing import NamedTuple
 from unittest import mock
 
 import nalanda_kernels
@@ -28,7 +29,7 @@ from nalanda.config.model import build_model_config
 
 RECIPES = "nala_gated_deltanet_340m", "gated_deltanet_340m"
 KINDS = ("Triton", "products", "casts", "other")
-ROWS, LENGTH = 2, 128
+ROWS = 2
 PASSES = ("forward", "backward", "a token")
 
 
@@ -109,32 +110,48 @@ def measure(recipe: str, layers: int, length: int) -> list[Count]:
     return [forward, backward, decode]
 
 
-def print_table(recipe: str) -> None:
-    counts = {(n, T): measure(recipe, n, T) for n in (1, 2) for T in (LENGTH, 2 * LENGTH)}
-    print(f"\n{recipe}, one layer\n")
-    print("| pass | | launches | KB a token | MB a pass | kernels |\n|---|---|---|---|---|---|")
+class Cost(NamedTuple):
+    launches: int
+    by_token: float  # bytes
+    fixed: float  # bytes of a pass
+    names: str = ""
+
+
+def layer_costs(recipe: str, length: int = 128) -> dict[tuple[str, str], Cost]:
+    """The costs of a layer of the recipe by pass and kind of kernel."""
+    fused = mock.patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=1e-6: rms_norm(x, weight, eps))
+    with nalanda_kernels.use_backend("triton"), fused:
+        counts = [[measure(recipe, n, T) for n in (1, 2)] for T in (length, 2 * length)]
+    found = {}
     for i, name in enumerate(PASSES):
-        one, two, one_long, two_long = (counts[n, T][i] for T in (LENGTH, 2 * LENGTH) for n in (1, 2))
+        (one, two), (one_long, two_long) = ((one[i], two[i]) for one, two in counts)
         launches = two.launches - one.launches
-        short = {key: two.moved[key] - one.moved[key] for key in two.moved}
-        long = {key: two_long.moved[key] - one_long.moved[key] for key in two_long.moved}
-        total = [0, 0.0, 0.0]
         for kind in KINDS:
             keys = sorted((key for key in launches if key[0] == kind), key=lambda key: -launches[key])
-            by_token = sum(long[key] - short[key] for key in keys) / (ROWS * LENGTH)
-            fixed = sum(short[key] for key in keys) - by_token * ROWS * LENGTH
-            if name == PASSES[-1]:  # has no length
-                by_token, fixed = 0.0, sum(short[key] for key in keys)
-            row = [sum(launches[key] for key in keys), by_token / 1024, fixed / 2**20]
-            total = [x + y for x, y in zip(total, row, strict=True)]
-            names = ", ".join(f"{n} {launches[kind, n]}" for _, n in keys)
-            print(f"| {name} | {kind} | {row[0]} | {row[1]:.1f} | {row[2]:.1f} | {names} |")
-        print(f"| {name} | **all** | {total[0]} | {total[1]:.1f} | {total[2]:.1f} | |")
+            short = sum(two.moved[key] - one.moved[key] for key in keys)
+            long = sum(two_long.moved[key] - one_long.moved[key] for key in keys)
+            # A token of generation has no length.
+            slope = 0.0 if name == PASSES[-1] else (long - short) / (ROWS * length)
+            names = ", ".join(f"{key[1]} {launches[key]}" for key in keys)
+            total = sum(launches[key] for key in keys)
+            found[name, kind] = Cost(total, slope, short - slope * ROWS * length, names)
+    return found
+
+
+def print_table(recipe: str) -> None:
+    costs = layer_costs(recipe)
+    for name in PASSES:
+        rows = [x for key, x in costs.items() if key[0] == name]
+        totals = sum(x.launches for x in rows), sum(x.by_token for x in rows), sum(x.fixed for x in rows)
+        costs[name, "**all**"] = Cost(*totals)
+    print(f"\n{recipe}, one layer\n")
+    print("| pass | | launches | KB a token | MB a pass | kernels |\n|---|---|---|---|---|---|")
+    for (name, kind), x in sorted(costs.items(), key=lambda row: PASSES.index(row[0][0])):
+        row = f"{x.launches} | {x.by_token / 1024:.1f} | {x.fixed / 2**20:.1f} | {x.names}"
+        print(f"| {name} | {kind} | {row} |")
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    fused = mock.patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=1e-6: rms_norm(x, weight, eps))
-    with nalanda_kernels.use_backend("triton"), fused:
-        for recipe in sys.argv[1:] or RECIPES:
-            print_table(recipe)
+    for recipe in sys.argv[1:] or RECIPES:
+        print_table(recipe)

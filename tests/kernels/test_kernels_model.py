@@ -84,15 +84,33 @@ def test_training_under_autocast(mixer):
     assert errors[1] < 1.3 * errors[0] < 0.1
 
 
-def test_few_frames_lie_between_an_op_and_its_launch():
-    path = Path(__file__).parents[2] / "kernels" / "frames.py"
-    spec = importlib.util.spec_from_file_location("frames", path)
+def script(name: str):
+    """A module of the folder kernels/, which is no package."""
+    path = Path(__file__).parents[2] / "kernels" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_few_frames_lie_between_an_op_and_its_launch():
+    module = script("frames")
     for name, call in module.calls().items():
         found = module.frames(call)
         files = {frame.partition(":")[0] for frame in found}
         assert 0 < len(found) <= 8, (name, found)
         assert len(files) <= 4, (name, found)
+
+
+@pytest.mark.slow
+def test_a_layer_of_the_flagship_launches_and_moves_little():
+    """Counts of today. Casts move little, because norms give Linear layers the dtype that they read."""
+    costs = script("step_cost").layer_costs("nala_gated_deltanet_340m", length=64)
+    launches = {name: sum(x.launches for key, x in costs.items() if key[0] == name) for name, _ in costs}
+    assert 0 < launches["forward"] <= 40
+    assert 0 < launches["backward"] <= 71
+    assert 0 < launches["a token"] <= 15
+    assert sum(x.by_token for (_, kind), x in costs.items() if kind == "casts") < 8 * 1024
+    assert sum(x.by_token for (_, kind), x in costs.items() if kind != "products") < 380 * 1024
