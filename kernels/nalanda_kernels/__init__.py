@@ -60,6 +60,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},
     "step": {"triton": _triton("step:step")},
+    "swiglu": {"triton": _triton("epilogues:swiglu")},
+    "rms_norm": {"triton": _triton("epilogues:rms_norm")},
 }  # op → backend → implementation; "auto" tries what was measured as fastest, then this order, then torch
 
 

@@ -91,6 +91,9 @@ CASES = {
     "short_conv": Case("short_conv", 128, 128, 8),
     "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
     "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
+    "swiglu": Case("swiglu", 2816, 2816, 1),
+    "residual norm": Case("rms_norm", 1024, 1024, 1),
+    "head norm": Case("rms_norm", 256, 256, 6, gated=True),
 }  # the calls of the 340 M recipes
 PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # cases also compiled with the peer's kernels
 
@@ -147,6 +150,13 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         return lambda: op(x, weight, activation="silu")[:1]
     if case.op == "step":
         return lambda: _step(op, case, B)
+    if case.op == "swiglu":
+        return lambda: (op(q, k),)
+    if case.op == "rms_norm":  # of bf16 heads with their gate, or of a fp32 residual stream and a bf16 output
+        weight = torch.ones(case.V, requires_grad=True)
+        around = {"gate": k.flatten(-2)} if case.gated else {"add": k}
+        x = q if case.gated else q.float()
+        return lambda: op(x, weight, 1e-6, dtype=case.dtype, **around)
     return lambda: (op(q, k, v, block_size=64, scores=case.map or "softmax"),)
 
 

@@ -606,6 +606,21 @@ def test_bf16_is_rounded_alike_with_a_cache_and_without(mixer):
     assert (cached - whole).norm() < share * (whole - exact).norm()
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_linear_layers_under_autocast_read_its_dtype(mixer):
+    """A Linear casts fp32 inputs itself, each one again; a block has up to eight."""
+    model, seen = build(mixer, dtype=torch.float32), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids(1, 9), output_hidden_states=True, labels=ids(1, 9))
+    out.loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    assert {x.dtype for x in out.hidden_states[:-1]} == {torch.float32}, "the residual stream"
+    assert {x.grad.dtype for x in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_likelihoods_in_bf16_do_not_depend_on_the_batch(mixer, side):

@@ -228,7 +228,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors[:_TENSORS]
+    saved = ctx.saved_tensors  # once: activation checkpointing refuses to unpack twice
+    tensors = saved[:_TENSORS]
     v, others = tensors[2], others[: len(ctx.finals)]
     d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
     if any(x is not None and x.numel() for x in others):  # all or none
@@ -236,7 +237,7 @@ def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
         others = [zero if x is None else x.contiguous() for x, zero in zip(others, zeros, strict=True)]
     else:
         others = [None] * len(ctx.finals)
-    grads = function(d_o, *others, *ctx.saved_tensors, ctx.map, ctx.read, ctx.scale)
+    grads = function(d_o, *others, *saved, ctx.map, ctx.read, ctx.scale)
     grads = (None if x is None else dx for x, dx in zip(tensors, grads, strict=False))
     return *grads, *[None] * 6
 

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
@@ -195,16 +196,12 @@ class Mixer(nn.Module):
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
-        return self.o_proj(self.gate(self.normalized(o).to(x.dtype), x))
-
-    def normalized(self, o: Tensor) -> Tensor:
-        """The output's norm: `[B, T, HV, V]` to `[B, T, HV·V]`."""
+        gate = self.g_proj(x) if self.gated else None
         if self.norm == "head":
-            return self.o_norm(o).flatten(-2)
-        return o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))
-
-    def gate(self, o: Tensor, x: Tensor) -> Tensor:
-        return o * F.silu(self.g_proj(x)) if self.gated else o
+            norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
+            return self.o_proj(norm_gate(o, norm, gate, x.dtype))
+        o = (o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
+        return self.o_proj(o if gate is None else swiglu(gate, o))
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""

@@ -1,4 +1,4 @@
-"""Layers of the mixers and the decoder: norms, rotary positions, the GLU, the short convolution."""
+"""Layers of the mixers and the decoder: norms, rotary positions, the short convolution."""
 
 from contextlib import nullcontext
 
@@ -20,6 +20,14 @@ def no_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False)
 
 
+def linear_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a Linear layer reads x: autocast's where that is on, else that of x."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 class Fp32Module(nn.Module):
     """A module whose parameters stay fp32 when the model is cast, and have no weight decay.
 
@@ -36,7 +44,7 @@ class Fp32Module(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) ⊙ weight, in fp32, returned in the dtype of x."""
+    """x / √(mean x² + ε) ⊙ weight, in fp32, returned in `linear_dtype(x)`: Linear layers read it."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -45,19 +53,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)
-        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(linear_dtype(x))
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x − mean x) / √(var x + ε) ⊙ weight + bias, in fp32, returned in the dtype of x."""
+    """(x − mean x) / √(var x + ε) ⊙ weight + bias, in fp32, returned in `linear_dtype(x)`."""
 
     def forward(self, input: Tensor) -> Tensor:
         wide = at_least_fp32(input)
         weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+        y = F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps)
+        return y.to(linear_dtype(input))
 
 
 def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> Tensor:
@@ -79,20 +88,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
     a, b = wide.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-class GLU(nn.Module):
-    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # flattened once instead of in each Linear
-        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows)).view(x.shape)
 
 
 class _CausalDepthwise(torch.autograd.Function):

@@ -17,7 +17,8 @@ from .base import RowState
 from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import GLU, RMSNorm, ShortConv, at_least_fp32, rotary_angles
+from .epilogues import add_norm, swiglu
+from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
 from .plugins import load_copies
@@ -37,6 +38,20 @@ class CausalLMOutput(CausalLMOutputWithPast):
     """State of each row's last document, if requested."""
 
 
+class GLU(nn.Module):
+    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)  # flattened once instead of in each Linear
+        return self.down_proj(swiglu(self.gate_proj(rows), self.up_proj(rows))).view(x.shape)
+
+
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm x), then x + GLU(norm x)."""
 
@@ -51,12 +66,11 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensors | RowState | None = None
     ) -> tuple[Tensor, Tensors | RowState | None]:
-        y, state = self.mixer(self.mixer_norm(x), seq, state)
-        if not self.training:  # calls to dropout would slow decoding
-            x = x + y
-            return x + self.mlp(self.mlp_norm(x)), state
-        x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+        x, h = add_norm(x, None, self.mixer_norm)
+        y, state = self.mixer(h, seq, state)
+        x, h = add_norm(x, self.dropout(y) if self.training else y, self.mlp_norm)
+        y = self.mlp(h)
+        return x + (self.dropout(y) if self.training else y), state  # calls to dropout would slow decoding
 
 
 class NalandaPreTrainedModel(PreTrainedModel):
@@ -272,7 +286,7 @@ class Decoder(NalandaPreTrainedModel):
             ended.states = [state.tensors for state in states]
             lengths = (seq.lengths if past is None else seq.lengths + past)[rows.last]
             ended.seen(int(lengths.max()), lengths)
-        x = layout.unpack(self.norm(x))
+        x = layout.unpack(add_norm(x, None, self.norm)[1])
         return DecoderOutput(
             last_hidden_state=x,
             past_key_values=cache,

@@ -1,0 +1,242 @@
+"""Elementwise work between matrix products, in one pass each way: SwiGLU, and RMSNorm with what surrounds it.
+
+For rows x, y `[V]`, a weight w and a gate g, with s = x + y, r = 1/√(mean s² + ε) and n = r s,
+
+    h = n ⊙ w ⊙ SiLU(g).
+
+Backward, for the gradients ds of s and dh of h, with e = dh ⊙ SiLU(g):
+
+    dx = dy = ds + r (w ⊙ e − n mean(w ⊙ e ⊙ n)),    dw = Σ e ⊙ n,    dg = dh ⊙ n ⊙ w ⊙ SiLU'(g).
+
+y, g and ds may be absent. Only s, w and g are kept for the backward; r is cheaper to compute again than to
+read. Each program sums dw over its rows, and torch adds these sums in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.common import power_of_two
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILE = 2048  # entries of a tile, unless a row has more
+WIDEST = 16384
+
+
+# ------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def swiglu_kernel(
+    a, b, y, a_stride, b_stride, rows, N,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    m = (r < rows) & (c < N)
+    a_ = tl.load(a + r * a_stride + c, m, other=0.0).to(tl.float32)
+    b_ = tl.load(b + r * b_stride + c, m, other=0.0).to(tl.float32)
+    tl.store(y + r * N + c, (a_ * tl.sigmoid(a_) * b_).to(y.dtype.element_ty), m)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    a, b, d_y, d_a, d_b, a_stride, b_stride, rows, N,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    m = (r < rows) & (c < N)
+    a_ = tl.load(a + r * a_stride + c, m, other=0.0).to(tl.float32)
+    b_ = tl.load(b + r * b_stride + c, m, other=0.0).to(tl.float32)
+    d = tl.load(d_y + r * N + c, m, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a_)
+    tl.store(d_b + r * N + c, (d * a_ * s).to(d_b.dtype.element_ty), m)
+    tl.store(d_a + r * N + c, (d * b_ * s * (1 + a_ * (1 - s))).to(d_a.dtype.element_ty), m)
+
+
+@triton.jit
+def norm_kernel(
+    x, add, weight, gate, total, y, gate_stride, rows, eps,
+    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    c = tl.arange(0, BV)[None, :]
+    m = (r < rows) & (c < V)
+    at = r * V + c
+    s = tl.load(x + at, m, other=0.0).to(tl.float32)
+    if add is not None:
+        s = (s + tl.load(add + at, m, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, s, m)
+        s = s.to(tl.float32)
+    h = s * tl.rsqrt(tl.sum(s * s, 1) / V + eps)[:, None]
+    h *= tl.load(weight + c, c < V, other=0.0).to(tl.float32)
+    if gate is not None:
+        g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
+        h *= g * tl.sigmoid(g)
+    tl.store(y + at, h.to(y.dtype.element_ty), m)
+
+
+@triton.jit
+def norm_backward_kernel(
+    total, weight, gate, d_total, d_y, d_x, d_add, d_gate, d_weight, gate_stride, rows, eps,
+    H: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """SPAN rows, and the program's row of the sums of d_weight [programs, V]."""
+    c = tl.arange(0, BV)[None, :]
+    w = tl.load(weight + c, c < V, other=0.0).to(tl.float32)
+    dw = tl.zeros([BV], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * SPAN
+    for i in range(0, SPAN, BT):
+        r = first + i + tl.arange(0, BT)[:, None]
+        m = (r < rows) & (c < V)
+        at = r * V + c
+        n = tl.load(total + at, m, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(n * n, 1) / V + eps)[:, None]
+        n *= scale
+        d = tl.load(d_y + at, m, other=0.0).to(tl.float32)
+        if gate is not None:
+            g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
+            s = tl.sigmoid(g)
+            tl.store(d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m)
+            d *= g * s
+        dw += tl.sum(d * n, 0)
+        d *= w
+        d = scale * (d - n * (tl.sum(d * n, 1) / V)[:, None])
+        if d_total is not None:
+            d += tl.load(d_total + at, m, other=0.0).to(tl.float32)
+        tl.store(d_x + at, d.to(d_x.dtype.element_ty), m)
+        if d_add is not None:
+            tl.store(d_add + at, d.to(d_add.dtype.element_ty), m)
+    if d_weight is not None:
+        i = tl.arange(0, BV)
+        tl.store(d_weight + tl.program_id(0).to(tl.int64) * V + i, dw, i < V)
+
+
+# -------------------------------------------------------------------------------------------------- SwiGLU
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
+    x = x.reshape(x.numel() // width, width)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _swiglu_tiles(rows: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
+    BN = min(power_of_two(N), 1024)
+    BT = TILE // BN
+    return (triton.cdiv(rows, BT), triton.cdiv(N, BN)), {"BT": BT, "BN": BN, "num_warps": 4}
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        (rows, N), y = a.shape, a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
+        grid, tiles = _swiglu_tiles(rows, N)
+        if rows:
+            swiglu_kernel[grid](a, b, y, a.stride(0), b.stride(0), rows, N, **tiles)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):
+        a, b = ctx.saved_tensors
+        (rows, N), d_a, d_b = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
+        grid, tiles = _swiglu_tiles(rows, N)
+        if rows:
+            inputs = a, b, d_y.contiguous(), d_a, d_b
+            swiglu_backward_kernel[grid](*inputs, a.stride(0), b.stride(0), rows, N, **tiles)
+        return d_a, d_b
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """SiLU(a) ⊙ b of equal shapes, computed in fp32, in the dtype to which both promote.
+
+    Raises Unsupported for other dtypes than fp32, bf16 and fp16, and for no columns.
+    """
+    if a.dtype not in DTYPES or b.dtype not in DTYPES:
+        raise Unsupported(f"{a.dtype} and {b.dtype}")
+    if a.shape != b.shape or not a.ndim or not a.shape[-1]:
+        raise Unsupported(f"shapes {list(a.shape)} and {list(b.shape)}")
+    N = a.shape[-1]
+    return _SwiGLU.apply(_rows(a, N), _rows(b, N)).view(a.shape)
+
+
+# ------------------------------------------------------------------------------------------------- RMSNorm
+
+
+def _norm_tiles(V: int) -> dict[str, int]:
+    BV = power_of_two(V)
+    return {"V": V, "BT": max(1, TILE // BV), "BV": BV, "num_warps": min(max(4, BV // 512), 16)}
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x, add `[rows, V]`, weight `[V]`, gate `[rows / H, H·V]` to x + add and the norm, both `[rows, V]`."""
+
+    @staticmethod
+    def forward(ctx, x, add, weight, gate, eps, dtype):
+        (rows, V), tiles = x.shape, _norm_tiles(x.shape[1])
+        total = x if add is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
+        y = x.new_empty(x.shape, dtype=dtype)
+        H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
+        if rows:
+            grid = (triton.cdiv(rows, tiles["BT"]),)
+            norm_kernel[grid](x, add, weight, gate, total, y, stride, rows, eps, H=H, **tiles)
+        ctx.save_for_backward(total, weight, gate)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, None if add is None else add.dtype)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total, d_y):
+        total, weight, gate = ctx.saved_tensors
+        (rows, V), tiles, (dtype, added) = total.shape, _norm_tiles(total.shape[1]), ctx.dtypes
+        d_total = None if d_total is None else d_total.contiguous()
+        d_y = torch.zeros_like(total) if d_y is None else d_y.contiguous()
+        d_x = total.new_empty(total.shape, dtype=dtype)
+        d_add = None if added in (None, dtype) else total.new_empty(total.shape, dtype=added)
+        d_gate = None if gate is None else gate.new_empty(gate.shape)
+        H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
+        # A program's sums are as wide as a row: a few percent of the traffic with so many rows.
+        span = max(16, 8192 // tiles["BV"])
+        grid = (triton.cdiv(rows, span),)
+        d_weight = total.new_empty(*grid, V, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        if rows:
+            grads = d_total, d_y, d_x, d_add, d_gate, d_weight
+            norm_backward_kernel[grid](
+                total, weight, gate, *grads, stride, rows, ctx.eps, H=H, SPAN=span, **tiles
+            )
+        d_weight = None if d_weight is None else d_weight.sum(0).to(weight.dtype)
+        return d_x, d_x if added == dtype else d_add, d_weight, d_gate, None, None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype, add: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """s = x + add and s / √(mean s² + ε) ⊙ weight ⊙ SiLU(gate), over the last dimension, computed in fp32.
+
+    x: `[…, V]`; add: as x, or None for zeros; weight: `[V]`.
+    gate: None for no gate, or as many entries as x, `[…, H·V]` for x `[…, H, V]`.
+    dtype: of the norm. The sum has the dtype to which x and add promote; without `add` it is x.
+
+    Raises Unsupported for other dtypes than fp32, bf16 and fp16, and V not from 1 to 16384.
+    """
+    V, given = weight.numel(), [z for z in (x, weight, add, gate) if z is not None]
+    shapes = ", ".join(str(list(z.shape)) for z in given)
+    if dtype not in DTYPES or any(z.dtype not in DTYPES for z in given):
+        raise Unsupported(f"{', '.join(str(z.dtype) for z in given)} to {dtype}")
+    if not 0 < V <= WIDEST or x.shape[-1:] != weight.shape or (add is not None and add.shape != x.shape):
+        raise Unsupported(f"shapes {shapes}")
+    if gate is not None:
+        if gate.numel() != x.numel() or not gate.shape[-1] or gate.shape[-1] % V:
+            raise Unsupported(f"shapes {shapes}")
+        gate = _rows(gate, gate.shape[-1])
+    x_, add = (None if z is None else _rows(z, V).contiguous() for z in (x, add))
+    total, y = _RMSNorm.apply(x_, add, weight.contiguous(), gate, float(eps), dtype)
+    return total.view(x.shape), y.view(x.shape)

@@ -1,0 +1,44 @@
+"""Elementwise work between matrix products: SwiGLU, residual and norm, a head's norm and gate.
+
+Each is one kernel where one serves the call. torch.compile fuses the torch code itself, and with more of what
+surrounds it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layers import RMSNorm, linear_dtype
+from .ops import by_kernel
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """SiLU(a) ⊙ b."""
+    served = _by_kernel("swiglu", a, b)
+    return F.silu(a) * b if served is None else served
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + y and its norm, in `linear_dtype(x)`; y None: x itself and its norm.
+
+    Whoever goes on with the sum should take the one returned here: the kernel's backward adds the gradients
+    of both.
+    """
+    served = _by_kernel("rms_norm", x, norm.weight, norm.eps, add=y, dtype=linear_dtype(x))
+    if served is not None:
+        return served
+    x = x if y is None else x + y
+    return x, norm(x)
+
+
+def norm_gate(o: Tensor, norm: RMSNorm, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """norm(o) ⊙ SiLU(gate), o `[…, H, V]` and gate `[…, H·V]` or None for no gate: `[…, H·V]` in `dtype`."""
+    served = _by_kernel("rms_norm", o, norm.weight, norm.eps, gate=gate, dtype=dtype)
+    if served is not None:
+        return served[1].flatten(-2)
+    y = norm(o).flatten(-2).to(dtype)
+    return y if gate is None else y * F.silu(gate)
+
+
+def _by_kernel(op: str, x: Tensor, *inputs, **options):
+    return None if torch.compiler.is_compiling() else by_kernel(op, "auto", x, x, *inputs, **options)
