@@ -58,6 +58,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "map_features": {"triton": _triton("feature_maps:map_features")},
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},
+    "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step")},
 }  # op → backend → implementation; "auto" tries them in this order, then torch
 

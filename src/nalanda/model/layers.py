@@ -1,4 +1,4 @@
-"""Layers of the mixers and the decoder: norms, rotary positions, the GLU, the short convolution."""
+"""Layers of the mixers and the decoder: norms, rotary positions, the short convolution."""
 
 from contextlib import nullcontext
 
@@ -18,6 +18,14 @@ def no_autocast(x: Tensor):
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # not supported on meta
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def linear_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a Linear layer reads x: autocast's where that is on, else that of x."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 class Fp32Module(nn.Module):
@@ -79,20 +87,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
     a, b = wide.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-class GLU(nn.Module):
-    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # flattened once instead of in each Linear
-        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows)).view(x.shape)
 
 
 class _CausalDepthwise(torch.autograd.Function):

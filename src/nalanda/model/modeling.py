@@ -17,10 +17,11 @@ from .base import RowState
 from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
-from .layers import GLU, RMSNorm, ShortConv, at_least_fp32, rotary_angles
+from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
 from .plugins import load_copies
+from .projections import FusedLinears
 from .sequences import Layout, Rows, Sequences
 from .state import State
 
@@ -35,6 +36,23 @@ class DecoderOutput(BaseModelOutputWithPast):
 class CausalLMOutput(CausalLMOutputWithPast):
     row_states: NalandaCache | None = None
     """State of each row's last document, if requested."""
+
+
+class GLU(FusedLinears):
+    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return {"gate": self.gate_proj, "up": self.up_proj}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.project(x.flatten(0, -2))  # flattened once instead of in each Linear
+        return self.down_proj(F.silu(rows["gate"]) * rows["up"]).view(x.shape)
 
 
 class Block(GradientCheckpointingLayer):
