@@ -59,6 +59,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "map_features": {"triton": _triton("feature_maps:map_features")},
     "block_attention": {"triton": _triton("block_attention:block_attention")},
     "short_conv": {"triton": _triton("short_conv:short_conv")},
+    "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},

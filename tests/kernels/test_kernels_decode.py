@@ -55,7 +55,7 @@ def served(monkeypatch):
 
             return call
 
-    rows = {op: {"triton": Recorded(op)} for op in ("short_conv", "step")}
+    rows = {op: {"triton": Recorded(op)} for op in ("short_convs", "step")}
     monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
     return served
 
@@ -156,7 +156,8 @@ def test_the_convolution_is_one_op_to_the_compiler():
     x, weight, state = torch.randn(1, 5, 4), torch.randn(4, 3), torch.randn(2, 2, 4)
     inputs = [t.to(DEVICE).requires_grad_() for t in (x, weight, state)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(conv_module._forward_op, (*inputs, offsets([2, 3]), True), test_utils=tests)
+    lists = ([t] for t in inputs)
+    torch.library.opcheck(conv_module._forward_op, (*lists, offsets([2, 3]), [True]), test_utils=tests)
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -166,18 +167,18 @@ def test_the_model_takes_the_convolution(served, copies):
     x, state = (torch.randn(*n, 6 * copies, device=DEVICE) for n in ((1, 9), (3, 3)))
 
     def run():
-        y, final = convolve(conv, x, Sequences(cu), state, carry=True, silu=True)
+        (y,), (final,) = convolve([conv], [x], Sequences(cu), [state], carry=True, silu=True)
         return y, final, *torch.autograd.grad(y.square().sum(), conv.weight)
 
     run()
-    assert served == ([] if INTERPRETED else ["short_conv"])  # no call names the interpreter
+    assert served == ([] if INTERPRETED else ["short_convs"])  # no call names the interpreter
     served.clear()
     with nalanda_kernels.use_backend("torch"):
         expected = run()
     with nalanda_kernels.use_backend("triton"):
         for mine, theirs in zip(run(), expected, strict=True):
             near(mine, theirs, 3e-6)
-    assert served == ["short_conv"]
+    assert served == ["short_convs"]
 
 
 # ----------------------------------------------------------------------------------------------- the step
@@ -296,7 +297,7 @@ def test_sequences_of_their_own_lengths_and_zeros(served):
     assert served == ["step"] * 3
 
 
-@pytest.mark.filterwarnings("ignore:short_conv. not by")
+@pytest.mark.filterwarnings("ignore:short_convs. not by")
 @torch.no_grad()
 def test_where_the_step_does_not_serve(served):
     x, seq = torch.randn(1, 7, 32).to(DEVICE), Sequences(past=torch.tensor([6]))
@@ -341,4 +342,4 @@ def test_generation_is_that_of_the_torch_path(served):
     assert torch.equal(out.sequences, expected.sequences)
     near(torch.stack(out.logits), torch.stack(expected.logits), 2e-5)
     assert served.count("step") == 2 * 3  # the prefill gives the first of the four
-    assert served.count("short_conv") == 2 * 3
+    assert served.count("short_convs") == 2

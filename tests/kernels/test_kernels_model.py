@@ -15,13 +15,13 @@ from nalanda.model import MIXERS
 pytestmark = interpreted_only
 BLOCK = {"rms_norm", "swiglu"}  # the kernels of every block
 KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serve them
-    "deltanet": {"delta_rule", "short_conv"},
-    "gated_deltanet": {"delta_rule", "short_conv"},
-    "linear_attention": {"normalized_attention", "short_conv"},
-    "nala": {"normalized_attention", "short_conv"},
-    "mala": {"normalized_attention", "short_conv", "map_features"},  # map_features: in steps
-    "pola": {"normalized_attention", "short_conv", "map_features"},
-    "soft": {"linear_attention", "short_conv"},
+    "deltanet": {"delta_rule", "short_convs"},
+    "gated_deltanet": {"delta_rule", "short_convs"},
+    "linear_attention": {"normalized_attention", "short_convs"},
+    "nala": {"normalized_attention", "short_convs"},
+    "mala": {"normalized_attention", "short_convs", "map_features"},  # map_features: in steps
+    "pola": {"normalized_attention", "short_convs", "map_features"},
+    "soft": {"linear_attention", "short_convs"},
     "retention": {"linear_attention"},
     "gla": set(),
     "softmax": set(),

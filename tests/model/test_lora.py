@@ -71,8 +71,8 @@ def test_adapters_train_save_load_and_merge(mixer, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     again = peft.PeftModel.from_pretrained(build(mixer), tmp_path)
     assert torch.equal(logits(again), expected)
-    with model.disable_adapter():
-        assert torch.equal(logits(model), logits(build(mixer)))
+    with model.disable_adapter():  # layers with adapters are products of their own
+        assert (logits(model) - logits(build(mixer))).abs().max() < 1e-6
     with torch.no_grad():  # one token: the decoding path must use the adapters too
         cache = model(input_ids=IDS[:, :-1], use_cache=True).past_key_values
         last = model(input_ids=IDS[:, -1:], past_key_values=cache).logits[:, 0]

@@ -4,9 +4,13 @@ A program handles a block of channels and up to `SIZE` tokens of one sequence, s
 reads. The W shifted tiles of x come from caches: every element of x, y and their gradients crosses device
 memory once. Token s has dx = Σ_j w_{W−1−j} ⊙ dz_{s+j} with dz = dy ⊙ act'(z); z is recomputed from x if there
 is an activation. The state's gradient is the same sum at the W − 1 places before the first token.
+
+One launch does several convolutions of the same tokens, as a layer has for q, k and v. Kernels take tuples
+with an entry for each, and a program's block of channels lies in one of them.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,12 +40,12 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_input(
-    x, state, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr, HAS_STATE: tl.constexpr
-):
+    x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
     """[BT, BD] of x at `row` [BT]; up to W − 1 places before the sequence, of the state; elsewhere 0."""
     m, of = (c < D)[None, :], rows & (row >= first) & (row < end)
-    y = tl.load(x + row[:, None] * D + c[None, :], mask=of[:, None] & m, other=0.0)
-    if HAS_STATE:
+    y = tl.load(x + row[:, None] * stride + c[None, :], mask=of[:, None] & m, other=0.0)
+    if state is not None:
         place = row - first + (W - 1)
         of = rows & (place >= 0) & (row < first)
         p = state + (n * (W - 1) + place)[:, None] * D + c[None, :]
@@ -58,12 +62,27 @@ def load_place(places, i):
 
 @triton.jit
 def forward_kernel(
-    x, weight, state, y, places,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr,
-    SIZE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, weight, state, y, stride, places,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    i_c = tl.program_id(1)
+    for p in tl.static_range(len(D)):
+        if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
+            forward_block(
+                x[p], weight[p], state[p], y[p], stride[p], places, i_c, D[p], W, SILU[p], SIZE, BT, BD
+            )
+        i_c -= tl.cdiv(D[p], BD)
+
+
+@triton.jit
+def forward_block(
+    x, weight, state, y, stride, places, i_c,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     n, first, end, start = load_place(places, tl.program_id(0))
-    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
     count = tl.minimum(end - start, SIZE).to(tl.int32)
     for i_t in range(0, count, BT):
@@ -71,7 +90,7 @@ def forward_kernel(
         row, rows = start + t, t < count
         z = tl.zeros([BT, BD], dtype=tl.float32)
         for i in tl.static_range(W):
-            z += w[i] * load_input(x, state, row + (i - W + 1), rows, n, first, end, c, D, W, HAS_STATE)
+            z += w[i] * load_input(x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W)
         if SILU:
             z = z * tl.sigmoid(z)
         p = y + row[:, None] * D + c[None, :]
@@ -80,8 +99,8 @@ def forward_kernel(
 
 @triton.jit
 def d_input(
-    x, w, state, d_y, row, rows, n, first, end, c,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr, DW: tl.constexpr,
+    x, w, state, d_y, stride, row, rows, n, first, end, c,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, DW: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the input at `row` [BT, BD]; rows may lie before the sequence.
@@ -90,7 +109,7 @@ def d_input(
     """
     inputs = ()  # x from `row` − W + 1 on, in its own dtype to save registers
     for j in tl.static_range(2 * W - 1 if SILU else W if DW else 0):
-        inputs = inputs + (load_input(x, state, row + (j - W + 1), rows, n, first, end, c, D, W, HAS_STATE),)  # noqa: RUF005
+        inputs = inputs + (load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),)  # noqa: RUF005
     dx = tl.zeros([BT, BD], dtype=tl.float32)
     dw = ()
     for s in tl.static_range(W):
@@ -112,14 +131,31 @@ def d_input(
 
 @triton.jit
 def backward_kernel(
-    x, weight, state, d_y, d_x, d_weight, places,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr,
-    SIZE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, weight, state, d_y, d_x, d_weight, stride, places, ALL,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """dx, and the program's row of the partial sums of dweight [blocks, W, D]."""
-    i_c = tl.program_id(0)
-    n, first, end, start = load_place(places, i_c)
-    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    i_c, before = tl.program_id(1), 0
+    for p in tl.static_range(len(D)):
+        if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
+            backward_block(
+                x[p], weight[p], state[p], d_y[p], d_x[p], d_weight + before, stride[p], places, ALL, i_c,
+                D[p], W, SILU[p], SIZE, BT, BD,
+            )  # fmt: skip
+        i_c -= tl.cdiv(D[p], BD)
+        before += D[p]
+
+
+@triton.jit
+def backward_block(
+    x, weight, state, d_y, d_x, d_weight, stride, places, ALL, i_c,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """dx, in rows of all ALL channels, and the program's partial sums of dweight [blocks, W, ALL]."""
+    i = tl.program_id(0)
+    n, first, end, start = load_place(places, i)
+    c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
     count = tl.minimum(end - start, SIZE).to(tl.int32)
     dw = ()
@@ -128,20 +164,20 @@ def backward_kernel(
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
         row, rows = start + t, t < count
-        dx, part = d_input(x, w, state, d_y, row, rows, n, first, end, c, D, W, SILU, HAS_STATE, True, BT, BD)
-        p = d_x + row[:, None] * D + c[None, :]
+        dx, part = d_input(x, w, state, d_y, stride, row, rows, n, first, end, c, D, W, SILU, True, BT, BD)
+        p = d_x + row[:, None] * ALL + c[None, :]
         tl.store(p, dx.to(d_x.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
         total = ()
-        for i in tl.static_range(W):
-            total = total + (dw[i] + part[i],)  # noqa: RUF005
+        for i_w in tl.static_range(W):
+            total = total + (dw[i_w] + part[i_w],)  # noqa: RUF005
         dw = total
-    for i in tl.static_range(W):
-        tl.store(d_weight + (i_c.to(tl.int64) * W + i) * D + c, dw[i], mask=c < D)
+    for i_w in tl.static_range(W):
+        tl.store(d_weight + (i.to(tl.int64) * W + i_w) * ALL + c, dw[i_w], mask=c < D)
 
 
 @triton.jit
 def state_kernel(
-    x, weight, state, d_y, d_state, bounds, N,
+    x, weight, state, d_y, d_state, stride, bounds, N,
     D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dstate [N, W−1, D]; a tile's row is one place of one sequence."""
@@ -149,12 +185,18 @@ def state_kernel(
     n, rows = i // (W - 1), i < N * (W - 1)
     first = tl.load(bounds + n, mask=rows, other=0)
     end = tl.load(bounds + n + 1, mask=rows, other=0)
-    c = tl.program_id(1) * BD + tl.arange(0, BD)
-    w = load_taps(weight, c, D, W)
-    row = first - (W - 1) + i % (W - 1)
-    dx, _ = d_input(x, w, state, d_y, row, rows, n, first, end, c, D, W, SILU, True, False, BT, BD)
-    p = d_state + i[:, None] * D + c[None, :]
-    tl.store(p, dx.to(d_state.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
+    row, i_c = first - (W - 1) + i % (W - 1), tl.program_id(1)
+    for k in tl.static_range(len(D)):
+        if (i_c >= 0) & (i_c < tl.cdiv(D[k], BD)):
+            c = i_c * BD + tl.arange(0, BD)
+            w = load_taps(weight[k], c, D[k], W)
+            dx, _ = d_input(
+                x[k], w, state[k], d_y[k], stride[k], row, rows, n, first, end, c,
+                D[k], W, SILU[k], False, BT, BD,
+            )  # fmt: skip
+            p = d_state[k] + i[:, None] * D[k] + c[None, :]
+            tl.store(p, dx.to(d_state[k].dtype.element_ty), mask=rows[:, None] & (c < D[k])[None, :])
+        i_c -= tl.cdiv(D[k], BD)
 
 
 # -------------------------------------------------------------------------------------------------- launches
@@ -200,79 +242,169 @@ def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
     return {"BD": min(BD, power_of_two(D)), "BT": BT, "num_warps": 1}
 
 
-def _launch(kernel, name: str, rows: int, weight: Tensor, silu: bool, *tensors, **options) -> None:
-    D, W = weight.shape
-    tiles = _tiles(name, D, W, silu)
-    grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), triton.cdiv(D, tiles["BD"]))
-    kernel[grid](*tensors, D=D, W=W, SILU=silu, **options, **tiles)
+def _launch(kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], *args, **options):
+    sizes, W = tuple(map(len, weights)), weights[0].shape[1]
+    tiles = _tiles(name, max(sizes), W, any(silu))
+    blocks = sum(triton.cdiv(D, tiles["BD"]) for D in sizes)
+    grid = (rows if name != "state" else triton.cdiv(rows, tiles["BT"]), blocks)
+    kernel[grid](*args, D=sizes, W=W, SILU=tuple(silu), **options, **tiles)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
-) -> Tensor:
-    y, blocks = torch.empty_like(x), places_of(x, cu_seqlens).blocks
-    options = {"HAS_STATE": state is not None, "SIZE": SIZE}
-    _launch(forward_kernel, "forward", len(blocks), weight, silu, x, weight, state, y, blocks, **options)
-    return y
+    xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], cu_seqlens: Tensor | None,
+    silu: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    ys, blocks = [x.new_empty(x.shape) for x in xs], places_of(xs[0], cu_seqlens).blocks
+    _launch(
+        *(forward_kernel, "forward", len(blocks), weights, silu),
+        *(tuple(xs), tuple(weights), _or_none(states, xs), tuple(ys), _strides(xs), blocks),
+        SIZE=SIZE,
+    )
+    return ys
+
+
+def _or_none(states: Sequence[Tensor], xs: Sequence[Tensor]) -> tuple:
+    return tuple(states) or (None,) * len(xs)
+
+
+def _strides(xs: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(x.stride(1) for x in xs)
 
 
 def _backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dstate; dstate is empty if there is no state."""
-    (D, W), (blocks, bounds) = weight.shape, places_of(x, cu_seqlens)
-    d_x, d_state = torch.empty_like(x), x.new_empty(0) if state is None else torch.empty_like(state)
-    inputs, like = (x, weight, state, d_y.contiguous()), (weight, silu)
-    parts = x.new_empty(len(blocks), W, D, dtype=torch.float32)
-    options = {"HAS_STATE": state is not None, "SIZE": SIZE}
-    _launch(backward_kernel, "backward", len(blocks), *like, *inputs, d_x, parts, blocks, **options)
-    if state is not None:
-        N = len(state)
-        _launch(state_kernel, "state", N * (W - 1), *like, *inputs, d_state, bounds, N)
-    return d_x, parts.sum(0).T.to(weight.dtype, memory_format=torch.contiguous_format), d_state
+    d_ys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor],
+    cu_seqlens: Tensor | None, silu: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """dx `[B, T, ΣD]` and dweight `[ΣD, W]` of all convolutions side by side, and a list of dstates."""
+    sizes, (blocks, bounds) = [*map(len, weights)], places_of(xs[0], cu_seqlens)
+    d_ys, W = tuple(d.contiguous() for d in d_ys), weights[0].shape[1]
+    d_x = xs[0].new_empty(*xs[0].shape[:2], sum(sizes))
+    d_weight = d_x.new_empty(len(blocks), W, sum(sizes), dtype=torch.float32)
+    inputs = tuple(xs), tuple(weights), _or_none(states, xs), d_ys
+    _launch(
+        *(backward_kernel, "backward", len(blocks), weights, silu),
+        *(*inputs, d_x.split(sizes, -1), d_weight, _strides(xs), blocks, sum(sizes)),
+        SIZE=SIZE,
+    )
+    d_states = [torch.empty_like(state) for state in states]
+    if states:
+        N = len(states[0])
+        rest = tuple(d_states), _strides(xs), bounds, N
+        _launch(state_kernel, "state", N * (W - 1), weights, silu, *inputs, *rest)
+    d_weight = d_weight.sum(0).T.to(weights[0].dtype, memory_format=torch.contiguous_format)
+    return d_x, d_weight, d_states
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(function, ctx, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_weight, d_state = function(d_y, *ctx.saved_tensors, ctx.silu)
-    return d_x, d_weight, d_state if ctx.needs_input_grad[2] else None, None, None
-
-
-class _ShortConv(torch.autograd.Function):
+class _ShortConvs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args):
-        _setup_context(ctx, args, None)
-        return _forward(*args)
+    def forward(ctx, count, cu_seqlens, silu, *tensors):
+        ctx.count, ctx.cu_seqlens, ctx.silu = count, cu_seqlens, silu
+        ctx.save_for_backward(*tensors)
+        return tuple(
+            _forward(tensors[:count], tensors[count : 2 * count], tensors[2 * count :], cu_seqlens, silu)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_y):
-        return _gradients(_backward, ctx, d_y)
+    def backward(ctx, *d_ys):
+        n, tensors = ctx.count, ctx.saved_tensors
+        xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        d_x, d_weight, d_states = _backward(d_ys, xs, weights, states, ctx.cu_seqlens, ctx.silu)
+        sizes = [*map(len, weights)]
+        # Views of one tensor: the backward of the product that made x reads all of them at once.
+        return None, None, None, *d_x.split(sizes, -1), *d_weight.split(sizes), *d_states
 
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
-_forward_op = torch.library.custom_op("nalanda_kernels::short_conv", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("nalanda_kernels::short_conv_backward", _backward, mutates_args=())
+_forward_op = torch.library.custom_op(
+    "nalanda_kernels::short_convs", _forward, mutates_args=(),
+    schema="(Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) -> Tensor[]",
+)  # fmt: skip
+_backward_op = torch.library.custom_op(
+    "nalanda_kernels::short_convs_backward", _backward, mutates_args=(),
+    schema="(Tensor[] d_ys, Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) "
+    "-> (Tensor, Tensor, Tensor[])",
+)  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(x, weight, state, cu_seqlens, silu):
-    return torch.empty_like(x)
+def _(xs, weights, states, cu_seqlens, silu):
+    return [x.new_empty(x.shape) for x in xs]
 
 
 @_backward_op.register_fake
-def _(d_y, x, weight, state, cu_seqlens, silu):
-    d_state = x.new_empty(0) if state is None else torch.empty_like(state)
-    return torch.empty_like(x), torch.empty_like(weight), d_state
+def _(d_ys, xs, weights, states, cu_seqlens, silu):
+    D, x, weight = sum(map(len, weights)), xs[0], weights[0]
+    d_states = [torch.empty_like(state) for state in states]
+    return x.new_empty(*x.shape[:2], D), weight.new_empty(D, weight.shape[1]), d_states
 
 
-_forward_op.register_autograd(
-    lambda ctx, d_y: _gradients(_backward_op, ctx, d_y), setup_context=_setup_context
-)
+def _setup_context(ctx, inputs, output) -> None:
+    xs, weights, states, cu_seqlens, ctx.silu = inputs
+    ctx.count = len(xs)
+    ctx.save_for_backward(cu_seqlens, *xs, *weights, *states)
+
+
+def _gradients(ctx, d_ys):
+    n, (cu_seqlens, *tensors) = ctx.count, ctx.saved_tensors
+    xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+    d_x, d_weight, d_states = _backward_op(d_ys, xs, weights, states, cu_seqlens, ctx.silu)
+    sizes = [*map(len, weights)]
+    return [*d_x.split(sizes, -1)], [*d_weight.split(sizes)], d_states, None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def short_convs(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor] | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    activations: Sequence[str | None] = (None,),
+    output_final_state: bool = False,
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Several convolutions of the same tokens, y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}) within each sequence.
+
+    xs: `[B, T, D]` each, or packed `[1, ΣT, D]` with cu_seqlens (integers `[N + 1]` on the host).
+    weights: `[D, W]` each, 2 ≤ W ≤ 8; the last tap multiplies the token itself.
+    states: `[N, W−1, D]` each, the inputs before the first token, oldest first; None for zeros.
+    activations: None or "silu" each.
+
+    Returns each y in the dtype of x, and the new states if output_final_state. Sums are fp32.
+    Raises Unsupported for other dtypes or widths, inputs or weights that differ in theirs, or no tokens.
+    """
+    dtypes, widths = ({x.dtype for x in xs}, {w.dtype for w in weights}), {w.shape[1] for w in weights}
+    if any(len(types) > 1 or not types.issubset(DTYPES) for types in dtypes):
+        raise Unsupported(f"no {_names(dtypes[0])} inputs with {_names(dtypes[1])} weights")
+    if len(widths) > 1 or not 2 <= min(widths) <= 8:
+        raise Unsupported(f"{', '.join(map(str, sorted(widths)))} taps are not 2 to 8")
+    if not set(activations) <= {None, "silu"}:
+        raise Unsupported(f"no activation {next(x for x in activations if x not in (None, 'silu'))!r}")
+    if not xs[0].numel():
+        raise Unsupported("there is no token")
+    past = [state.to(xs[0].dtype).contiguous() for state in states or ()]
+    xs, weights = [*map(_rows, xs)], [weight.contiguous() for weight in weights]
+    silu = [activation == "silu" for activation in activations]
+    if torch.compiler.is_compiling():
+        ys = _forward_op(xs, weights, past, cu_seqlens, silu)
+    else:
+        ys = _ShortConvs.apply(len(xs), cu_seqlens, silu, *xs, *weights, *past)
+    if not output_final_state:
+        return [*ys], None
+    gap = weights[0].shape[1] - 1
+    return [*ys], [_last(x, s, gap, cu_seqlens) for x, s in zip(xs, past or [None] * len(xs), strict=True)]
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x `[B, T, D]` whose tokens are equally far apart, as those of a slice of channels are."""
+    fits = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if fits else x.contiguous()
 
 
 def short_conv(
@@ -284,29 +416,11 @@ def short_conv(
     activation: str | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """y_t = act(Σ_i w_i ⊙ x_{t−W+1+i}) within each sequence.
-
-    x: `[B, T, D]`, or packed `[1, ΣT, D]` with cu_seqlens (integers `[N + 1]` on the host).
-    weight: `[D, W]`, 2 ≤ W ≤ 8; the last tap multiplies the token itself.
-    state: `[N, W−1, D]`, the inputs before the first token, oldest first; None for zeros.
-    activation: None or "silu".
-
-    Returns y in the dtype of x, and the new state if output_final_state. Sums are fp32.
-    Raises Unsupported for other dtypes or widths, or no tokens.
-    """
-    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        raise Unsupported(f"no {x.dtype} inputs with {weight.dtype} weights")
-    if not 2 <= weight.shape[1] <= 8:
-        raise Unsupported(f"{weight.shape[1]} taps are not 2 to 8")
-    if activation not in (None, "silu"):
-        raise Unsupported(f"no activation {activation!r}")
-    if not x.numel():
-        raise Unsupported("there is no token")
-    state = None if state is None else state.to(x.dtype).contiguous()
-    x = x.contiguous()
-    function = _forward_op if torch.compiler.is_compiling() else _ShortConv.apply
-    y = function(x, weight.contiguous(), state, cu_seqlens, activation == "silu")
-    return y, _last(x, state, weight.shape[1] - 1, cu_seqlens) if output_final_state else None
+    """`short_convs` for one."""
+    states = None if state is None else [state]
+    options = {"cu_seqlens": cu_seqlens, "output_final_state": output_final_state}
+    (y,), final = short_convs([x], [weight], states, activations=[activation], **options)
+    return y, None if final is None else final[0]
 
 
 def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -33,9 +33,12 @@ def softplus(x):
 
 
 @triton.jit
-def convolved(x, weight, past, new, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
-    """Channels c [BD] of x [N, D] after the convolution, in fp32. If `owns`, stores the new state too."""
-    last = tl.load(x + n * D + c, mask=m, other=0.0)
+def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: tl.constexpr):
+    """Channels c [BD] of x [N, D], its rows `stride` apart, after the convolution, in fp32.
+
+    If `owns`, stores the new state too.
+    """
+    last = tl.load(x + n * stride + c, mask=m, other=0.0)
     y = last.to(tl.float32)
     if W > 0:
         y *= tl.load(weight + c * W + (W - 1), mask=m, other=0.0).to(tl.float32)
@@ -72,7 +75,7 @@ def normed(o, weight, c, m, eps, V: tl.constexpr):
 def step_kernel(
     q, k, v, q_weight, k_weight, v_weight, q_past, k_past, v_past, q_new, k_new, v_new,
     b, a, A_log, dt_bias, g, positions, state, new_state, norm_weight, gate, o, o_raw, tickets,
-    scale, beta_scale, eps, position_stride,
+    q_stride, k_stride, v_stride, b_stride, a_stride, gate_stride, position_stride, scale, beta_scale, eps,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     MAP: tl.constexpr, DELTA: tl.constexpr, DECAY: tl.constexpr, DENOMINATOR: tl.constexpr,
     SILU: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
@@ -97,9 +100,9 @@ def step_kernel(
     h, row = h_v // GROUP, in_K[None, :]
     owns = (i_v == 0) & (h_v % GROUP == 0)
     D_K: tl.constexpr = HV // GROUP * K
-    x_q = convolved(q, q_weight, q_past, q_new, n, h * K + f, in_K, owns, D_K, W)
-    x_k = convolved(k, k_weight, k_past, k_new, n, h * K + f, in_K, owns, D_K, W)
-    u = convolved(v, v_weight, v_past, v_new, n, h_v * V + c, in_V, in_V, HV * V, W)
+    x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, D_K, W)
+    x_k = convolved(k, k_stride, k_weight, k_past, k_new, n, h * K + f, in_K, owns, D_K, W)
+    u = convolved(v, v_stride, v_weight, v_past, v_new, n, h_v * V + c, in_V, in_V, HV * V, W)
     if SILU:
         u *= tl.sigmoid(u)
     q1, q2 = features(x_q[None, :], row, MAP, True)
@@ -111,7 +114,7 @@ def step_kernel(
     if DECAY == "given":
         decay = tl.exp(tl.load(g + i).to(tl.float32))
     elif DECAY == "softplus":
-        dt = tl.load(a + i).to(tl.float32) + tl.load(dt_bias + h_v).to(tl.float32)
+        dt = tl.load(a + n * a_stride + h_v).to(tl.float32) + tl.load(dt_bias + h_v).to(tl.float32)
         decay = tl.exp(-tl.exp(tl.load(A_log + h_v).to(tl.float32)) * softplus(dt))
     if DECAY != "none":
         s1 *= decay
@@ -121,7 +124,7 @@ def step_kernel(
         held = tl.sum(k1 * s1, 0)
         if HALVES == 2:
             held += tl.sum(k2 * s2, 0)
-        u = (u - held) * (beta_scale * tl.sigmoid(tl.load(b + i).to(tl.float32)))
+        u = (u - held) * (beta_scale * tl.sigmoid(tl.load(b + n * b_stride + h_v).to(tl.float32)))
     s1 += k1 * u[None, :]
     tl.store(new_state + tile, s1, mask=m)
     y = tl.sum(q1 * s1, 0)
@@ -143,12 +146,12 @@ def step_kernel(
         y /= total * scale + EPS * count
 
     # norm and gate
-    heads = i.to(tl.int64) * V
+    heads, gates = i.to(tl.int64) * V, n * gate_stride + h_v * V
     if not NORM:
-        y = gated(y, gate, heads + c, in_V, GATED)
+        y = gated(y, gate, gates + c, in_V, GATED)
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     elif BV >= V:
-        y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, heads + c, in_V, GATED)
+        y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, gates + c, in_V, GATED)
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     else:
         tl.store(o_raw + heads + c, y, mask=in_V)
@@ -158,7 +161,7 @@ def step_kernel(
             in_all = all_c < V
             whole = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
             whole = normed(whole, norm_weight, all_c, in_all, eps, V)
-            whole = gated(whole, gate, heads + all_c, in_all, GATED)
+            whole = gated(whole, gate, gates + all_c, in_all, GATED)
             tl.store(o + heads + all_c, whole.to(o.dtype.element_ty), mask=in_all)
             tl.store(tickets + i, 0)  # for the next launch
 
@@ -191,6 +194,12 @@ def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x as `[N, ·]` with neighbouring columns; a view for columns of a product's rows."""
+    x = x.flatten(1)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def step(
     inputs: Callable[[], dict[str, Tensor]],
     state: dict[str, Tensor],
@@ -217,6 +226,7 @@ def step(
         with heads apart) as projected. Delta rule: also b `[N, 1, HV]`, β = beta_scale·σ(b). Decay: either g,
         or a `[N, 1, HV]` together with `decay` = (A_log, dt_bias), g = −exp(A_log)·softplus(a + dt_bias).
         Denominator: positions, int64 `[N or 1, 1]`, from 0. Output gate: gate `[N, 1, HV·V]`, before SiLU.
+        q, k, v, b, a and gate may be columns of wider rows.
     state: recurrent `[N, HV, F, V]` in fp32, with a denominator V + 1 columns, the last one Σφ(k); with
         filters also conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
     dtype: of the output.
@@ -235,7 +245,9 @@ def step(
         raise Unsupported(f"no {dtype} with a state in {old.dtype}")
     if key_dim > 256 or value_dim > 512:
         raise Unsupported(f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512")
-    x = {name: tensor.contiguous() for name, tensor in inputs().items()}
+    columns = ("q", "k", "v", "b", "a", "gate")
+    x = {name: _rows(y) if name in columns else y.contiguous() for name, y in inputs().items()}
+    strides = [x[name].stride(0) if name in x else 0 for name in columns]
     q, N = x["q"], len(x["q"])
     taps, past, new = {}, {}, {}
     for name, weight in filters.items():
@@ -259,8 +271,8 @@ def step(
         *(x.get("b"), x.get("a"), A_log, dt_bias, x.get("g"), positions, old, new["recurrent"], weight),
         *(x.get("gate"), o, torch.empty_like(o, dtype=torch.float32) if apart else None),
         tickets_of(q, N * num_v_heads) if apart else None,
+        *(*strides, int(positions is not None and len(positions) > 1)),
         *(float(scale), float(beta_scale), float(eps)),
-        int(positions is not None and len(positions) > 1),
         HV=num_v_heads,
         GROUP=num_v_heads // num_heads,
         K=key_dim,

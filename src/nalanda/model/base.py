@@ -42,6 +42,7 @@ from .epilogues import norm_gate, swiglu
 from .feature_maps import build_feature_map
 from .layers import LayerNorm, RMSNorm, ShortConv
 from .ops import by_kernel
+from .projections import FusedLinears
 from .sequences import Sequences
 from .step import step
 
@@ -63,25 +64,29 @@ Heads = dict[str, Tensor]
 
 
 def convolve(
-    conv: ShortConv, x: Tensor, seq: Sequences, state: Tensor | None, carry: bool, silu: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """`conv(x, seq, state, carry)`, followed by SiLU if `silu`; by a kernel if one serves the call."""
-    weight = conv.weight.squeeze(1)
-    weight = weight.repeat(conv.copies, 1) if conv.copies > 1 else weight
-    activation = "silu" if silu else None
+    convs: list[ShortConv], xs: list[Tensor], seq: Sequences, states: list[Tensor] | None, carry: bool,
+    silu: bool = False,
+) -> tuple[list[Tensor], list[Tensor] | None]:  # fmt: skip
+    """`conv(x, seq, state, carry)` for each; SiLU follows the last one if `silu`. By a kernel if one serves.
+
+    states: None for none. Returns their outputs and, with `carry`, their states.
+    """
+    weights = [conv.weight.squeeze(1).repeat(conv.copies, 1) for conv in convs]
     served = by_kernel(
-        *("short_conv", "auto", x, x, weight, state),
+        *("short_convs", "auto", xs[0], xs, weights, states),
         cu_seqlens=seq.cu_seqlens,
-        activation=activation,
+        activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
         output_final_state=carry,
     )
     if served is not None:
         return served
-    x, state = conv(x, seq, state, carry)
-    return F.silu(x) if silu else x, state
+    past = states or [None] * len(xs)
+    done = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
+    *outputs, last = [y for y, _ in done]
+    return [*outputs, F.silu(last) if silu else last], [state for _, state in done] if carry else None
 
 
-class Mixer(nn.Module):
+class Mixer(FusedLinears):
     """Mixes tokens over time in three steps: `heads`, `mix`, `read_out`; the contract is at the top.
 
     Sizes: K = head_dim·expand_k and V = head_dim·expand_v per head; H heads of q, HK of k, HV of v.
@@ -164,31 +169,35 @@ class Mixer(nn.Module):
         return {name: seq.gather_states(x) for name, x in new.items()}
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates.
+        """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates; and
+        `gate`, the input of the output gate.
 
         state: what earlier calls put into `new`. new: None if no state is wanted.
         """
-        heads = {
-            name: self.convolve(name, projection(x), seq, state, new).unflatten(
-                -1, (-1, self.V if name == "v" else self.K)
-            )
-            for name, projection in self.projections().items()
-        }
+        heads = self.project(x)
+        if self.conv_size:
+            heads |= self.convolve(heads, seq, state, new)
+        for name in self.projections():
+            heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
         return {"k": heads["q"], **heads}
 
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
         return {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk}
 
-    def convolve(self, name: str, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
-        """The short convolution of `name`, followed by SiLU for v; x itself without convolutions."""
-        if not self.conv_size:
-            return x
-        conv, past = getattr(self, f"{name}_conv1d"), state.get(f"conv_{name}")
-        x, past = convolve(conv, x, seq, past, carry=new is not None, silu=name == "v")
+    def linears(self) -> dict[str, nn.Linear]:
+        return self.projections() | ({"gate": self.g_proj} if self.gated else {})
+
+    def convolve(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Heads:
+        """The short convolutions of q, k and v, by name; SiLU follows for v."""
+        names = list(self.projections())
+        convs, past = [getattr(self, f"{n}_conv1d") for n in names], None
+        if "conv_v" in state:
+            past = [state[f"conv_{n}"] for n in names]
+        outputs, past = convolve(convs, [heads[n] for n in names], seq, past, new is not None, silu=True)
         if new is not None and past is not None:
-            new[f"conv_{name}"] = past
-        return x
+            new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}
+        return dict(zip(names, outputs, strict=True))
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         """o `[B, T, HV, V]` from `heads`; linear in v, and the only step that sees other tokens."""
@@ -196,7 +205,7 @@ class Mixer(nn.Module):
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         """Norm, gate and output projection: o to y `[B, T, D]`."""
-        gate = self.g_proj(x) if self.gated else None
+        gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if self.gated else None
         if self.norm == "head":
             norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
             return self.o_proj(norm_gate(o, norm, gate, x.dtype))
@@ -218,15 +227,21 @@ class Mixer(nn.Module):
         if self.conv_size:
             options["filters"] = {n: getattr(self, f"{n}_conv1d").weight for n in self.projections()}
 
+        rest: Heads = {}
+
         def inputs() -> Heads:
-            gate = {"gate": self.g_proj(x)} if fused and self.gated else {}
-            return self.step_inputs(x, seq) | gate
+            given = self.step_inputs(x, seq)
+            if self.gated and "gate" not in given:
+                given["gate"] = self.g_proj(x)
+            if self.gated and not fused:
+                rest["gate"] = given.pop("gate")
+            return given
 
         served = by_kernel("step", "auto", x, inputs, state, **options)
         if served is None and torch.is_autocast_enabled(x.device.type):
             return None
         o, new = step(inputs, state, **options) if served is None else served
-        return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, {}, x), new
+        return self.o_proj(o.flatten(-2)) if fused else self.read_out(o, rest, x), new
 
     def step_options(self) -> dict | None:
         """Settings of the decoding kernel for this mixer's rule; None: no kernel."""
@@ -234,7 +249,7 @@ class Mixer(nn.Module):
 
     def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
         """The decoding kernel's inputs: the projections' outputs and the rule's gates."""
-        return {name: projection(x) for name, projection in self.projections().items()}
+        return self.project(x)
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:

@@ -65,8 +65,11 @@ class DeltaNet(Mixer):
         heads = super().heads(x, seq, state, new)
         if not self.conv_size:
             heads["v"] = F.silu(heads["v"])
-        heads["beta"] = self.beta_scale * at_least_fp32(self.b_proj(x)).sigmoid()
-        return heads | ({"g": self.decay(self.a_proj(x))} if self.decays else {})
+        heads["beta"] = self.beta_scale * at_least_fp32(heads["b"]).sigmoid()
+        return heads | ({"g": self.decay(heads["a"])} if self.decays else {})
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | {"b": self.b_proj} | ({"a": self.a_proj} if self.decays else {})
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         o, final = delta_rule(
@@ -90,10 +93,6 @@ class DeltaNet(Mixer):
         decay = (self.decay.A_log, self.decay.dt_bias) if self.decays else None
         rule = {"delta": True, "beta_scale": self.beta_scale, "decay": decay}
         return rule | {"qk_norm": "l2", "silu": True}
-
-    def step_inputs(self, x: Tensor, seq: Sequences) -> Heads:
-        gates = {"b": self.b_proj(x)} | ({"a": self.a_proj(x)} if self.decays else {})
-        return super().step_inputs(x, seq) | gates
 
     def state_spec(self, T: int) -> StateSpec:
         shape = (self.num_v_heads, self.feature_map.feature_dim, self.V)

@@ -228,10 +228,10 @@ class PolaAttention(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        past, carry = state.get("conv_local"), new is not None
-        local, past = convolve(self.dwc, heads["v"].flatten(-2), seq, past, carry)
+        past = [state["conv_local"]] if "conv_local" in state else None
+        (local,), past = convolve([self.dwc], [heads["v"].flatten(-2)], seq, past, new is not None)
         if new is not None and past is not None:
-            new["conv_local"] = past
+            (new["conv_local"],) = past
         return heads | {"local": local}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
@@ -250,7 +250,7 @@ class PolaAttention(LinearAttention):
         o, local = o.flatten(-2).to(x.dtype), heads["local"]
         if not self.gated:
             return self.o_proj(o + local)
-        gate = self.g_proj(x)
+        gate = heads["gate"]
         return self.o_proj(gate * o + local if self.gate_first else gate * (o + local))
 
     def state_spec(self, T: int) -> StateSpec:

@@ -22,6 +22,7 @@ from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
 from .plugins import load_copies
+from .projections import FusedLinears
 from .sequences import Layout, Rows, Sequences
 from .state import State
 
@@ -38,7 +39,7 @@ class CausalLMOutput(CausalLMOutputWithPast):
     """State of each row's last document, if requested."""
 
 
-class GLU(nn.Module):
+class GLU(FusedLinears):
     """W_down(SiLU(W_gate x) ⊙ W_up x)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
@@ -47,9 +48,12 @@ class GLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
+    def linears(self) -> dict[str, nn.Linear]:
+        return {"gate": self.gate_proj, "up": self.up_proj}
+
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # flattened once instead of in each Linear
-        return self.down_proj(swiglu(self.gate_proj(rows), self.up_proj(rows))).view(x.shape)
+        rows = self.project(x.flatten(0, -2))  # flattened once instead of in each Linear
+        return self.down_proj(swiglu(rows["gate"], rows["up"])).view(x.shape)
 
 
 class Block(GradientCheckpointingLayer):

@@ -1,0 +1,208 @@
+"""Linear layers that read the same input, as one product.
+
+The layers stay modules with weights of their own, so checkpoints, optimizers, adapters and sharding see
+nothing of this. Layers that are more than a matrix (a bias, a hook, an adapter, a quantised weight) run one
+by one.
+
+In training a product copies the weights side by side, in its precision: autocast would copy them too. The
+backward copies them again, so that no copy is kept. In evaluation mode the weights *lie* side by side
+(`FusedLinears.join`): one token costs one product and nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .layers import linear_dtype
+
+ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples of 16 bytes
+NARROW = 64  # columns; a product this narrow costs as much as a wider one
+
+
+def side_by_side(weights: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype, aligned: int = 1) -> Tensor:
+    """The rows of all weights in `dtype`, then zeros up to a multiple of `aligned`."""
+    if len(weights) == 1 and aligned == 1:
+        return weights[0].to(dtype)
+    heights = [*map(len, weights)]
+    heights.append(-sum(heights) % aligned)
+    whole = weights[0].new_empty(sum(heights), weights[0].shape[1], dtype=dtype)
+    *places, rest = whole.split(heights)
+    torch._foreach_copy_(places, weights)
+    if len(rest):
+        rest.zero_()
+    return whole
+
+
+def columns(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The columns of y that belong to each weight."""
+    widths = [*map(len, weights)]
+    return y.split([*widths, y.shape[-1] - sum(widths)], -1)[:-1]
+
+
+def adjacent(x: Tensor, y: Tensor) -> bool:
+    """Whether the rows of y continue those of x in memory."""
+    one = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return one and x.stride() == y.stride() and y.data_ptr() == x.data_ptr() + x.shape[1] * x.itemsize
+
+
+def merged(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], Tensor]]:
+    """The columns of `[M, n]` tensors in few: the indices of those in each, and their columns.
+
+    Adjacent ones are merged, and narrow ones copied; None is left out.
+    """
+    found: list[tuple[list[int], Tensor]] = []
+    for i, x in enumerate(tensors):
+        if x is None:
+            continue
+        before, last = found[-1] if found else ([], x)
+        if i - 1 in before and adjacent(last, x):
+            x = last.as_strided((len(x), last.shape[1] + x.shape[1]), x.stride())
+        elif i - 1 in before and max(last.shape[1], x.shape[1]) < NARROW:
+            x = torch.cat([last, x], 1)
+        else:
+            found.append(([], x))
+        found[-1] = ([*found[-1][0], i], x)
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """x times the transpose of each weight, by one product."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype, *weights: Tensor):
+        rows = x.flatten(0, -2).to(dtype)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.save_for_backward(rows if any(ctx.needs_input_grad[2:]) else None, *weights)
+        ctx.set_materialize_grads(False)
+        y = rows @ side_by_side(weights, dtype, ALIGNED).T
+        return columns(y.view(*x.shape[:-1], y.shape[1]), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None):
+        # A product for each run of adjacent gradients, which adds to that of x: to copy all of them side by
+        # side for a single one would cost more than it saves.
+        rows, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        d_x, d_weights = None, [None] * len(weights)
+        for group, d in merged([None if d is None else d.flatten(0, -2) for d in grads]):
+            some = [weights[i] for i in group]
+            if ctx.needs_input_grad[0]:
+                whole = side_by_side(some, d.dtype)
+                d_x = d @ whole if d_x is None else d_x.addmm_(d, whole)
+            if any(needed[i] for i in group):
+                d_some = (d.T @ rows).to(some[0].dtype).split([*map(len, some)])
+                for i, d_weight in zip(group, d_some, strict=True):
+                    d_weights[i] = d_weight if needed[i] else None
+        return None if d_x is None else d_x.view(ctx.shape).to(ctx.dtype), None, *d_weights
+
+
+class FusedLinears(nn.Module):
+    """A module with Linear layers that read the same input."""
+
+    _joined: Tensor | None = None  # `[rows, D]`, the memory of the weights
+
+    def linears(self) -> dict[str, nn.Linear]:
+        """The layers, by the names of their outputs in `project`."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor) -> dict[str, Tensor]:
+        """x `[…, D]` to the layers' outputs `[…, out_features]`, by name.
+
+        They are columns of one tensor: to read them as rows of their own costs a copy.
+        """
+        layers = self.linears()
+        if len(layers) > 1 and all(map(_is_matrix, layers.values())):
+            weights = [layer.weight for layer in layers.values()]
+            outputs = self._product(x, weights) if _one_dtype(x, weights) else None
+            if outputs is not None:
+                return dict(zip(layers, outputs, strict=True))
+        return {name: layer(x) for name, layer in layers.items()}
+
+    def _product(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...] | None:
+        if torch.compiler.is_compiling():  # it fuses casts and copies itself
+            return columns(F.linear(x, torch.cat(weights)), weights)
+        if torch.is_grad_enabled():
+            return _Product.apply(x, linear_dtype(x), *weights)
+        whole = self._whole(weights)
+        return None if whole is None else columns(F.linear(x, whole), weights)
+
+    def _whole(self, weights: list[Tensor]) -> Tensor | None:
+        """All weights as one, or None if they do not lie side by side."""
+        if self._joined is not None:
+            place = self._joined.data_ptr()
+            for weight in weights:
+                if weight.data_ptr() != place or not weight.is_contiguous():
+                    self._joined = None  # frees the memory, which nothing may need any more
+                    break
+                place += weight.nbytes
+        return self._joined
+
+    def join(self) -> None:
+        """Moves the weights into one piece of memory, side by side; nothing else changes.
+
+        Each has a storage of its own there, and is not a view of a shared one: those who save tensors refuse
+        shared storage, or drop all but one. Whoever writes into a weight changes the product, and a weight
+        that has left its place is noticed.
+        """
+        layers = list(self.linears().values())
+        weights: list[Any] = [layer.weight for layer in layers]
+        if not all(map(_is_matrix, layers)):
+            self._joined = None
+        elif self._whole(weights) is None and len(weights) > 1 and _are_movable(weights):
+            with torch.inference_mode(False), torch.no_grad():
+                self._joined = whole = side_by_side(weights, weights[0].dtype, ALIGNED)
+                for weight, place in zip(weights, columns(whole.T, weights), strict=True):
+                    weight.data = torch.from_dlpack(place.T)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        if not mode:
+            self.join()
+        return self
+
+    def _apply(self, fn, recurse=True):
+        joined, self._joined = self._joined is not None, None
+        super()._apply(fn, recurse)
+        if joined:
+            self.join()
+        return self
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_joined": None}  # copies and pickles have the weights alone
+
+
+def _is_matrix(layer: nn.Linear) -> bool:
+    """Whether a call is nothing but a product with a weight held in memory."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) in (nn.Parameter, Tensor)
+        and not (hooks or layer._backward_pre_hooks or "forward" in layer.__dict__)
+    )
+
+
+def _one_dtype(x: Tensor, weights: list[Tensor]) -> bool:
+    """Whether one product may have all weights and x; other inputs are for Linear to refuse."""
+    dtype, kind = weights[0].dtype, x.device.type
+    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
+    return (mixed or x.dtype == dtype) and all(weight.dtype == dtype for weight in weights)
+
+
+def _are_movable(weights: list[Tensor]) -> bool:
+    """Whether one piece of memory can have them, and nothing relies on where they are now.
+
+    FSDP fills the memory of its parameters again and again; others share it between processes or parameters.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    kinds = {(weight.dtype, weight.device) for weight in weights}
+    if distributed or len(kinds) > 1 or weights[0].device.type == "meta":
+        return False
+    if weights[0].device.type == "cpu" and any(weight.is_shared() for weight in weights):
+        return False
+    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
