@@ -225,6 +225,7 @@ class Mixer(nn.Module):
             gate = {"gate": self.g_proj(x)} if fused and self.gated else {}
             return self.step_inputs(x, seq) | gate
 
+        options["out"] = getattr(state, "out", None)
         served = by_kernel("step", "auto", x, inputs, state, **options)
         if served is None and torch.is_autocast_enabled(x.device.type):
             return None
