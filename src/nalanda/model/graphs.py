@@ -231,24 +231,30 @@ class DecodingGraphs:
     failed: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     """Models that could not be captured; nothing tries again."""
 
-    def __init__(self, model: nn.Module, key: tuple):
-        self.model, self.key, self.eager = model, key, 0
+    def __init__(self, model: nn.Module):
+        self.model, self.eager = model, 0
+        self.steps: weakref.WeakValueDictionary[int, GraphedStep] = weakref.WeakValueDictionary()
+
+    @functools.cached_property
+    def key(self) -> tuple | None:
+        return key_of(self.model)
 
     def decode(self, model: nn.Module, tokens: Tensor, cache: NalandaCache) -> Tensor | None:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
-        if model is not self.model or model in self.failed or model.training or torch.is_grad_enabled():
+        if model is not self.model or cache.recording or cache.unread is not None or self.key is None:
             return None
-        if torch.is_autocast_enabled(tokens.device.type) or cache.recording or cache.unread is not None:
+        if model in self.failed or model.training or torch.is_grad_enabled():
             return None
         if cache.lengths is None or len(tokens) != len(cache.lengths) or not bool((cache.lengths > 0).all()):
             return None
-        step = self._step(cache)
+        if torch.is_autocast_enabled(tokens.device.type):
+            return None
+        step = self.steps.get(len(tokens)) or self._step(cache, (len(tokens), *self.key))
         return step(tokens, cache) if step is not None and step.take(cache) else None
 
-    def _step(self, cache: NalandaCache) -> GraphedStep | None:
+    def _step(self, cache: NalandaCache, key: tuple) -> GraphedStep | None:
         """The graphs for the cache's batch size, captured once enough tokens have run eagerly."""
         known = self.known.setdefault(self.model, Known())
-        key = (cache.batch_size, *self.key)
         step = known.get(key)
         if step is None and self.eager >= EAGER_TOKENS:
             try:
@@ -259,6 +265,8 @@ class DecodingGraphs:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 warnings.warn(f"decoding without CUDA graphs: {reason}", stacklevel=2)
         self.eager += 1
+        if step is not None:
+            self.steps[len(step.tokens)] = step
         return step
 
 
@@ -272,8 +280,7 @@ def decoding_graphs(model: Any) -> Iterator[None]:
 
     `generate` opens it. Weights may change in place in it, but not be replaced.
     """
-    key = None if os.environ.get(ENVIRONMENT) == "0" else key_of(model)
-    before = _current.set(None if key is None else DecodingGraphs(model, key))
+    before = _current.set(None if os.environ.get(ENVIRONMENT) == "0" else DecodingGraphs(model))
     try:
         yield
     finally:
@@ -287,7 +294,7 @@ def key_of(model: Any) -> tuple | None:
     modules that run code of others (hooks, adapters, compiled modules).
     """
     device, modules = model.device, list(model.modules())
-    if not Graph.serves(device) or model in DecodingGraphs.failed or any(map(_foreign, modules)):
+    if not Graph.serves(device) or any(map(_foreign, modules)):
         return None
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.device != device or type(x) not in (nn.Parameter, Tensor) for x in tensors):
