@@ -1,6 +1,7 @@
 """The kernels of the short convolution and of the one-token step."""
 
 from kernel_device import DEVICE, INTERPRETED  # isort: skip  (before any kernel)
+import contextlib
 import copy
 import math
 import warnings
@@ -15,6 +16,7 @@ from nalanda_kernels.triton import step as step_module
 from nalanda_kernels.triton.short_conv import short_conv
 
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.model import graphs
 from nalanda.model.base import convolve
 from nalanda.model.layers import ShortConv
 from nalanda.model.mixers import build_mixer
@@ -322,14 +324,42 @@ def test_where_the_step_does_not_serve(served):
     assert "step" not in served
 
 
-def test_generation_is_that_of_the_torch_path(served):
+@pytest.mark.parametrize("name", ["gated_deltanet, nala", "linear_attention, wide", "nala"])
+@torch.no_grad()
+def test_a_step_into_given_buffers(name, served):
+    """As decoding graphs have it: no new memory, the old state and the tickets as before."""
+    module, x = build(name), torch.randn(2, 8, 32).to(DEVICE)
+    old = prefill(module, x[:, :6])
+    new, third = ({n: torch.full_like(t, torch.nan) for n, t in old.items()} for _ in range(2))
+    with nalanda_kernels.use_backend("triton"):
+        for i, (state, out) in enumerate([(old, new), (new, third)]):
+            seq, x_i = Sequences(past=torch.full((2,), 6 + i)), x[:, 6 + i : 7 + i]
+            before = {n: t.clone() for n, t in state.items()}
+            expected, expected_state = module(x_i, seq, state)
+            y, found = module(x_i, seq, graphs.StaticState(state, out))
+            assert torch.equal(y, expected)
+            for n in state:
+                assert found[n] is out[n]
+                assert torch.equal(out[n], expected_state[n])
+                assert torch.equal(state[n], before[n])
+    held = step_module._tickets_of_buffers
+    tiles_share_a_norm = name == "gated_deltanet, nala"
+    assert [out["recurrent"] in held for out in (new, third)] == [tiles_share_a_norm] * 2
+    assert not any(t.any() for t in held.values())
+
+
+def tiny_model():
     torch.manual_seed(0)
     mixers = ["gated_deltanet", "linear_attention"]
     config = NalandaConfig(
         vocab_size=31, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixers, feature_map="nala",
         initializer_range=0.3,
     )  # fmt: skip
-    model = NalandaForCausalLM(config).eval().to(DEVICE)
+    return NalandaForCausalLM(config).eval().to(DEVICE)
+
+
+def test_generation_is_that_of_the_torch_path(served):
+    model = tiny_model()
     tokens, mask = torch.randint(31, (2, 7)).to(DEVICE), torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
     mask[0, :3] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -343,3 +373,48 @@ def test_generation_is_that_of_the_torch_path(served):
     near(torch.stack(out.logits), torch.stack(expected.logits), 2e-5)
     assert served.count("step") == 2 * 3  # the prefill gives the first of the four
     assert served.count("short_convs") == 2
+
+
+# ------------------------------------------------------------------------------------------- CUDA graphs
+
+compiled_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+
+
+@compiled_only
+@pytest.mark.parametrize("sampled", [False, True])
+def test_graphs_generate_what_eager_calls_do(sampled, monkeypatch):
+    model, tokens = tiny_model(), torch.randint(31, (3, 7)).to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[1:, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 64, "do_sample": sampled, "pad_token_id": 0}
+    options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for switch in ("0", "1", "1"):  # the last call finds the graphs of the second
+        monkeypatch.setenv(graphs.ENVIRONMENT, switch)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "decoding without CUDA graphs")
+            found.append(model.generate(tokens, **options))
+    eager, *graphed = found
+    assert all(out.past_key_values.graphs is not None for out in graphed)
+    for out in graphed:
+        assert torch.equal(out.sequences, eager.sequences)
+        near(torch.stack(out.logits), torch.stack(eager.logits), 2e-5)
+        for a, b in zip(out.past_key_values.states, eager.past_key_values.states, strict=True):
+            for name in b:
+                near(a[name], b[name], 2e-5)
+
+
+@compiled_only
+def test_a_failed_capture_spares_the_random_numbers(monkeypatch):
+    class Waits(torch.nn.Module):
+        def forward(self, x):
+            return x * float(x.new_ones(1))
+
+    model, tokens = tiny_model(), torch.randint(31, (1, 7)).to(DEVICE)
+    layer = model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, Waits())
+    monkeypatch.setattr(graphs, "OnDevice", lambda device: contextlib.nullcontext())
+    with pytest.warns(UserWarning, match="decoding without CUDA graphs"):
+        model.generate(tokens, do_sample=True, max_new_tokens=32, eos_token_id=None, pad_token_id=0)
+    assert torch.rand(3, device=DEVICE).isfinite().all()

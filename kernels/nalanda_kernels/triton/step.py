@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.triton.common import power_of_two
@@ -169,13 +170,19 @@ def step_kernel(
 # ---------------------------------------------------------------------------------------------------- launch
 
 _tickets: dict[tuple, Tensor] = {}
+_tickets_of_buffers = WeakTensorKeyDictionary()
 
 
-def tickets_of(x: Tensor, count: int) -> Tensor:
+def tickets_of(x: Tensor, count: int, buffer: Tensor | None = None) -> Tensor:
     """int32 zeros; every launch leaves them zero. Each stream has one buffer: its launches never overlap.
 
-    A graph under capture gets a buffer in its own memory, which every replay fills with zeros.
+    A graph under capture gets a buffer in its own memory, which every replay fills with zeros. A `buffer` for
+    states has tickets of its own, which stay with it; made before a capture, they need not be filled by it.
     """
+    if buffer is not None:
+        if buffer not in _tickets_of_buffers:
+            _tickets_of_buffers[buffer] = x.new_zeros(count, dtype=torch.int32)
+        return _tickets_of_buffers[buffer]
     stream = 0
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():
@@ -219,6 +226,7 @@ def step(
     filters: dict[str, Tensor] | None = None,
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
+    out: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
@@ -233,6 +241,7 @@ def step(
     filters: weights of the convolutions of q, k and v, `[·, W]` or `[·, 1, W]`; None or empty for none.
     silu: whether SiLU follows the convolution of v.
     norm: weight `[V]` and ε of the RMSNorm of each head of the output.
+    out: contiguous tensors for the new state, none of `state`'s own; by default new ones.
 
     Returns o `[N, 1, HV, V]`, and the new state under the same names.
     Raises Unsupported for float64, maps that kernels cannot form, states not in fp32, K > 256 and V > 512.
@@ -249,12 +258,11 @@ def step(
     x = {name: _rows(y) if name in columns else y.contiguous() for name, y in inputs().items()}
     strides = [x[name].stride(0) if name in x else 0 for name in columns]
     q, N = x["q"], len(x["q"])
-    taps, past, new = {}, {}, {}
+    old, taps, past = old.contiguous(), {}, {}
     for name, weight in filters.items():
         taps[name], past[name] = weight.contiguous(), state[f"conv_{name}"].contiguous()
-        new[f"conv_{name}"] = torch.empty_like(past[name], dtype=x[name].dtype)
-    old = old.contiguous()
-    new["recurrent"] = torch.empty_like(old)
+    new = out or {f"conv_{n}": torch.empty_like(p, dtype=x[n].dtype) for n, p in past.items()}
+    new = new if out else new | {"recurrent": torch.empty_like(old)}
     blocks = tiles(N, num_v_heads, key_dim, value_dim, MAP.halves)
     o = q.new_empty(N, 1, num_v_heads, value_dim, dtype=dtype)
     apart = norm is not None and blocks["BV"] < value_dim
@@ -270,7 +278,7 @@ def step(
         *(new.get(f"conv_{name}") for name in "qkv"),
         *(x.get("b"), x.get("a"), A_log, dt_bias, x.get("g"), positions, old, new["recurrent"], weight),
         *(x.get("gate"), o, torch.empty_like(o, dtype=torch.float32) if apart else None),
-        tickets_of(q, N * num_v_heads) if apart else None,
+        tickets_of(q, N * num_v_heads, new["recurrent"] if out else None) if apart else None,
         *(*strides, int(positions is not None and len(positions) > 1)),
         *(float(scale), float(beta_scale), float(eps)),
         HV=num_v_heads,

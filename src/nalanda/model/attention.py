@@ -129,8 +129,8 @@ class SoftmaxAttention(Mixer):
     def attend_past(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, T: int) -> Tensor:
         """Attends from q `[N, L, …]` to k and v `[N, W, …]`, past and new; all are right-aligned."""
         assert seq.past is not None, "a state needs its past"
-        L, past = q.shape[1], int(seq.past[0])
-        if L == 1 and bool((seq.past == past).all()):  # the common decoding step needs no mask
+        L, past = q.shape[1], seq.common_past()
+        if L == 1 and past is not None:  # the common decoding step needs no mask
             seen = self.span(past)
             return self.weigh(q, k[:, -seen:], v[:, -seen:])
         if self.reach is not None:

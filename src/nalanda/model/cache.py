@@ -1,6 +1,7 @@
 """The state of generation, with transformers' cache interface."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,18 @@ class NalandaCache(Cache):
 
     A state cannot forget its last tokens. For assisted decoding (`activate_past_recording`) a mark is set
     before the candidates. `crop` returns to the mark, and the next call reads the accepted tokens again.
+
+    While CUDA graphs decode, the newest states are in their buffers (`graphs.py`); `states` copies them out.
     """
+
+    static = False  # whether `lengths` are on the device and change where the host does not see it
 
     def __init__(self, num_layers: int):
         # transformers' constructor would build key/value layers.
         self.layers = []
         self.layer_class_to_replicate = None
         self.offloading = False
+        self.graphs: Any = None  # the last ones to decode for this cache, which keeps them alive
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         self.seen_tokens = 0  # columns read so far, with padding, as in attention masks
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
@@ -29,6 +35,24 @@ class NalandaCache(Cache):
         self.marked: NalandaCache | None = None  # a fork made at the mark
         self.tail: list[tuple[Tensor, Tensor]] = []  # read since the mark: embeddings [B, T, D], mask [B, T]
         self.unread: tuple[Tensor, Tensor] | None = None  # the part of it that the next call reads again
+
+    @property
+    def states(self) -> list[dict[str, Tensor]]:
+        """Each layer's state."""
+        self.release()
+        return self._states
+
+    @states.setter
+    def states(self, states: list[dict[str, Tensor]]) -> None:
+        self._states, self.live = states, False
+
+    def release(self) -> None:
+        """Copies the states out of the buffers of graphs."""
+        if self.live:  # whether they are there
+            self.states = self.graphs.copied()
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies
+        return {"_states": self.states} | vars(self) | {"graphs": None}
 
     def seen(self, columns: int, tokens: Tensor) -> None:
         """Adds the columns of a call, and the tokens of each sequence in it."""
@@ -43,7 +67,8 @@ class NalandaCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for state in self.states for t in state.values())
+        states = self.graphs.newest if self.live else self.states
+        return sum(t.nbytes for state in states for t in state.values())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen_tokens

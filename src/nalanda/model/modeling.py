@@ -18,6 +18,7 @@ from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .epilogues import add_norm, swiglu
+from .graphs import current_graphs, decoding_graphs
 from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer
@@ -161,15 +162,19 @@ class Decoder(NalandaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed_tokens = value
 
+    def growing_mixers(self) -> list[str]:
+        """Names of the layers' mixers whose state grows with the text."""
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        named = zip(self.config.layer_mixers, mixers, strict=False)  # of a draft's, the first are in use
+        return [name for name, mixer in named if mixer.state_spec(1) != mixer.state_spec(2)]
+
     def check_carries(self) -> None:
         """Raises ValueError if the state of a layer grows with the text, which row states cannot."""
-        mixers: list[Any] = [layer.mixer for layer in self.layers]
-        for name, mixer in zip(self.config.layer_mixers, mixers, strict=True):
-            if mixer.state_spec(1) != mixer.state_spec(2):
-                raise ValueError(
-                    f"mixer {name!r}: its state grows with the text and cannot pass between rows; give "
-                    "it a window, or cut long documents"
-                )
+        for name in self.growing_mixers():
+            raise ValueError(
+                f"mixer {name!r}: its state grows with the text and cannot pass between rows; give "
+                "it a window, or cut long documents"
+            )
 
     def _check_rows(
         self, row_states: NalandaCache | None, carried: Tensor | None, cache: NalandaCache | None, B: int
@@ -244,7 +249,7 @@ class Decoder(NalandaPreTrainedModel):
             self.catch_up(cache)
 
         past = None if cache is None else cache.lengths
-        if T == 1 and past is not None and bool((past > 0).all()):
+        if attention_mask is not None and T == 1 and past is not None and bool((past > 0).all()):
             attention_mask = None  # decoding: all sequences have begun, and padding is on the left
         described = position_ids is not None or cu_seqlens is not None
         stateful = carrying or use_cache or cache is not None
@@ -266,7 +271,7 @@ class Decoder(NalandaPreTrainedModel):
             rows, past = layout.rows(carried, None if row_states is None else row_states.lengths)
             held = [{} for _ in self.layers] if row_states is None or past is None else row_states.states
             states = [RowState(tensors) for tensors in held]
-        x, seq = layout.pack(x), Sequences(layout.cu_seqlens, past, rows)
+        x, seq = layout.pack(x), Sequences(layout.cu_seqlens, past, rows, cache is not None and cache.static)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -376,17 +381,19 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
 
         The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
         `inputs`. Returns `inputs` and the new tokens. Logits processors, prompt lookup and `max_length` see
-        these and the state's last token, not the text before.
+        these and the state's last token, not the text before. On CUDA it decodes by graphs (`graphs.py`).
         """
         if state is None:
-            return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+            with decoding_graphs(self):
+                return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         cache, ids, mask = state.resumed(
             self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         )
         cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache}
-        out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        with decoding_graphs(self):
+            out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if isinstance(out, Tensor):
             return out[:, 1:]
         out.sequences = out.sequences[:, 1:]
@@ -483,6 +490,15 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
+        graphs = None if torch.compiler.is_compiling() else current_graphs()
+        if graphs is not None and isinstance(cache, NalandaCache) and input_ids is not None:
+            more = (inputs_embeds, labels, cu_seqlens, row_states, carried)
+            plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_row_states)
+            if plain and all(x is None for x in more):
+                logits = graphs.decode(self, input_ids, cache)
+                if logits is not None:
+                    # pyrefly: ignore[bad-argument-type]
+                    return CausalLMOutput(logits=logits, past_key_values=cache)
         if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
             # `crop` may remove only positions after the first one with requested logits.
             whole = labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)

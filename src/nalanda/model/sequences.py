@@ -23,15 +23,17 @@ class Sequences:
     `cu_seqlens` None: the batch is dense, `[B, T]`. Otherwise it is `[1, ΣT]`, and `cu_seqlens` (int64
     `[N+1]`, on the host, where reading it needs no device synchronisation) bounds its N sequences, which may
     be empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls read. With `rows`
-    mixers take and return the states of rows instead of sequences.
+    mixers take and return the states of rows instead of sequences. `static`: `past` is on the device, and the
+    call is captured as a CUDA graph, so the host must not read it.
     """
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
     # 3.11's cached_property.
     def __init__(
-        self, cu_seqlens: Tensor | None = None, past: Tensor | None = None, rows: Rows | None = None
-    ):
-        self.cu_seqlens, self.past, self.rows, self._made = cu_seqlens, past, rows, {}
+        self, cu_seqlens: Tensor | None = None, past: Tensor | None = None, rows: Rows | None = None,
+        static: bool = False,
+    ):  # fmt: skip
+        self.cu_seqlens, self.past, self.rows, self.static, self._made = cu_seqlens, past, rows, static, {}
 
     @property
     def lengths(self) -> Tensor:
@@ -56,7 +58,7 @@ class Sequences:
         """Each token's position in its sequence: int64 `[1, T]` if equal in all rows, else `[B, T]`."""
         key = ("positions", T, device)
         if key not in self._made:
-            places = torch.arange(T)[None]
+            places = torch.arange(T, device=device if self.static else None)[None]
             if self.cu_seqlens is not None:
                 first = self.cu_seqlens[:-1] if self.past is None else self.cu_seqlens[:-1] - self.past
                 places = places - first.repeat_interleave(self.lengths)
@@ -64,6 +66,13 @@ class Sequences:
                 places = places + self.past[:, None]
             self._made[key] = places.to(device, non_blocking=True)
         return self._made[key]
+
+    def common_past(self) -> int | None:
+        """The tokens before this call if all sequences have as many, and the host may know it."""
+        if self.static or self.past is None:
+            return None
+        first = int(self.past[0])
+        return first if bool((self.past == first).all()) else None
 
     def longest(self, T: int) -> int:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""

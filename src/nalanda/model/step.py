@@ -35,13 +35,14 @@ def step(
     filters: dict[str, Tensor] | None = None,
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
+    out: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
     inputs: returns q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or with heads apart) as projected, and as needed
         b (logits of beta), a or g (for the decay), positions and gate.
     state: recurrent `[N, HV, F, V (+ 1)]` and conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
-    Other options: as in `nalanda_kernels.triton.step.step`.
+    Other options: as in `nalanda_kernels.triton.step.step`; of `out` only the recurrent state is filled.
 
     Returns o `[N, 1, HV, V]` in dtype or a wider one, and the new state under the same names.
     """
@@ -82,7 +83,8 @@ def step(
     if delta:
         beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(S), -1, 1)
         v = beta * (v - (k.unsqueeze(-2) @ S).squeeze(-2))
-    new["recurrent"] = S = torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2))
+    into = None if out is None else out["recurrent"]
+    new["recurrent"] = S = torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2), out=into)
     o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
     if denominator:
         o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])

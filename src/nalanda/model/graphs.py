@@ -1,0 +1,311 @@
+"""Decoding as CUDA graphs: the host launches all kernels of a token with one call.
+
+A graph repeats recorded launches on the same memory. So everything that changes from token to token is in
+static buffers: the token, the count of tokens before it, the states. There are two buffers for the states
+and two graphs; the first reads one buffer and writes the other, the second the reverse. So nothing is
+copied between tokens, and no program overwrites what another one has yet to read. In one buffer that could
+happen: all programs of a head read the past of its convolutions and its sum of keys, and one of them writes
+the next.
+
+`generate` opens the context `decoding_graphs`. Its first tokens run eagerly, so short answers do not pay
+for a capture. While graphs run, the newest states of a cache are in their buffers, and
+`NalandaCache.states` copies them out for any other use. The buffers live as long as a cache that used them.
+
+transformers would compile the model for a cache with `is_compileable`: minutes for our states, whose
+tensors are replaced, and its graphs copy what they are given. So that stays False.
+"""
+
+import functools
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import ops
+from .cache import NalandaCache
+
+ENVIRONMENT = "NALANDA_CUDA_GRAPHS"  # 0: no graphs in this process
+EAGER_TOKENS = 8
+"""Tokens before a capture, which costs the host about as much as ten."""
+
+
+class Graph:
+    """A CUDA graph on a device: `capture` records what a function launches, `replay` launches it again."""
+
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    @staticmethod
+    def lane(device: torch.device) -> tuple:
+        """What may replay a graph: one thread on one stream, because two replays would race."""
+        return threading.get_ident(), torch.cuda.current_stream(device)
+
+    def __init__(self, device: torch.device):
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], Tensor]) -> Tensor:
+        """Records `function`; what it returns holds values only after a replay."""
+        with torch.cuda.device(self.device):
+            try:
+                with self._recording(self.graph):
+                    return function()
+            except BaseException:
+                # Until some capture ends well, torch refuses to draw random numbers.
+                with self._recording(torch.cuda.CUDAGraph()):
+                    torch.zeros(1, device=self.device)
+                raise
+
+    def _recording(self, graph: torch.cuda.CUDAGraph):
+        # Other threads may use the device meanwhile.
+        return torch.cuda.graph(graph, stream=_side_stream(self.device), capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class OnDevice(TorchDispatchMode):
+    """Raises RuntimeError where the host reads values of the device or writes its memory.
+
+    A graph would repeat neither: some end a capture with an error, others would silently keep old values.
+    """
+
+    COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        masks = [x for x in inputs[1:] if x.dtype in (torch.bool, torch.uint8)]
+        reads = any(tag in func.tags for tag in self.READS) and any(x.device == self.device for x in inputs)
+        if reads and not (func is torch.ops.aten.index.Tensor and not masks):  # rows, not a mask
+            raise RuntimeError(f"{func} makes the host wait for values")
+        result = func(*args, **kwargs)
+        tensors = inputs + [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        # A number beside tensors travels with the launch.
+        devices = {x.device.type for x in tensors if x.dim() or func in self.COPIES}
+        if len(devices) > 1:
+            raise RuntimeError(f"{func} copies between the host and the device")
+        return result
+
+
+class StaticState(dict):
+    """A layer's state, with the buffers that a kernel may write the next one to."""
+
+    def __init__(self, state: dict[str, Tensor], out: dict[str, Tensor]):
+        super().__init__(state)
+        self.out = out
+
+
+class StaticCache(NalandaCache):
+    """What a captured call of the decoder takes for a cache; counts stay on the device."""
+
+    static = True
+
+    def __init__(self, states: list[dict[str, Tensor]], lengths: Tensor):
+        super().__init__(len(states))
+        self.states, self.lengths = states, lengths
+
+    def seen(self, columns: int, tokens: Tensor) -> None:
+        assert self.lengths is not None
+        self.lengths.add_(1)
+
+
+class GraphedStep:
+    """One token of `batch` sequences as two graphs, each of which writes what the other one reads."""
+
+    def __init__(self, model: Any, cache: NalandaCache):
+        device, batch = model.device, cache.batch_size
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.states = [
+            [{name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()} for s in states]
+            for states in (cache.states, cache.states)
+        ]
+        self.turn = 0  # which states are the newest
+        self.owner: weakref.ref[NalandaCache] | None = None
+        steps = [functools.partial(self._step, model, turn) for turn in range(2)]
+        with OnDevice(device):
+            for step in steps:  # loads what is loaded at its first use
+                step()
+        self.graphs = [Graph(device) for _ in steps]
+        self.logits: list[Tensor] = [g.capture(s) for g, s in zip(self.graphs, steps, strict=True)]
+
+    def _step(self, model: Any, turn: int) -> Tensor:
+        old, new = self.states[turn], self.states[1 - turn]
+        cache = StaticCache([StaticState(*pair) for pair in zip(old, new, strict=True)], self.lengths)
+        h = model.model(input_ids=self.tokens, past_key_values=cache).last_hidden_state
+        logits = model.lm_head(h)
+        if not alike(cache.states, new, dtypes=True):
+            raise RuntimeError("the states change their shapes or precision")
+        # Where no kernel wrote to the buffers.
+        pairs = [
+            (x[n], made[n])
+            for x, made in zip(new, cache.states, strict=True)
+            for n in x
+            if x[n] is not made[n]
+        ]
+        copy_all(pairs)
+        return logits
+
+    @property
+    def newest(self) -> list[dict[str, Tensor]]:
+        return self.states[self.turn]
+
+    def copied(self) -> list[dict[str, Tensor]]:
+        """The newest states in tensors of their own."""
+        return [{name: x.clone() for name, x in state.items()} for state in self.newest]
+
+    def take(self, cache: NalandaCache) -> bool:
+        """Moves the states of `cache` into the buffers, if they are not there; False if they do not fit."""
+        if cache.graphs is self and cache.live:
+            return True
+        states = cache.states
+        if not alike(states, self.newest):
+            return False
+        owner = None if self.owner is None else self.owner()
+        if owner is not None and owner.graphs is self:
+            owner.release()
+        self.turn = 0
+        pairs = zip(self.newest, states, strict=True)
+        copy_all([(x[name], given[name]) for x, given in pairs for name in x])
+        assert cache.lengths is not None
+        self.lengths.copy_(cache.lengths)
+        self.owner = weakref.ref(cache)
+        cache.states = []  # frees their memory
+        cache.graphs, cache.live = self, True
+        return True
+
+    def __call__(self, tokens: Tensor, cache: NalandaCache) -> Tensor:
+        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`, for the cache that `take` was called with."""
+        self.tokens.copy_(tokens)
+        self.graphs[self.turn].replay()
+        logits = self.logits[self.turn].clone()  # the graph writes there again
+        self.turn = 1 - self.turn
+        cache.seen(1, torch.ones(len(tokens), dtype=torch.int64))
+        return logits
+
+
+def alike(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]], dtypes: bool = False) -> bool:
+    """Whether states have the same names and shapes, and with `dtypes` the same precision."""
+    return len(a) == len(b) and all(
+        x.keys() == y.keys()
+        and all(x[n].shape == y[n].shape and (x[n].dtype == y[n].dtype or not dtypes) for n in x)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies each second tensor into the first, in few launches."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [given for _, given in pairs])
+
+
+Known = weakref.WeakValueDictionary[tuple, GraphedStep]
+
+
+class DecodingGraphs:
+    """The graphs of a context of `decoding_graphs`, one for each batch size."""
+
+    known: ClassVar[weakref.WeakKeyDictionary[nn.Module, Known]] = weakref.WeakKeyDictionary()
+    """A model's graphs by what they were captured with; caches keep them alive."""
+    failed: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+    """Models that could not be captured; nothing tries again."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.eager = model, 0
+        self.steps: weakref.WeakValueDictionary[int, GraphedStep] = weakref.WeakValueDictionary()
+
+    @functools.cached_property
+    def key(self) -> tuple | None:
+        return key_of(self.model)
+
+    def decode(self, model: nn.Module, tokens: Tensor, cache: NalandaCache) -> Tensor | None:
+        """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
+        if model is not self.model or cache.recording or cache.unread is not None or self.key is None:
+            return None
+        if model in self.failed or model.training or torch.is_grad_enabled():
+            return None
+        if cache.lengths is None or len(tokens) != len(cache.lengths) or not bool((cache.lengths > 0).all()):
+            return None
+        if torch.is_autocast_enabled(tokens.device.type):
+            return None
+        step = self.steps.get(len(tokens)) or self._step(cache, (len(tokens), *self.key))
+        return step(tokens, cache) if step is not None and step.take(cache) else None
+
+    def _step(self, cache: NalandaCache, key: tuple) -> GraphedStep | None:
+        """The graphs for the cache's batch size, captured once enough tokens have run eagerly."""
+        known = self.known.setdefault(self.model, Known())
+        step = known.get(key)
+        if step is None and self.eager >= EAGER_TOKENS:
+            try:
+                with torch.inference_mode(False), torch.no_grad():  # buffers for calls in any mode
+                    step = known[key] = GraphedStep(self.model, cache)
+            except Exception as error:
+                self.failed.add(self.model)
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                warnings.warn(f"decoding without CUDA graphs: {reason}", stacklevel=2)
+        self.eager += 1
+        if step is not None:
+            self.steps[len(step.tokens)] = step
+        return step
+
+
+_current: ContextVar[DecodingGraphs | None] = ContextVar("decoding_graphs", default=None)
+current_graphs = _current.get
+
+
+@contextmanager
+def decoding_graphs(model: Any) -> Iterator[None]:
+    """In this context, calls of the model with one token of each sequence run as CUDA graphs where they can.
+
+    `generate` opens it. Weights may change in place in it, but not be replaced.
+    """
+    before = _current.set(None if os.environ.get(ENVIRONMENT) == "0" else DecodingGraphs(model))
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def key_of(model: Any) -> tuple | None:
+    """What graphs of the model depend on besides the batch size; None where graphs cannot serve.
+
+    They cannot without CUDA, for states that grow with the text, for a model on several devices, or with
+    modules that run code of others (hooks, adapters, compiled modules).
+    """
+    device, modules = model.device, list(model.modules())
+    if not Graph.serves(device) or any(map(_foreign, modules)):
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(x.device != device or type(x) not in (nn.Parameter, Tensor) for x in tensors):
+        return None
+    if model.model.growing_mixers():
+        return None
+    kernels = () if ops._kernels is None else ops._kernels.candidates("step", "auto", device.type)
+    return (*Graph.lane(device), *kernels, *map(id, modules), *(x.data_ptr() for x in tensors))
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether calling the module runs more than the `forward` of a class that has no switches."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+    return bool(hooked) or "forward" in vars(module) or type(module).__module__.startswith("peft.")
