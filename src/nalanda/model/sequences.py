@@ -1,6 +1,7 @@
 """Packed and padded batches: which tokens form a sequence, and which row states it continues."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,15 +69,20 @@ class Sequences:
     def tables(self, device: torch.device) -> Tables:
         """The packed batch on `device`."""
         if device not in self._tables:
-            assert self.cu_seqlens is not None
-            sequence = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-            found = (self.cu_seqlens, sequence, self.past, *(self.rows or ()))
-            cu, sequence, past, *rows = (x if x is None else x.to(device, non_blocking=True) for x in found)
-            for x in (self.cu_seqlens, cu, past):  # N differs from batch to batch; compiled graphs need not
-                if x is not None:
-                    torch._dynamo.maybe_mark_dynamic(x, 0)
-            self._tables[device] = Tables(cu, sequence, past, Rows(*rows) if rows else None)
+            self._make_tables(device)
         return self._tables[device]
+
+    @torch.compiler.disable  # their shapes depend on values
+    def _make_tables(self, device: torch.device) -> None:
+        assert self.cu_seqlens is not None
+        here = partial(Tensor.to, device=device, non_blocking=True)
+        sequence = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        past = None if self.past is None else here(self.past)
+        rows = None if self.rows is None else Rows(*map(here, self.rows))
+        made = self._tables[device] = Tables(here(self.cu_seqlens), here(sequence), past, rows)
+        for x in (self.cu_seqlens, made.cu_seqlens, past):  # N differs from batch to batch
+            if x is not None:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         """The result of `make`, kept for the next layers; a compiled graph, which serves all layers, makes it
