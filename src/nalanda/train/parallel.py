@@ -60,7 +60,7 @@ def parallelize(
     optimizer.
 
     The order is activation checkpointing, sharding, compilation, autocast, optimizer: sharding replaces the
-    parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is the one that is called.
+    parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
     """
     sharded = kind != "ddp" and accelerator.num_processes > 1
     if train.gradient_checkpointing:
