@@ -3,6 +3,7 @@
 torchrun starts this file itself as two processes over gloo: `worker` does there whatever needs two.
 """
 
+import functools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -53,6 +55,12 @@ VARIANTS = {
     "foreign": ("llama", {"precision": "bf16"}),
 }
 """Mixer (or a foreign model type) and train settings."""
+COMPILED = {f"{name}, compiled": name for name in VARIANTS if name != "fp32"}
+VARIANTS |= {new: (VARIANTS[old][0], VARIANTS[old][1] | {"compile": True}) for new, old in COMPILED.items()}
+
+
+# Inductor would compile C++ for minutes.
+parallel.compile_blocks = functools.partial(parallel.compile_blocks, backend="aot_eager")
 
 
 def build(name: str) -> torch.nn.Module:
@@ -84,6 +92,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = STEPS) -> dict:
     """Trains on rows that depend on the step alone, two micro-batches a process and step."""
+    torch._dynamo.reset()
+    counters.clear()
     losses, norms, gradients = [], [], {}
     for step in range(first, first + count):
         rows = torch.randint(
@@ -110,7 +120,8 @@ def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = S
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss).item())
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+    graphs = counters["stats"]["unique_graphs"]
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "graphs": graphs}
 
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
@@ -274,6 +285,17 @@ def test_sharded_whole_and_alone_train_the_same(results, variant):
         assert many["losses"] == pytest.approx(alone["losses"], rel=1e-3 if bf16 else 1e-6)
         assert many["norms"][0] == pytest.approx(alone["norms"][0], rel=1e-2 if bf16 else 1e-6)
         assert furthest(alone["gradients"], many["gradients"]) < (0.05 if bf16 else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_compiled_blocks_train_the_same(results, variant, kind):
+    compiled, eager = results[variant][kind], results[COMPILED[variant]][kind]
+    assert compiled["graphs"] == 1  # for both blocks, and none for evaluation
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+    assert compiled["norms"] == pytest.approx(eager["norms"], rel=1e-2)
+    assert furthest(compiled["gradients"], eager["gradients"]) < 0.05
 
 
 @pytest.mark.slow

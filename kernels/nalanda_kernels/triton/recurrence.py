@@ -275,7 +275,7 @@ def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, ma
     if cu_seqlens is None:
         total, sequences = B * -(-T // BT), B
     else:  # the number of chunks depends on the values of the bounds
-        total, sequences = torch.library.get_ctx().new_dynamic_size(), len(cu_seqlens) - 1
+        total, sequences = torch.library.get_ctx().new_dynamic_size(), cu_seqlens.shape[0] - 1
 
     def made(*shape, there=True, dtype=torch.float32):
         return v.new_empty(shape if there else (0, *shape[1:]), dtype=dtype)

@@ -170,9 +170,9 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
                 continue
         return _convert(value, kinds[-1], where)
     if origin is Literal:
-        if value in arguments:
+        if any(value == a and type(value) is type(a) for a in arguments):  # 1 is not true
             return value
-        names = ", ".join(map(str, arguments))
+        names = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
         raise InputError(f"{where}: expected one of {names}; got {value!r}")
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
         variadic = origin is list or arguments[-1] is Ellipsis

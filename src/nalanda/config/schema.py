@@ -241,7 +241,9 @@ class TrainConfig:
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
     gradient_checkpointing: bool = False
-    compile: bool = False
+    compile: Literal[True, False, "auto"] = "auto"
+    """Whether torch.compile fuses the blocks' forward and backward passes; auto: on GPUs. The first step then
+    takes longer, by up to a minute."""
     resume: str | int | None = None
     """Checkpoint step-N to resume from, instead of the newest. Applies once: later starts with the same value
     resume from the newest. Later checkpoints are set aside."""

@@ -4,6 +4,9 @@ The state is the last R keys and values of each sequence, the latest last (`Sequ
 of each follows from the sequence's length.
 """
 
+import functools
+import re
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +38,9 @@ class SoftmaxAttention(Mixer):
     norm = None
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
+    blocks = False
+    """Whether a token sees only those of its own block of `reach` tokens."""
+    scores = "softmax"
 
     def __init__(
         self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
@@ -78,6 +84,7 @@ class SoftmaxAttention(Mixer):
     def gather_states(self, new: State, seq: Sequences) -> State:
         return {name: x.detach() for name, x in new.items()}
 
+    @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
         """Attends packed rows that continue row states, in linear time.
 
@@ -105,26 +112,12 @@ class SoftmaxAttention(Mixer):
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
+        rule = self.reach, self.blocks, self.scores
         if seq.cu_seqlens is None:
-            return self.attend(q, k, v)
-        groups, where = seq.groups(q.device)
-        out = [self.attend(q[0, rows], k[0, rows], v[0, rows]).flatten(0, 1) for rows in groups]
-        none = q.new_zeros(0, q.shape[2], v.shape[3])  # for `cat` if all sequences are empty
-        return torch.cat([none, *out]).index_select(0, where)[None]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attends sequences `[B, T, …]` from their first tokens; linear in T with a window."""
-        w, T = self.reach, q.shape[1]
-        if w is None or w >= T:
-            return self.weigh(q, k, v, causal=True)
-        first = self.weigh(q[:, :w], k[:, :w], v[:, :w], causal=True)
-        # Each further block of w queries sees the keys of its own block and the previous one.
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % w)) for x in (q, k, v))
-        q = q[:, w:].unflatten(1, (-1, w))
-        k, v = (x.unfold(1, 2 * w, w).movedim(-1, 2).flatten(0, 1) for x in (k, v))
-        places = torch.arange(2 * w, device=q.device)[None]
-        rest = self.weigh(q.flatten(0, 1), k, v, self.visible(places, places[:, w:]))
-        return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - w]], 1)
+            return attend(q, k, v, *rule)
+        if torch.compiler.is_compiling():  # the groups depend on the values of cu_seqlens
+            return _packed_op(q, k, v, seq.cu_seqlens, *rule)
+        return attend_packed(q, k, v, seq, *rule)
 
     def attend_past(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, T: int) -> Tensor:
         """Attends from q `[N, L, …]` to k and v `[N, W, …]`, past and new; all are right-aligned."""
@@ -132,11 +125,11 @@ class SoftmaxAttention(Mixer):
         L, past = q.shape[1], seq.common_past()
         if L == 1 and past is not None:  # the common decoding step needs no mask
             seen = self.span(past)
-            return self.weigh(q, k[:, -seen:], v[:, -seen:])
+            return weigh(q, k[:, -seen:], v[:, -seen:], scores=self.scores)
         if self.reach is not None:
             k, v = (x[:, -(self.reach - 1 + L) :] for x in (k, v))
         places = seq.last_positions(T, k.shape[1], q.device)
-        return self.weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]))
+        return weigh(q, k, v, self.visible(places, places[:, k.shape[1] - L :]), scores=self.scores)
 
     def span(self, place: int) -> int:
         """How many tokens the token at position `place` sees, including itself."""
@@ -151,17 +144,6 @@ class SoftmaxAttention(Mixer):
         keys, queries = keys[:, None], queries[..., None]
         seen = (keys <= queries) & ((keys >= 0) | (queries < 0))
         return seen if self.reach is None else seen & (keys > queries - self.reach)
-
-    def weigh(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
-        """Softmax attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`."""
-        return F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            attn_mask=None if mask is None else mask[:, None],
-            is_causal=causal,
-            enable_gqa=q.shape[2] != k.shape[2],
-        ).transpose(1, 2)
 
     def state_spec(self, T: int) -> StateSpec:
         rows, H = self.reach or T, self.num_v_heads
@@ -191,6 +173,7 @@ class DiagAttention(SoftmaxAttention):
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
     source = "arXiv 2210.10340"
+    blocks = True
 
     def __init__(
         self, config, layer_idx: int, *, block_size: int = 64, scores: str = "softmax",
@@ -226,12 +209,6 @@ class DiagAttention(SoftmaxAttention):
         o = by_kernel("block_attention", "auto", q, q, k, v, cu_seqlens=seq.cu_seqlens, **options)
         return super().attend_all(q, k, v, seq) if o is None else o
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T, b = q.shape[1], min(max(q.shape[1], 1), self.block)
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % b)).unflatten(1, (-1, b)) for x in (q, k, v))
-        o = self.weigh(*(x.flatten(0, 1) for x in (q, k, v)), causal=True)
-        return o.unflatten(0, q.shape[:2]).flatten(1, 2)[:, :T]
-
     def wanted(self, past: Tensor) -> Tensor:
         return past % self.block
 
@@ -242,20 +219,108 @@ class DiagAttention(SoftmaxAttention):
         same = (keys // self.block)[:, None] == (queries // self.block)[..., None]
         return super().visible(keys, queries) & same
 
-    def weigh(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
-        if self.scores == "softmax":
-            return super().weigh(q, k, v, mask, causal)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        p = F.relu(q @ k.mT * self.K**-0.5)
-        if mask is not None:
-            p = p.masked_fill(~mask[:, None], 0)
-        p = p.tril() if causal else p
-        return (p @ v).transpose(1, 2)
-
     def seen(self, T: int) -> float:
         return min(T, self.block) / 2
+
+
+def weigh(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scores: str = "softmax"
+) -> Tensor:
+    """Attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`. scores: softmax or relu."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask[:, None]
+    if scores == "softmax":
+        options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    p = F.relu(q @ k.mT * q.shape[-1] ** -0.5)
+    p = p if mask is None else p.masked_fill(~mask, 0)
+    return ((p.tril() if causal else p) @ v).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str) -> Tensor:
+    """Attends sequences `[B, T, …]` from their first tokens; linear in T with a reach."""
+    T = q.shape[1]
+    if reach is None or reach >= T:
+        return weigh(q, k, v, causal=True, scores=scores)
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % reach)) for x in (q, k, v))
+    if blocks:
+        o = weigh(*(x.unflatten(1, (-1, reach)).flatten(0, 1) for x in (q, k, v)), causal=True, scores=scores)
+        return o.unflatten(0, (len(q), -1)).flatten(1, 2)[:, :T]
+    first = weigh(q[:, :reach], k[:, :reach], v[:, :reach], causal=True, scores=scores)
+    # Each further block of queries sees the keys of its own block and the previous one.
+    q = q[:, reach:].unflatten(1, (-1, reach))
+    k, v = (x.unfold(1, 2 * reach, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+    keys = torch.arange(2 * reach, device=q.device)
+    queries = keys[reach:, None]
+    seen = (keys <= queries) & (keys > queries - reach)
+    rest = weigh(q.flatten(0, 1), k, v, seen[None], scores=scores)
+    return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - reach]], 1)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, *rule) -> Tensor:
+    """`attend` for the sequences of a packed row, in groups of similar lengths."""
+    groups, where = seq.groups(q.device)
+    out = [attend(q[0, rows], k[0, rows], v[0, rows], *rule).flatten(0, 1) for rows in groups]
+    none = q.new_zeros(0, q.shape[2], v.shape[3])  # for `cat` if all sequences are empty
+    return torch.cat([none, *out]).index_select(0, where)[None]
+
+
+# torch.compile sees forward and backward as one operator each. The backward attends once more: an operator
+# can return tensors for it, but not autograd's graph.
+
+
+@functools.lru_cache(maxsize=4)  # all layers ask for the same one, forward and backward
+def _sequences(bounds: tuple[int, ...]) -> Sequences:
+    return Sequences(torch.tensor(bounds))
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool, scores: str
+) -> Tensor:
+    return attend_packed(q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores)
+
+
+def _packed_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool,
+    scores: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _packed(q, k, v, cu_seqlens, reach, blocks, scores)
+
+    # autograd does not record inside operators; torch.func does
+    d_q, d_k, d_v = torch.func.vjp(attended, q, k, v)[1](d_o)
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+_NAMESPACE = re.sub(r"\W", "_", __name__)  # copies of this file in checkpoints have another
+_packed_op = torch.library.custom_op(f"{_NAMESPACE}::attend_packed", _packed, mutates_args=())
+_packed_backward_op = torch.library.custom_op(
+    f"{_NAMESPACE}::attend_packed_backward", _packed_backward, mutates_args=()
+)
+
+
+@_packed_op.register_fake
+def _(q, k, v, *options):
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@_packed_backward_op.register_fake
+def _(d_o, q, k, v, *options):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.reach, ctx.blocks, ctx.scores = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
+    rule = ctx.reach, ctx.blocks, ctx.scores
+    return *_packed_backward_op(d_o, *ctx.saved_tensors, *rule), None, None, None, None
+
+
+_packed_op.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def last(x: Tensor, rows: int) -> Tensor:

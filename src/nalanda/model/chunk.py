@@ -487,7 +487,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
         rows = (
             -(-length // chunk) * batch if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
         )
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = wide_dtype(q, k, v, beta, g, initial_state)
     state = v.new_empty(sequences, heads, q.shape[3], width, dtype=dtype)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -496,7 +496,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
 
 @_chunk_backward_op.register_fake
 def _(d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, scale, chunk_size):
-    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     d_initial = states.new_empty(sequences, v.shape[2], *states.shape[1:])
     return *_empty_grads(q, k, v, beta, g), d_initial
 

@@ -271,7 +271,8 @@ class Decoder(NalandaPreTrainedModel):
             rows, past = layout.rows(carried, None if row_states is None else row_states.lengths)
             held = [{} for _ in self.layers] if row_states is None or past is None else row_states.states
             states = [RowState(tensors) for tensors in held]
-        x, seq = layout.pack(x), Sequences(layout.cu_seqlens, past, rows, cache is not None and cache.static)
+        x = layout.pack(x)
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static=cache is not None and cache.static)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":

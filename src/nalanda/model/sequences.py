@@ -1,13 +1,15 @@
 """Packed and padded batches: which tokens form a sequence, and which row states it continues."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The place of a batch's rows among its N sequences, for row states. All tensors are on the host."""
+    """The place of a batch's rows among its N sequences, for row states."""
 
     first: Tensor
     """Each row's first sequence, int64 `[B]`."""
@@ -17,23 +19,48 @@ class Rows(NamedTuple):
     """Whether the row's first sequence continues its row state, bool `[B]`."""
 
 
+class Tables(NamedTuple):
+    """A packed batch on a device.
+
+    What else a layer needs to know follows by arithmetic, with shapes that depend on N, ΣT and B but on no
+    value. So one compiled graph serves all packings.
+    """
+
+    cu_seqlens: Tensor
+    """int64 `[N+1]`."""
+    sequence: Tensor
+    """Each token's sequence, int64 `[ΣT]`."""
+    past: Tensor | None
+    """int64 `[N]`; None: all zero."""
+    rows: Rows | None
+
+
 class Sequences:
     """The sequences of a batch, described once by the decoder; no mixer sees a mask.
 
     `cu_seqlens` None: the batch is dense, `[B, T]`. Otherwise it is `[1, ΣT]`, and `cu_seqlens` (int64
     `[N+1]`, on the host, where reading it needs no device synchronisation) bounds its N sequences, which may
     be empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls read. With `rows`
-    mixers take and return the states of rows instead of sequences. `static`: `past` is on the device, and the
-    call is captured as a CUDA graph, so the host must not read it.
+    (on the host) mixers take and return the states of rows instead of sequences. `device`: that of the
+    layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
+    device, and the call is captured as a CUDA graph, so the host must not read it.
     """
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
     # 3.11's cached_property.
     def __init__(
-        self, cu_seqlens: Tensor | None = None, past: Tensor | None = None, rows: Rows | None = None,
+        self,
+        cu_seqlens: Tensor | None = None,
+        past: Tensor | None = None,
+        rows: Rows | None = None,
+        device: torch.device | None = None,
         static: bool = False,
-    ):  # fmt: skip
-        self.cu_seqlens, self.past, self.rows, self.static, self._made = cu_seqlens, past, rows, static, {}
+    ):
+        self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
+        self._tables: dict[torch.device, Tables] = {}
+        self._made: dict[tuple, Any] = {}
+        if cu_seqlens is not None and device is not None:
+            self.tables(device)
 
     @property
     def lengths(self) -> Tensor:
@@ -41,31 +68,61 @@ class Sequences:
         assert self.cu_seqlens is not None, "a dense batch has no packed lengths"
         return self.cu_seqlens.diff()
 
+    def tables(self, device: torch.device) -> Tables:
+        """The packed batch on `device`."""
+        if device not in self._tables:
+            self._make_tables(device)
+        return self._tables[device]
+
+    @torch.compiler.disable  # their shapes depend on values
+    def _make_tables(self, device: torch.device) -> None:
+        assert self.cu_seqlens is not None
+        here = partial(Tensor.to, device=device, non_blocking=True)
+        sequence = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        past = None if self.past is None else here(self.past)
+        rows = None if self.rows is None else Rows(*map(here, self.rows))
+        made = self._tables[device] = Tables(here(self.cu_seqlens), here(sequence), past, rows)
+        for x in (self.cu_seqlens, made.cu_seqlens, past):  # N differs from batch to batch
+            if x is not None:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """The result of `make`, kept for the next layers; a compiled graph, which serves all layers, makes it
+        itself: what one layer keeps would be another input for the next."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     def with_gaps(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows of tokens and gaps, if `gap` rows are put before each sequence.
 
         Returns int64 `[ΣT]` and `[N, gap]`, indices into ΣT + N·gap rows.
         """
-        key = ("with_gaps", gap, device)
-        if key not in self._made:
-            n, starts = torch.arange(len(self.lengths)), self.lengths.cumsum(0) - self.lengths
-            tokens = torch.arange(int(self.lengths.sum())) + gap * (1 + n.repeat_interleave(self.lengths))
-            gaps = (starts + gap * n)[:, None] + torch.arange(gap)
-            self._made[key] = tuple(x.to(device, non_blocking=True) for x in (tokens, gaps))
-        return self._made[key]
+
+        def make() -> tuple[Tensor, Tensor]:
+            cu, sequence, _, _ = self.tables(device)
+            tokens = torch.arange(len(sequence), device=device) + gap * (1 + sequence)
+            starts = cu[:-1] + gap * torch.arange(cu.shape[0] - 1, device=device)
+            return tokens, starts[:, None] + torch.arange(gap, device=device)
+
+        return self._once(("with_gaps", gap, device), make)
 
     def positions(self, T: int, device: torch.device) -> Tensor:
         """Each token's position in its sequence: int64 `[1, T]` if equal in all rows, else `[B, T]`."""
-        key = ("positions", T, device)
-        if key not in self._made:
-            places = torch.arange(T, device=device if self.static else None)[None]
-            if self.cu_seqlens is not None:
-                first = self.cu_seqlens[:-1] if self.past is None else self.cu_seqlens[:-1] - self.past
-                places = places - first.repeat_interleave(self.lengths)
-            elif self.past is not None:
-                places = places + self.past[:, None]
-            self._made[key] = places.to(device, non_blocking=True)
-        return self._made[key]
+
+        def make() -> Tensor:
+            places = torch.arange(T, device=device)[None]
+            if self.cu_seqlens is None:
+                return (
+                    places if self.past is None else places + self.past.to(device, non_blocking=True)[:, None]
+                )
+            cu, sequence, past, _ = self.tables(device)
+            first = cu[:-1] if past is None else cu[:-1] - past
+            return places - first[sequence]
+
+        return self._once(("positions", T, device), make)
 
     def common_past(self) -> int | None:
         """The tokens before this call if all sequences have as many, and the host may know it."""
@@ -152,24 +209,17 @@ class Sequences:
 
     def scatter_states(self, state: Tensor) -> Tensor:
         """Row states `[B, …]` to initial states of sequences `[N, …]`, zero where no row state continues."""
-        assert self.rows is not None
-        key = ("scatter_states", state.device)
-        if key not in self._made:
-            carried = self.rows.carried
-            pair = (self.rows.first[carried], carried.nonzero().squeeze(1))
-            self._made[key] = tuple(x.to(state.device, non_blocking=True) for x in pair)
-        sequences, rows = self._made[key]
+        cu, _, _, rows = self.tables(state.device)
+        assert rows is not None
         # Selected, not multiplied by 0: a row that does not continue may hold NaN.
-        empty = state.new_zeros(len(self.lengths), *state.shape[1:])
-        return empty.index_copy(0, sequences, state.index_select(0, rows))
+        held = state.where(rows.carried.view(-1, *(1,) * (state.dim() - 1)), 0)
+        return state.new_zeros(cu.shape[0] - 1, *state.shape[1:]).index_copy(0, rows.first, held)
 
     def gather_states(self, state: Tensor) -> Tensor:
         """Final states of sequences `[N, …]` to row states `[B, …]`, detached."""
-        assert self.rows is not None
-        key = ("gather_states", state.device)
-        if key not in self._made:
-            self._made[key] = self.rows.last.to(state.device, non_blocking=True)
-        return state.detach().index_select(0, self._made[key])
+        rows = self.tables(state.device).rows
+        assert rows is not None
+        return state.detach().index_select(0, rows.last)
 
     def with_kept(
         self, kept: int, wanted: Tensor, device: torch.device
@@ -199,16 +249,12 @@ class Sequences:
 
     def tails(self, x: Tensor, width: int) -> Tensor:
         """The last tokens of each row's last sequence, left-padded: `[1, ΣT, …]` to `[B, width, …]`."""
-        assert self.cu_seqlens is not None
-        assert self.rows is not None
-        key = ("tails", width, x.device)
-        if key not in self._made:
-            index = self.cu_seqlens[1:][self.rows.last, None] + torch.arange(-width, 0)
-            missing = index < self.cu_seqlens[self.rows.last, None]
-            pair = (index.clamp_min(0), missing)
-            self._made[key] = tuple(part.to(x.device, non_blocking=True) for part in pair)
-        index, missing = self._made[key]
-        return x[0, index].masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
+        cu, _, _, rows = self.tables(x.device)
+        assert rows is not None
+        index = cu[1:][rows.last, None] + torch.arange(-width, 0, device=x.device)
+        missing = index < cu[rows.last, None]
+        tails = x[0, index.clamp_min(0)]
+        return tails.masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), 0)
 
 
 class Layout:

@@ -196,6 +196,7 @@ def set_up(
         "processes": processes,
         "parallel": sharing if processes > 1 else None,
         "precision": config.train.precision,
+        "compiled": parallel.compiles(config.train.compile, accelerator.device),
         "versions": versions(),
         "changes": [*facts.get("changes", []), *([{"step": run.at.step, **changes}] if changes else [])],
         "host": platform.node(),

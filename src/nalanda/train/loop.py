@@ -195,8 +195,8 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
     )
     log.say(f"steps      {c.steps:,} = {c.steps * c.tokens_per_step:,} tokens")
     log.say(
-        f"device     {facts['device']}, {c.precision}, peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s"
-        f" ({facts['peak']})"
+        f"device     {facts['device']}, {c.precision}, {'compiled' if facts['compiled'] else 'eager'}"
+        f", peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak']})"
     )
     log.say(f"FLOPs      {facts['training_flops_per_token']:.3g} a token ({facts['flops']})")
     if not log.quiet:

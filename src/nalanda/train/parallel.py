@@ -59,30 +59,50 @@ def parallelize(
     """Returns (the model to call in training, the optimizer). train: `TrainConfig`; build: makes the
     optimizer.
 
-    The order is activation checkpointing, compilation, sharding, autocast, optimizer: sharding replaces the
-    parameters. `model` stays the bare model; under FSDP2 it is the one that is called.
+    The order is activation checkpointing, sharding, compilation, autocast, optimizer: sharding replaces the
+    parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
     """
     sharded = kind != "ddp" and accelerator.num_processes > 1
     if train.gradient_checkpointing:
         # transformers 5.23 renames the method, and warns about the old name.
         new = getattr(model, "activation_checkpointing_enable", None)
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
-    if train.compile and not sharded:
-        model.compile()
+    blocks = units(model)
+    if sharded:
+        bf16 = train.precision == "bf16"
+        shard(model, blocks, mesh(kind, accelerator, train.shard_size), bf16=bf16)
+    if compiles(train.compile, accelerator.device):
+        compile_blocks(blocks)
     if not sharded:
         return accelerator.prepare(model, build())
-    blocks = units(model)
-    if train.compile:
-        # Not the block itself: the collectives of FSDP2's hooks would break the graph.
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    bf16 = train.precision == "bf16"
-    shard(model, blocks, mesh(kind, accelerator, train.shard_size), bf16=bf16)
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         raise RuntimeError("FSDP2 left parameters whole")
     # evaluation_mode adds autocast, but no wrapper.
     wrapped = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return wrapped, accelerator.prepare_optimizer(build())
+
+
+def compiles(asked: bool | str, device: torch.device) -> bool:
+    """Resolves `train.compile`; auto: on GPUs."""
+    return device.type == "cuda" if asked == "auto" else bool(asked)
+
+
+def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
+    """Compiles the forward and backward pass of each block in training mode. options: of `torch.compile`.
+
+    Equal blocks share one compilation, which a whole model would repeat for each. Evaluation stays eager: it
+    has other shapes, and would compile for each of them.
+    """
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True  # the number of chunks of packed rows
+
+    def compiled(block: nn.Module) -> Callable:
+        # Not the block itself: the collectives of FSDP2's hooks would break the graph.
+        eager = block.forward
+        graph = torch.compile(eager, **options)
+        return lambda *args, **kwargs: (graph if block.training else eager)(*args, **kwargs)
+
+    for block in blocks:
+        block.forward = compiled(block)
 
 
 def mesh(kind: Kind, accelerator: Accelerator, shard_size: int | None) -> DeviceMesh:
