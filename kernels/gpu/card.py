@@ -84,7 +84,6 @@ class Card:
         return sides
 
     def compile(self, model: Any) -> None:
-        torch._dynamo.reset()
         model.compile(backend="eager" if self.dry else "inductor")
 
     @property
@@ -170,6 +169,7 @@ class Card:
 
     def release(self) -> None:
         torch.cuda.synchronize()
+        torch._dynamo.reset()  # compiled models stay in memory else
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -154,6 +154,13 @@ def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
         config = load_config(ROOT / "recipes" / f"{recipe}_340m.yaml")
         return train_speed(card, build_peer(card, recipe, T), config, T, False)
 
+    def beside(name: str, make: Callable[[], Values], ratio: str) -> None:
+        found = attempt(name, make)
+        values.update({name: found.get("tokens_per_second"), f"{name}_memory": found.get("memory")})
+        values[f"{name}_parameters"] = found.get("parameters")
+        if values[name] and values.get("tokens_per_second"):
+            values[ratio] = values["tokens_per_second"] / values[name]
+
     nalanda_kernels._say_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught, nalanda_kernels.use_backend(card.backend):
         warnings.simplefilter("always")
@@ -161,20 +168,14 @@ def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
         values["fallbacks"] = (
             "; ".join(str(w.message) for w in caught if "not by triton" in str(w.message)) or None
         )
-        if recipe in PEERS:
-            theirs = attempt("peer", peer)
-            values |= {"peer": theirs.get("tokens_per_second"), "peer_memory": theirs.get("memory")}
-            values["peer_parameters"] = theirs.get("parameters")
-        if recipe.startswith("nala_"):
-            with recurrences_by_fla():
-                fed = attempt("fed", ours)
-            values |= {"fed": fed.get("tokens_per_second"), "fed_memory": fed.get("memory")}
-        for other, ratio in (("peer", "ratio"), ("fed", "fed_ratio")):
-            if values.get("tokens_per_second") and values.get(other):
-                values[ratio] = values["tokens_per_second"] / values[other]
         if recipe in COMPILED and card.lengths()[0] == T:
             fast = attempt("compiled", partial(ours, compiled=True))
             values |= {"compiled": fast.get("tokens_per_second"), "compiled_mfu": fast.get("mfu")}
+        if recipe in PEERS:
+            beside("peer", peer, "ratio")
+        if recipe.startswith("nala_"):
+            with recurrences_by_fla():
+                beside("fed", ours, "fed_ratio")
     return values
 
 
@@ -268,7 +269,7 @@ def train_cases(card: Card) -> list[Case]:
         if recipe == "nala_gated_deltanet":
             targets |= {"ratio": 0.95, "fed_ratio": 1.25}
         case = partial(recipe_case, recipe=recipe, T=T)
-        cases.append(Case("Training", f"{recipe}_340m, T = {T}", case, targets))
+        cases.append(Case("Training", f"{recipe}_340m, T = {T}", case, targets, seconds=400.0))
     curves = [
         Case("Loss curves", f"demo.yaml, {precision}", partial(curve_case, precision=precision))
         for precision in (("bf16",) if card.dry else ("bf16", "fp32"))
