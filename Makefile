@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-quick test-all check format bench static tables torture clean gpu-check
+.PHONY: demo test test-quick test-all check format bench static tables torture clean gpu-check gpu-day gpu-bundle
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
 
 demo: .venv/.ready
@@ -33,9 +33,17 @@ format: .venv/.ready
 bench: .venv/.ready
 	@$(BIN)/nalanda bench ops
 
-# Without a .venv too: a machine with a card brings its own torch. PART=kernels, bench or train: 9 minutes each.
+# Without a .venv too: a machine with a card brings its own torch. kernels/README.md, "A day with a card".
+GPU_CHECK = $(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/gpu_check.py
 gpu-check:
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/gpu_check.py $(PART)
+	@$(GPU_CHECK) $(PART) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(BUNDLE),--bundle $(BUNDLE))
+
+gpu-day:
+	@$(GPU_CHECK) day --bundle $(BUNDLE) --output $(OUTPUT) $(if $(CALL),--call $(CALL))
+
+# With the card's Python and Triton: make gpu-bundle PYTHON=python3.12. Called again, it goes on.
+gpu-bundle:
+	@$(PYTHON) kernels/gpu_check.py bundle --bundle $(or $(BUNDLE),gpu-bundle) $(if $(MINUTES),--minutes $(MINUTES))
 
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
