@@ -22,31 +22,29 @@ _WITHOUT_RESULT = ("ISETP", "FSETP", "DSETP", "HSETP2", "FCHK", "R2P", "BAR", "B
 _TWO_WORDS = re.compile(r"CS2R|D(ADD|MUL|FMA)|[FI]2F\.F64|.*\.(64|WIDE)\b")
 
 
-def overwritten(cubin: bytes) -> int:
-    """wgmma instructions whose registers of A may be written before the wait that covers the product."""
-    code, labels = _machine_code(cubin)
-    products = (
-        i for i, (_, name, args) in enumerate(code) if "GMMA." in name and re.match(r"R\d+, R\d", args)
-    )
-    return sum(_written_early(code, labels, i) for i in products)
-
-
-def _machine_code(cubin: bytes) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
-    """Instructions as (predicate, name, operands), and the indices of labels."""
+def machine_code(cubin: bytes) -> str:
+    """What Triton's nvdisasm prints."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    code, labels = [], {}
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def overwritten(text: str) -> int:
+    """wgmma instructions in machine code whose registers of A may be written before the wait for them."""
+    code, labels = [], {}  # instructions: predicate, name, operands; the instruction after each label
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif found := _INSTRUCTION.search(line):
             code.append((found[1] or "", found[2], found[3]))
-    return code, labels
+    products = (
+        i for i, (_, name, args) in enumerate(code) if "GMMA." in name and re.match(r"R\d+, R\d", args)
+    )
+    return sum(_written_early(code, labels, i) for i in products)
 
 
 def _written_early(code: list[tuple[str, str, str]], labels: dict[str, int], product: int) -> bool:
@@ -56,12 +54,9 @@ def _written_early(code: list[tuple[str, str, str]], labels: dict[str, int], pro
     """
     first = int(code[product][2].split(", ")[1].removeprefix("R"))
     a, ends = range(first, first + 4), "gsb0" in code[product][2]
-    seen, todo = (
-        set(),
-        [(product + 1, 0 if ends else -1)],
-    )  # instruction; groups that ended after the product's
+    seen, todo = set(), [(product + 1, 0 if ends else -1)]
     while todo:
-        i, later = todo.pop()
+        i, later = todo.pop()  # an instruction; how many groups ended after the product's own
         if (i, later) in seen or i >= len(code):
             continue
         seen.add((i, later))

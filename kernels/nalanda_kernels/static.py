@@ -290,7 +290,7 @@ def _patch(arch: str) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             cubin = make_cubin(self, source, metadata, *rest)
-        early = hazards.overwritten(cubin) if hazards.register_a(source) else 0
+        early = hazards.overwritten(hazards.machine_code(cubin)) if hazards.register_a(source) else 0
         # Triton caches metadata with the kernel.
         return metadata.update(ptxas=log.getvalue(), overwritten=early) or cubin
 

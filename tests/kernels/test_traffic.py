@@ -103,5 +103,5 @@ def test_nala_moves_at_most_60_percent_of_what_the_peer_moves(name):
 def test_limits_are_recorded_for_cases_that_exist():
     assert LIMITS.exists()
     assert set(limits()["peer_traffic"]) == set(traffic.CASES)
-    for table in (limits().get("limits", {}), limits().get("peer", {})):
+    for table in (*limits()["limits"].values(), limits()["peer"]):
         assert all(job in CASES for jobs in table.values() for job in jobs)
