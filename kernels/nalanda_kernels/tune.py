@@ -174,8 +174,8 @@ def improve(
                 row[size] = kept
 
 
-def key(row: dict[str, int]) -> tuple[int, int]:
-    return row["itemsize"], row["features"]
+def key(row: dict[str, int]) -> tuple[int | None, int | None]:
+    return row.get("itemsize"), row.get("features")  # rows of "backends" have neither
 
 
 def jobs(itemsize: int, features: int) -> list[Job]:
