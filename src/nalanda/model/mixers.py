@@ -55,7 +55,7 @@ def _faults(mixer: type[Mixer]) -> Iterator[str]:
         return next(i for i, c in enumerate(mixer.__mro__) if name in vars(c))
 
     kernel = mixer.__mro__[depth("step_options")]
-    steps = ("heads", "mix", "normalized", "gate", "read_out")
+    steps = ("heads", "mix", "read_out")
     changed = [f"{name}()" for name in steps if depth(name) < depth("step_options")]
     if changed and kernel is not Mixer:
         yield (
