@@ -393,7 +393,7 @@ def test_z_loss_is_in_the_gradient_alone(small):
         )
     )
     batch = {"input_ids": tokens % 31, "labels": (tokens % 31).masked_fill(torch.rand(2, 11) < 0.2, -100)}
-    batch["position_ids"] = torch.arange(11).repeat(2, 1)
+    batch |= {"position_ids": torch.arange(11).repeat(2, 1), "cu_seqlens": torch.arange(3) * 11}
     for z_loss in (0.0, 0.5):
         llama.zero_grad()
         loss = summed_loss(llama, batch, torch.device("cpu"), z_loss)
