@@ -71,7 +71,10 @@ def convolve(
 
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
-    weights = [conv.weight.squeeze(1).repeat(conv.copies, 1) for conv in convs]
+    weights = [conv.weight.squeeze(1) for conv in convs]
+    weights = [
+        w.repeat(conv.copies, 1) if conv.copies > 1 else w for w, conv in zip(weights, convs, strict=True)
+    ]
     served = by_kernel(
         *("short_convs", "auto", xs[0], xs, weights, states),
         cu_seqlens=seq.cu_seqlens,
