@@ -140,6 +140,47 @@ def test_the_tiles_of_a_card(monkeypatch):
     check_convolution((1, 6, 130), 3, offsets([5, 0, 1]))
 
 
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("cu", [None, offsets([3, 0, 66, 1])])
+def test_convolutions_of_columns_in_one_launch(with_state, cu, monkeypatch):
+    """q, k and v as columns of a product: each as by itself, without copies of inputs or of gradients."""
+    sizes, width, silu = [20, 6, 130], 4, [None, None, "silu"]
+    B, T, N = (2, 35, 2) if cu is None else (1, 70, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator).to(DEVICE).requires_grad_()
+
+    whole, weights = draw(B, T, 160), [draw(D, width) for D in sizes]
+    xs, states = whole.split([*sizes, 4], -1)[:3], [draw(N, width - 1, D) for D in sizes]
+    states = states if with_state else None
+    d_ys, launches = [draw(B, T, D).detach() for D in sizes], []
+    launch = conv_module._launch
+
+    def counted(kernel, name, *args, **options):
+        launches.append(name)
+        return launch(kernel, name, *args, **options)
+
+    monkeypatch.setattr(conv_module, "_launch", counted)
+    options = {"cu_seqlens": cu, "output_final_state": True}
+    ys, finals = conv_module.short_convs(xs, weights, states, activations=silu, **options)
+    d_xs = torch.autograd.grad(ys, xs, d_ys, retain_graph=True)
+    assert launches == ["forward", "backward"] + ["state"] * with_state
+    assert all(y.is_contiguous() for y in ys)
+    ends = [d.data_ptr() + d.shape[2] * d.itemsize for d in d_xs]
+    assert [d.data_ptr() for d in d_xs[1:]] == ends[:-1]
+    given = [whole, *weights, *(states or ())]
+    mine = torch.autograd.grad([*ys, *finals], given, [*d_ys, *map(torch.ones_like, finals)])
+    alone = [
+        short_conv(x, w, states and states[i], activation=act, **options)
+        for i, (x, w, act) in enumerate(zip(xs, weights, silu, strict=True))
+    ]
+    both = [*(y for y, _ in alone), *(final for _, final in alone)]
+    theirs = torch.autograd.grad(both, given, [*d_ys, *map(torch.ones_like, finals)])
+    for a, b in zip([*ys, *finals, *mine], [*both, *theirs], strict=True):
+        near(a, b, 1e-6)
+
+
 def test_what_the_convolution_cannot_serve():
     x, weight = torch.ones(1, 3, 4, device=DEVICE), torch.ones(4, 2, device=DEVICE)
     for x_, w, options, message in (
