@@ -88,7 +88,7 @@ CASES = {
     "silu map": Case("map_features", 128, 128, 8, map="silu", norm="l2"),
     "softmax blocks": Case("block_attention", 128, 128, 8),
     "relu blocks": Case("block_attention", 128, 128, 8, map="relu"),
-    "short_conv": Case("short_conv", 128, 128, 8),
+    "short_conv": Case("short_convs", 128, 256, 6),
     "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
     "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
     "swiglu": Case("swiglu", 2816, 2816, 1),
@@ -144,10 +144,11 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         return lambda: op(q, k, v, gate, feature_map=map, positions=positions, **options)[:1]
     if case.op == "map_features":
         return lambda: tuple(op(q, k, map, case.norm))
-    if case.op == "short_conv":
-        x, weight = (torch.zeros(*n, case.H * case.K, dtype=case.dtype) for n in ((B, T), (4,)))
-        x, weight = x.requires_grad_(), weight.T.contiguous().requires_grad_()
-        return lambda: op(x, weight, activation="silu")[:1]
+    if case.op == "short_convs":
+        sizes = [case.H * case.K, case.H * case.K, case.H * case.V]
+        product = torch.zeros(B, T, sum(sizes), dtype=case.dtype, requires_grad=True)
+        weights = [torch.zeros(D, 4, requires_grad=True) for D in sizes]
+        return lambda: tuple(op(product.split(sizes, -1), weights, activations=[None, None, "silu"])[0])
     if case.op == "step":
         return lambda: _step(op, case, B)
     if case.op == "swiglu":

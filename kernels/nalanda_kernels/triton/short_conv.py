@@ -291,7 +291,7 @@ def _backward(
         N = len(states[0])
         rest = tuple(d_states), _strides(xs), bounds, N
         _launch(state_kernel, "state", N * (W - 1), weights, silu, *inputs, *rest)
-    d_weight = d_weight.sum(0).T.to(weights[0].dtype, memory_format=torch.contiguous_format)
+    d_weight = d_weight.sum(0).T.to(weights[0].dtype).contiguous()
     return d_x, d_weight, d_states
 
 

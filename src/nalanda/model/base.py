@@ -16,7 +16,8 @@ package. It defines
 
 It may define
 
-- `heads` and `read_out`, before and after `mix`;
+- `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
+  `heads` takes from `project(x)`, one product;
 - class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields;
 - `step_options` and `step_inputs`: with these, a kernel for one token replaces the three steps in decoding. A
   subclass that changes a step must define its own `step_options`; None means no kernel.
@@ -72,9 +73,7 @@ def convolve(
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
     weights = [conv.weight.squeeze(1) for conv in convs]
-    weights = [
-        w.repeat(conv.copies, 1) if conv.copies > 1 else w for w, conv in zip(weights, convs, strict=True)
-    ]
+    weights = [w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)]
     served = by_kernel(
         *("short_convs", "auto", xs[0], xs, weights, states),
         cu_seqlens=seq.cu_seqlens,
@@ -189,6 +188,7 @@ class Mixer(FusedLinears):
         return {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk}
 
     def linears(self) -> dict[str, nn.Linear]:
+        """The Linear layers that read x: `heads` has their outputs by these names."""
         return self.projections() | ({"gate": self.g_proj} if self.gated else {})
 
     def convolve(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Heads:
