@@ -2,17 +2,19 @@
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_models import VARIANTS, build, ids, logits
+from tiny_models import VARIANTS, build, ids, logits, rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nalanda import NalandaCache
+from nalanda import NalandaCache, State
 from nalanda.model import MIXERS, graphs
 
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
@@ -41,7 +43,7 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def lane(device):
-        return ()
+        return (threading.get_ident(),)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
@@ -112,6 +114,19 @@ def test_text_is_that_of_eager_decoding(name, batch, options):
     torch.testing.assert_close(held.states, other.states)
 
 
+@pytest.mark.parametrize("options", [row for row in rows() if row.values[0]["mixer"] != "softmax"])
+@torch.no_grad()
+def test_nothing_is_copied_from_the_host(options, monkeypatch):
+    """On the meta device, which is another one than the host's."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no such device
+    model, cache = build(**options).to("meta"), NalandaCache(2)
+    for layer, state in zip(model.model.layers, cache.states, strict=True):
+        for n, (shape, _) in layer.mixer.state_spec(5).items():
+            state[n] = torch.empty(3, *shape, dtype=model.dtype, device="meta")
+    cache.seen(5, torch.full((3,), 5))
+    graphs.GraphedStep(model, cache)
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_states_continue_and_do_not_change(name):
     """Forks and saved states in the middle of a text are tensors of their own."""
@@ -160,6 +175,18 @@ def test_turns_of_a_conversation_capture_once(tmp_path, monkeypatch):
         torch.testing.assert_close(cache.states, whole.states)
     model.generate(ids(2, 3), state=state, **GREEDY)  # another batch size
     assert len(captures) == 4
+
+
+def test_threads_and_states_between_them():
+    model = tiny()
+    out = model.generate(ids(1, 5), return_dict_in_generate=True, **GREEDY)
+    state = State(model, out.past_key_values, out.sequences[:, -1:])
+    prompts = [ids(1, 3, seed=i) for i in range(4)]
+    expected = [eager(model, x, state=state, **GREEDY) for x in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda x: model.generate(x, state=state, **GREEDY), prompts * 3))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected * 3, strict=True))
+    assert Tape.replays > 12 * (NEW - 4)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])

@@ -7,6 +7,7 @@ from .base import Mixer
 from .cache import NalandaCache
 from .configuration import NalandaConfig
 from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
+from .graphs import decoding_graphs
 from .mixers import MIXERS, register_mixer
 from .modeling import Decoder, NalandaForCausalLM
 from .state import State
@@ -31,6 +32,7 @@ __all__ = [
     "NalandaForCausalLM",
     "State",
     "build_feature_map",
+    "decoding_graphs",
     "ops",
     "register_feature_map",
     "register_mixer",

@@ -240,7 +240,8 @@ class Mixer(FusedLinears):
                 rest["gate"] = given.pop("gate")
             return given
 
-        options["out"] = getattr(state, "out", None)
+        if (out := getattr(state, "out", None)) is not None:
+            options["out"] = out
         served = by_kernel("step", "auto", x, inputs, state, **options)
         if served is None and torch.is_autocast_enabled(x.device.type):
             return None

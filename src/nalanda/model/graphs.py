@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -55,13 +55,14 @@ class Graph:
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Records `function`; what it returns holds values only after a replay."""
-        with torch.cuda.device(self.device):
+        here = torch.cuda.current_stream(self.device)  # a failed recording would not return to it
+        with _capturing, torch.cuda.device(self.device), torch.cuda.stream(here):
             try:
                 with self._recording(self.graph):
                     return function()
             except BaseException:
-                # Until some capture ends well, torch refuses to draw random numbers.
-                with self._recording(torch.cuda.CUDAGraph()):
+                # Until some recording ends well, torch refuses to draw random numbers.
+                with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
                 raise
 
@@ -72,6 +73,9 @@ class Graph:
     def replay(self) -> None:
         with torch.cuda.device(self.device):
             self.graph.replay()
+
+
+_capturing = threading.Lock()  # torch allows one recording at a time
 
 
 @functools.cache
@@ -262,7 +266,10 @@ class DecodingGraphs:
                     step = known[key] = GraphedStep(self.model, cache)
             except Exception as error:
                 self.failed.add(self.model)
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                cause = error
+                while cause.__context__ is not None:  # the end of a failed recording raises, too
+                    cause = cause.__context__
+                reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
                 warnings.warn(f"decoding without CUDA graphs: {reason}", stacklevel=2)
         self.eager += 1
         if step is not None:
