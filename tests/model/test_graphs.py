@@ -246,7 +246,8 @@ class Hostile(torch.nn.Module):
 
 def test_what_cannot_be_captured_is_said_once():
     model = tiny()
-    model.model.layers[0].mlp_norm = torch.nn.Sequential(model.model.layers[0].mlp_norm, Hostile())
+    layer = model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, Hostile())
     expected = eager(model, ids(1, 5), **GREEDY)
     with pytest.warns(UserWarning, match=r"decoding without CUDA graphs: aten._local_scalar_dense") as said:
         assert torch.equal(model.generate(ids(1, 5), **GREEDY), expected)
