@@ -344,7 +344,7 @@ def states(
             z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
-    for i in tl.range(0, tl.load(first + n + 1) - chunk, disable_licm=True):
+    for i in tl.range(0, tl.load(first + n + 1) - chunk, disable_licm=True):  # hoisted, addresses spill
         here = (chunk + i).to(tl.int64) * HV + h
         if not AFFINE:
             o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
@@ -453,7 +453,10 @@ def outputs(
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
     READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d."""
+    """O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d.
+
+    It computes O⊤: then loaded tiles are the first operands of products, and those formed here the second.
+    """
     i_v, i_c = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     h = tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -577,7 +580,7 @@ def state_gradients(
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
     chunks = tl.load(first + n + 1) - chunk
-    for j in tl.range(0, chunks, disable_licm=True):
+    for j in tl.range(0, chunks, disable_licm=True):  # hoisted, addresses spill
         i = chunks - 1 - j
         here = (chunk + i).to(tl.int64) * HV + h
         if not AFFINE:
