@@ -7,8 +7,8 @@ masked softmax or ReLU, and dP = dO V⊤:
     dQ = scale · dS K              dK = scale · dS⊤ Q
 
 A program handles one block of a head, or all whole blocks that fit a tile of 16. It reads every input once;
-the backward keeps only the inputs. Products are ordered for Hopper ("Hopper's assembler" in `kernels/README.md`):
-O⊤ = V⊤P⊤ with P⊤ from KQ⊤, dV⊤ = dO⊤P, dK⊤ = Q⊤dS.
+the backward keeps only the inputs. Products are ordered for Hopper ("Hopper's assembler" in
+`kernels/README.md`): O⊤ = V⊤P⊤ with P⊤ from KQ⊤, dV⊤ = dO⊤P, dK⊤ = Q⊤dS.
 """
 
 import torch
