@@ -49,6 +49,7 @@ CALLS = {  # of the day → parts and their minutes; the last one takes what is 
     4: (("bench", 2.0), ("train", 3.0), ("tune", 8.75)),
 }
 CALL = 8.75  # minutes of a call, its start apart
+GRACE = 40.0  # seconds for a part to end by itself
 LOST = 3  # exit code of a process whose GPU answers no more
 
 
@@ -150,7 +151,7 @@ def child(part: str, options: argparse.Namespace, minutes: float, new: bool) -> 
         command = [sys.executable, __file__, part, "--minutes", f"{left / 60:.2f}", *chosen]
         with subprocess.Popen(command) as process:
             try:
-                code = process.wait(left + 40)
+                code = process.wait(left + GRACE)
             except subprocess.TimeoutExpired:
                 process.terminate()  # it ends its own processes
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,8 +224,9 @@ def run(parts: list[str], options: argparse.Namespace, found: Results) -> int:
                     os.environ[correctness.PTXAS] = unpacked.ptxas
             guard = bench.lift_guard() if part in ("bench", "train") else None
             notes = "; ".join([*unpacked.notes, *([guard] if guard else [])])
-            found.runs[-1] |= {"note": notes, "assembler": assembler()}
-            with stacks_of_a_hang(card, 60 * minutes + 25):
+            there = {"fla": results.version("fla-core"), "flash_qla": results.version("flash-qla")}
+            found.runs[-1] |= there | {"note": notes, "assembler": assembler()}
+            with stacks_of_a_hang(card, 60 * minutes + GRACE - 15):
                 if part == "kernels":
                     correctness.run_tests(card, found, minutes, options.only, unpacked.ptxas)
                 else:

@@ -320,4 +320,4 @@ def bench_cases(card: Card) -> list[Case]:
         others["convolution and SiLU, D = 1536"] = partial(conv_case, T=T)
         others["attention in blocks of 64 (peer: FlashAttention)"] = partial(block_case, T=T)
         cases += [Case("Other kernels", f"{name}, T = {T}", case) for name, case in others.items()]
-    return cases
+    return [*cases[:2], *sorted(cases[2:], key=lambda case: not case.targets)]  # those with targets first

@@ -169,7 +169,8 @@ class Card:
 
     def release(self) -> None:
         torch.cuda.synchronize()
-        torch._dynamo.reset()  # compiled models stay in memory else
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # it holds compiled models
         gc.collect()
         torch.cuda.empty_cache()
 

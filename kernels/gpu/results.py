@@ -170,8 +170,6 @@ def facts() -> Values:
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "triton", "transformers")},
-        "fla": version("fla-core"),
-        "flash_qla": version("flash-qla"),
         "revision": first_line("git", "rev-parse", "--short", "HEAD"),
         "sources": sources(),
     }
