@@ -402,8 +402,8 @@ def _prepared(
         map, parameters = describe(feature_map, qk_norm, q.shape[3])
         one_tile = map.halves == 1 and map != Map()
         if parameters or (one_tile and (mirrored or q.shape[3] > 128)):
-            q, k = map_features(q, k, feature_map, qk_norm)
-            map = Map()
+            mapped = map_in_torch if torch.compiler.is_compiling() else map_features  # torch.compile fuses it
+            (q, k), map = mapped(q, k, feature_map, qk_norm), Map()
     except Unsupported:
         map = Map()
         q, k = map_in_torch(q, k, feature_map, qk_norm)

@@ -433,8 +433,6 @@ def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None)
     row = end + torch.arange(-past, 0)
     inside = row >= first
     taken = x[0][row.clamp_min(0).to(x.device, non_blocking=True)]
-    if bool(inside.all()):
-        return taken
     inside = inside.to(x.device, non_blocking=True)[..., None]
     if state is None:
         return taken.where(inside, 0.0)
