@@ -104,6 +104,13 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
     return [(backend, known[backend].load())]
 
 
+def _at_compile_time(function: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result, without importing torch: for imports, files and warnings,
+    which the compiler cannot trace."""
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return function
+
+
 def serve(op: str, backend: str, device_type: str, *inputs, **options):
     """The result of the first implementation that can serve the call; None if there is none.
 
@@ -114,29 +121,31 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
         names = [fastest, *(name for name in names if name != fastest)]
     for name in names:
         try:
-            return _loaded[op, name](*inputs, **options)
+            return _loaded[op][name](*inputs, **options)
         except Unsupported as reason:
-            _say_once(f"{op}: not by {name}, {reason}")
+            _say(f"{op}: not by {name}, {reason.args[0]}")
     return None
 
 
-_loaded: dict[tuple[str, str], Callable] = {}
+# A dict for each op: torch.compile looks at one once, so it must then hold what `_names` puts there.
+_loaded: dict[str, dict[str, Callable]] = {op: {} for op in KERNELS}
 
 
+@_at_compile_time
 def _names(op: str, backend: str, device_type: str) -> list[str]:
     """The backends of `candidates`; puts their functions into `_loaded`."""
     found = candidates(op, backend, device_type)
-    _loaded.update({(op, name): function for name, function in found})
+    _loaded[op].update(found)
     return [name for name, _ in found]
 
 
 def _measured(op: str, *inputs, **options) -> str | None:
     """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any."""
-    if not (rows := _choices()):
+    if not (rows := _rows()):
         return None
     q, _, v, *gates = inputs
     bounds, map = options.get("cu_seqlens"), options.get("feature_map")
-    length = q.shape[1] if bounds is None else q.shape[1] // max(1, len(bounds) - 1)
+    length = q.shape[1] if bounds is None else q.shape[1] // max(1, bounds.shape[0] - 1)
     call = {
         "op": op,
         "gated": gates[-1] is not None,
@@ -144,10 +153,15 @@ def _measured(op: str, *inputs, **options) -> str | None:
         "K": getattr(map, "feature_dim", q.shape[3]),
         "V": v.shape[3],
     }
-    fitting = [row for row in rows if call.items() <= row.items()]
+    fitting = [row for row in rows if all(row.get(key) == x for key, x in call.items())]
     # Rows rise in length. The first that covers this one decides, else the longest.
     covering = [row for row in fitting if row["length"] >= length] or fitting[-1:]
     return covering[0]["backend"] if covering else None
+
+
+@_at_compile_time
+def _rows() -> list[dict]:
+    return _choices()
 
 
 @functools.cache
@@ -158,10 +172,9 @@ def _choices() -> list[dict]:
     return measured_backends()
 
 
-_choices._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
-
-# As torch.compiler.assume_constant_result, without importing torch: the compiler must not trace an import.
-_names._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+@_at_compile_time
+def _say(message: str) -> None:
+    _say_once(message)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`train.compile`: a block is one graph, for every packing, and trains as it does eagerly."""
+"""`train.compile`: a block is one graph for all packings and layers, and trains as it does eagerly."""
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from nalanda.train.optim import build_optimizer
 
 ROWS, LENGTH, VOCABULARY = 2, 20, 64
 PACKINGS = ([0, 20, 40], [0, 7, 20, 31, 40], [0, 1, 2, 20, 21, 25, 35, 40], [0, 13, 20, 39, 40])
+QUICK = ("gated_deltanet", "retention", "softmax", "diag_attention")
+EVERY = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MIXERS]
 
 
 @pytest.fixture(autouse=True)
@@ -21,45 +23,102 @@ def fresh():
     counters.clear()
 
 
-def build(mixer: str | list[str], **options) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
-    config = NalandaConfig(mixer=mixer, num_hidden_layers=2, **sizes, **options)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
 def both(mixer: str | list[str], backend: str, **options) -> list[PreTrainedModel]:
     """A model, and its twin with compiled blocks."""
-    models = [build(mixer, **options) for _ in range(2)]
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    config = NalandaConfig(mixer=mixer, num_hidden_layers=2, **sizes, **options)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train())
     parallel.compile_blocks(parallel.units(models[1]), backend=backend, fullgraph=True)
     return models
 
 
-def batch(step: int, rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model: PreTrainedModel, step: int, **packing) -> tuple:
-    """The loss after its backward pass, and the output."""
-    tokens = batch(step)
-    out = model(tokens, labels=tokens, num_items_in_batch=40, use_cache=False, **packing)
+def run(model: PreTrainedModel, step: int, **packing):
+    """The output after its backward pass. Tokens depend on the step alone."""
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     model.zero_grad()
+    out = model(tokens, labels=tokens, num_items_in_batch=40, use_cache=False, **packing)
     out.loss.backward()
-    return out.loss.detach(), out
+    return out
 
 
-def assert_same_gradients(eager: PreTrainedModel, compiled: PreTrainedModel) -> None:
+def assert_same(eager: PreTrainedModel, compiled: PreTrainedModel, step: int, **packing) -> None:
+    """The loss and every gradient."""
+    right, mine = (run(model, step, **packing).loss for model in (eager, compiled))
+    torch.testing.assert_close(mine, right)
     for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        close = torch.allclose(b.grad, a.grad, rtol=1e-3, atol=1e-4 * float(a.grad.abs().max()))
+        assert close, f"{name}: {(a.grad - b.grad).abs().max():.2g}"
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", EVERY)
 def test_one_graph_serves_all_packings_and_layers(mixer):
-    eager, compiled = both(mixer, "eager", **{"mixer_options": {"block_size": 8}} if mixer == "diag_attention" else {})
+    options = {"mixer_options": {"block_size": 8}} if mixer == "diag_attention" else {}
+    models = both(mixer, "eager", **options)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, bounds in enumerate(PACKINGS):
-            packing = {"cu_seqlens": torch.tensor(bounds)}
-            right, mine = (loss_of(model, step, **packing)[0] for model in (eager, compiled))
-            torch.testing.assert_close(mine, right)
-            assert_same_gradients(eager, compiled)
+            assert_same(*models, step, cu_seqlens=torch.tensor(bounds))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", [m for m in QUICK if m != "diag_attention"])
+def test_backward_passes_and_recomputation(mixer):
+    """The operators' backward, which autograd does not see; packed and dense."""
+    models = both(mixer, "aot_eager")
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for step, bounds in enumerate(PACKINGS):
+        assert_same(*models, step, cu_seqlens=torch.tensor(bounds))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_same(*models, 0)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_row_states_pass_through_compiled_blocks():
+    models, outs = both("gated_deltanet", "aot_eager"), [None, None]
+    for step, bounds in enumerate(PACKINGS):
+        carried = torch.tensor([step > 0, step > 1]) if step else None
+        for i, model in enumerate(models):
+            states = outs[i] and outs[i].row_states
+            packing = {"cu_seqlens": torch.tensor(bounds), "row_states": states, "carried": carried}
+            outs[i] = run(model, step, return_row_states=True, **packing)
+        torch.testing.assert_close(outs[1].loss, outs[0].loss)
+        for right, mine in zip(*(out.row_states.states for out in outs), strict=True):
+            for name, x in right.items():
+                torch.testing.assert_close(mine[name], x, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2  # with states and without
+
+
+def test_evaluation_stays_eager():
+    _, model = both("gated_deltanet", "eager")
+    with torch.no_grad():
+        model.eval()(torch.ones(1, 9, dtype=torch.int64))
+    assert not counters["stats"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "answer"),
+    [("auto", "cuda", True), ("auto", "cpu", False), (True, "cpu", True), (False, "cuda", False)],
+)
+def test_who_compiles(asked, device, answer):
+    assert parallel.compiles(asked, torch.device(device)) is answer
+
+
+@pytest.mark.slow
+def test_twenty_steps_have_the_losses_of_eager_ones():
+    """With inductor, in bf16; meanwhile the loss falls by 3."""
+    curves = []
+    for model in both("gated_deltanet", "inductor"):
+        optimizer, losses = build_optimizer(model, OptimConfig(lr=1e-2)), []
+        for step in range(20):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = run(model, 0, cu_seqlens=torch.tensor(PACKINGS[step % len(PACKINGS)]))
+            optimizer.step()
+            losses.append(out.loss.item())
+        curves.append(losses)
+    assert curves[0][-1] < curves[0][0] - 2
+    assert curves[1] == pytest.approx(curves[0], abs=0.03)
