@@ -34,7 +34,7 @@ class Products(TorchDispatchMode):
 
 
 def one_by_one(monkeypatch):
-    monkeypatch.setattr(projections, "_is_matrix", lambda layer: False)
+    monkeypatch.setattr(projections, "matrix_of", lambda layer: None)
 
 
 def gradients(model, dtype=None) -> list[torch.Tensor]:
@@ -163,8 +163,8 @@ def test_weights_side_by_side_are_saved_copied_and_moved_one_by_one(tmp_path):
     whole = mixer._joined
     assert model.eval().model.layers[0].mixer._joined is whole  # nothing moves twice
     model.double()
-    assert mixer._joined.dtype == torch.float64
-    assert mixer._joined.data_ptr() == mixer.q_proj.weight.data_ptr()
+    assert mixer._joined.whole.dtype == torch.float64
+    assert mixer._joined.whole.data_ptr() == mixer.q_proj.weight.data_ptr()
     close(generated(model).float(), expected, 1e-4)
 
 

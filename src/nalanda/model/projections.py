@@ -10,7 +10,7 @@ backward copies them again, so that no copy is kept. In evaluation mode the weig
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +101,36 @@ class _Product(torch.autograd.Function):
         return None if d_x is None else d_x.view(ctx.shape).to(ctx.dtype), None, *d_weights
 
 
+class _Joined:
+    """Weights side by side in memory, and what must still hold for a product to have them."""
+
+    def __init__(self, modules: dict[str, Any], layers: dict[str, nn.Linear], weights: list[Tensor]):
+        with torch.inference_mode(False), torch.no_grad():
+            self.whole = side_by_side(weights, weights[0].dtype, ALIGNED)
+            places = columns(self.whole.T, weights)
+            for weight, place in zip(weights, places, strict=True):
+                weight.data = torch.from_dlpack(place.T)
+        self.modules, self.names, self.layers = dict(modules), list(layers), list(layers.values())
+        self.widths = [*map(len, weights), len(self.whole) - sum(map(len, weights))]
+        self.memory = [(weight.data_ptr(), weight.numel()) for weight in weights]
+
+    def holds(self, modules: dict[str, Any]) -> bool:
+        """Whether the same layers are still matrices, each in its place."""
+        if modules != self.modules:
+            return False
+        for layer, (place, count) in zip(self.layers, self.memory):  # noqa: B905 (it is called for every token)
+            weight = matrix_of(layer)
+            if weight is None or weight.data_ptr() != place:
+                return False
+            if weight.numel() != count or not weight.is_contiguous():
+                return False
+        return True
+
+
 class FusedLinears(nn.Module):
     """A module with Linear layers that read the same input."""
 
-    _joined: Tensor | None = None  # `[rows, D]`, the memory of the weights
+    _joined: _Joined | None = None
 
     def linears(self) -> dict[str, nn.Linear]:
         """The layers, by the names of their outputs in `project`."""
@@ -115,31 +141,26 @@ class FusedLinears(nn.Module):
 
         They are columns of one tensor: to read them as rows of their own costs a copy.
         """
+        compiling = torch.compiler.is_compiling()
+        if not (compiling or torch.is_grad_enabled()):  # generation: as few steps as possible
+            joined = self._still_joined()
+            if joined is not None:
+                outputs = F.linear(x, joined.whole).split_with_sizes(joined.widths, -1)
+                return dict(zip(joined.names, outputs))  # noqa: B905 (padding)
+            return {name: layer(x) for name, layer in self.linears().items()}
         layers = self.linears()
-        if len(layers) > 1 and all(map(_is_matrix, layers.values())):
-            weights = [layer.weight for layer in layers.values()]
-            outputs = self._product(x, weights) if _one_dtype(x, weights) else None
-            if outputs is not None:
-                return dict(zip(layers, outputs, strict=True))
-        return {name: layer(x) for name, layer in layers.items()}
+        weights = [matrix_of(layer) for layer in layers.values()]
+        if len(weights) < 2 or not _fit(weights, x):
+            return {name: layer(x) for name, layer in layers.items()}
+        if compiling:  # the compiler fuses casts and copies itself
+            outputs = columns(F.linear(x, torch.cat(weights)), weights)
+        else:
+            outputs = _Product.apply(x, linear_dtype(x), *weights)
+        return dict(zip(layers, outputs, strict=True))
 
-    def _product(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...] | None:
-        if torch.compiler.is_compiling():  # it fuses casts and copies itself
-            return columns(F.linear(x, torch.cat(weights)), weights)
-        if torch.is_grad_enabled():
-            return _Product.apply(x, linear_dtype(x), *weights)
-        whole = self._whole(weights)
-        return None if whole is None else columns(F.linear(x, whole), weights)
-
-    def _whole(self, weights: list[Tensor]) -> Tensor | None:
-        """All weights as one, or None if they do not lie side by side."""
-        if self._joined is not None:
-            place = self._joined.data_ptr()
-            for weight in weights:
-                if weight.data_ptr() != place or not weight.is_contiguous():
-                    self._joined = None  # frees the memory, which nothing may need any more
-                    break
-                place += weight.nbytes
+    def _still_joined(self) -> _Joined | None:
+        if self._joined is not None and not self._joined.holds(self._modules):
+            self._joined = None  # frees the memory, which nothing may need any more
         return self._joined
 
     def join(self) -> None:
@@ -149,15 +170,10 @@ class FusedLinears(nn.Module):
         shared storage, or drop all but one. Whoever writes into a weight changes the product, and a weight
         that has left its place is noticed.
         """
-        layers = list(self.linears().values())
-        weights: list[Any] = [layer.weight for layer in layers]
-        if not all(map(_is_matrix, layers)):
-            self._joined = None
-        elif self._whole(weights) is None and len(weights) > 1 and _are_movable(weights):
-            with torch.inference_mode(False), torch.no_grad():
-                self._joined = whole = side_by_side(weights, weights[0].dtype, ALIGNED)
-                for weight, place in zip(weights, columns(whole.T, weights), strict=True):
-                    weight.data = torch.from_dlpack(place.T)
+        layers = self.linears()
+        weights = [matrix_of(layer) for layer in layers.values()]
+        if self._still_joined() is None and len(weights) > 1 and _are_movable(weights):
+            self._joined = _Joined(self._modules, layers, weights)
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -176,33 +192,36 @@ class FusedLinears(nn.Module):
         return self.__dict__ | {"_joined": None}  # copies and pickles have the weights alone
 
 
-def _is_matrix(layer: nn.Linear) -> bool:
-    """Whether a call is nothing but a product with a weight held in memory."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-    return (
-        type(layer) is nn.Linear
-        and layer.bias is None
-        and type(layer.weight) in (nn.Parameter, Tensor)
-        and not (hooks or layer._backward_pre_hooks or "forward" in layer.__dict__)
-    )
+def matrix_of(layer: nn.Linear) -> Tensor | None:
+    """The weight if a call of the layer is nothing but a product with it, in memory; else None."""
+    if type(layer) is not nn.Linear:
+        return None
+    own = layer.__dict__  # a module's own lookups would take longer than a product for one token
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+    weight = own["_parameters"]["weight"]
+    if hooks or own["_backward_pre_hooks"] or "forward" in own or own["_parameters"]["bias"] is not None:
+        return None
+    return weight if type(weight) in (nn.Parameter, Tensor) else None
 
 
-def _one_dtype(x: Tensor, weights: list[Tensor]) -> bool:
+def _fit(weights: list[Tensor | None], x: Tensor) -> TypeGuard[list[Tensor]]:
     """Whether one product may have all weights and x; other inputs are for Linear to refuse."""
-    dtype, kind = weights[0].dtype, x.device.type
+    kind, dtypes = x.device.type, {None if weight is None else weight.dtype for weight in weights}
     mixed = kind != "meta" and torch.is_autocast_enabled(kind)
-    return (mixed or x.dtype == dtype) and all(weight.dtype == dtype for weight in weights)
+    return None not in dtypes and len(dtypes) == 1 and (mixed or x.dtype in dtypes)
 
 
-def _are_movable(weights: list[Tensor]) -> bool:
+def _are_movable(weights: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
     """Whether one piece of memory can have them, and nothing relies on where they are now.
 
     FSDP fills the memory of its parameters again and again; others share it between processes or parameters.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    kinds = {(weight.dtype, weight.device) for weight in weights}
-    if distributed or len(kinds) > 1 or weights[0].device.type == "meta":
+    there = [weight for weight in weights if weight is not None]
+    kinds = {(weight.dtype, weight.device) for weight in there}
+    if len(there) < len(weights) or len(kinds) > 1 or there[0].device.type == "meta":
         return False
-    if weights[0].device.type == "cpu" and any(weight.is_shared() for weight in weights):
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    if there[0].device.type == "cpu" and any(weight.is_shared() for weight in there):
+        return False
+    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in there)
