@@ -641,6 +641,24 @@ def ops(
     bench_ops(threads=threads, json=json)
 
 
+@bench.command("train")
+def bench_training(
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="steps of each model")] = 15,
+    against: Annotated[
+        str | None, typer.Option(metavar="DIR", help="another checkout of Nalanda to compare with")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """Time training steps at the demo's shape on this CPU.
+
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
+    """
+    from nalanda.bench.train import bench_train
+
+    bench_train(threads=threads, rounds=rounds, against=against, json=json)
+
+
 @bench.command()
 def decode(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,

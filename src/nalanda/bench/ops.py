@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError, output_file
 from nalanda.model import ops
 
@@ -53,6 +54,7 @@ def bench_ops(
     file = None if json is None else output_file(json, "--json")
     console, before = Console(), torch.get_num_threads()
     torch.set_num_threads(threads)
+    keep_freed_memory()
     try:
         console.print(
             f"forward + backward, fp32, B = 1, K = V = {HEAD_DIM}, {threads} threads, "

@@ -6,6 +6,7 @@ chunk, R chunks of a segment ("rows"), P = R·HV pairs of a chunk and a head.
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,8 @@ from .layers import no_autocast
 # 128); elsewhere many, to fill the device within bounded memory.
 _CPU_TOKENS = 4096
 _DEVICE_TOKENS = 262144
+# Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 kB each.
+_KEPT_TOKENS = 16384
 
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -48,31 +51,42 @@ class _Segment:
             token, real = (
                 x[first * chunk : (first + self.rows) * chunk] for x in (layout.token, layout.real)
             )
-            self.token = token.to(device)
-            self.padding = (~real).nonzero().flatten().to(device)
-            self.slot = real.nonzero().flatten().to(device)
-            self.target = token[real].to(device)
+            self.token, self.real = (x.view(self.rows, 1, 1, chunk).to(device) for x in (token, real))
+            self._made: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def read(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
         """[B, T, H, …] → [R·H·group, C, …], each head repeated `group` times; padded positions are 0."""
-        if self.layout.plain:
-            y = self._by_chunk(x)
-        else:
-            y = x.flatten(0, 1).index_select(0, self.token).index_fill_(0, self.padding, 0)
-            y = y.unflatten(0, (self.rows, self.layout.chunk)).transpose(1, 2)[:, None]
-        y = y.unsqueeze(3).expand(-1, -1, -1, group, *y.shape[3:])  # [·, ·, H, group, C, …]
+        if not self.layout.plain:
+            rows, padding, _, _ = self._places(x.shape[2], group)
+            y = x.flatten(0, 2).index_select(0, rows).index_fill_(0, padding, 0)
+            return y.unflatten(0, (-1, self.layout.chunk)).to(dtype)
+        y = self._by_chunk(x).unsqueeze(3)
+        y = y.expand(-1, -1, -1, group, *y.shape[4:])  # [·, ·, H, group, C, …]
         return torch.empty(y.shape, dtype=dtype, device=y.device).copy_(y).flatten(0, 3)
 
     def write(self, x: Tensor, y: Tensor, group: int) -> None:
         """Puts [R·H·group, C, …] into x, [B, T, H, …]; the heads of a group are summed."""
-        y = y.view(self.rows, x.shape[2], group, *y.shape[1:])
-        y = y.sum(2) if group > 1 else y.squeeze(2)  # [R, H, C, …]
+        if group > 1:
+            y = y.unflatten(0, (-1, group)).sum(1)
         if self.layout.plain:
             into = self._by_chunk(x)
             into.copy_(y.view(into.shape))
         else:
-            y = y.transpose(1, 2).to(x.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
-            x.flatten(0, 1).index_copy_(0, self.target, y.index_select(0, self.slot))
+            _, _, real, rows = self._places(x.shape[2])
+            y = y.flatten(0, 1).to(x.dtype)
+            y = y if len(real) == len(y) else y.index_select(0, real)
+            x.flatten(0, 2).index_copy_(0, rows, y)
+
+    def _places(self, heads: int, group: int = 1) -> tuple[Tensor, ...]:
+        """The positions [R, heads·group, C] and the rows of x as [B·T·heads, …]. Four flat tensors: each
+        position's row; the padded positions; the others; their rows."""
+        if (heads, group) not in self._made:
+            head = torch.arange(heads, device=self.token.device)[:, None, None].expand(-1, group, 1)
+            rows = (self.token * heads + head).flatten()
+            real = self.real.expand(-1, heads, group, -1).flatten()
+            places = rows, (~real).nonzero().flatten(), real.nonzero().flatten(), rows[real]
+            self._made[heads, group] = places
+        return self._made[heads, group]
 
     def _by_chunk(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self.layout.chunk))[:, self.steps].transpose(0, 1).transpose(2, 3)
@@ -185,11 +199,12 @@ class _Chunk:
                 self.qk = self._vector_scores(since, until)
                 self.decay_in, self.decay_out = since.exp_(), until.exp_()  # eᵞ, e^{γ_C − γ}, [P, C, K or 1]
             else:
-                self.qk = q @ k.mT
-                future = torch.ones_like(self.qk[0], dtype=torch.bool).triu()
-                self.delta = torch.where(future, 0, g[..., None]).cumsum_(1)  # Σ of g_t, j < t ≤ i
-                self.delta.masked_fill_(future.triu(1), -torch.inf).exp_()
-                self.qk.mul_(self.delta)
+                # e^x below the normal numbers is slow on CPUs, and so are products with its results.
+                least = math.log(torch.finfo(g.dtype).tiny)
+                past = g.new_ones(q.shape[1], q.shape[1]).tril_(-1)
+                self.delta = (past * g.clamp_min(least)[..., None]).cumsum_(1)  # Σ of g_t, j < t ≤ i
+                self.delta.clamp_min_(least).exp_().tril_()
+                self.qk = (q @ k.mT).mul_(self.delta)
                 self.decay_in, self.decay_out = g.cumsum(1).exp_()[..., None], self.delta[:, -1, :, None]
             self.decay = self.decay_in[:, -1:].mT  # e^{γ_C}, [P, K or 1, 1]
             self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
@@ -197,7 +212,10 @@ class _Chunk:
             self.beta = beta[..., None]
             self.kk = k @ k.mT  # tril(Δ KK⊤, −1), [P, C, C]
             (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
-            self.t = _unit_lower_inverse(self.kk * self.beta)
+            eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
+            self.t = torch.linalg.solve_triangular(
+                (self.kk * self.beta).mT, eye, upper=True, left=False, unitriangular=True
+            ).mT  # transposed twice, because the result of the routine is stored column by column
             self.t_beta = self.t * beta[..., None, :]
             self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ k
 
@@ -254,52 +272,35 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(0, 1, 3).movedim(3, 1)
 
 
-def _unit_lower_inverse(a: Tensor) -> Tensor:
-    """(I + a)⁻¹ for strictly lower triangular a [P, C, C], C a power of two.
-
-    Substitution inverts diagonal blocks of 16, with P innermost for wide vectors. Then pairs of blocks are
-    joined: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]. Unlike a sum of powers of a, this is accurate
-    for identical keys with β = 1, where the powers grow like binomial coefficients.
-    """
-    p, c, _ = a.shape
-    size = min(16, c)
-    inverse = torch.zeros_like(a)
-
-    x = _diagonal_blocks(a, size).permute(2, 3, 0, 1).contiguous()
-    y = torch.zeros_like(x)
-    for i in range(size):
-        y[i, i] = 1
-        if i:
-            y[i, :i] = -(x[i, :i, None] * y[:i, :i]).sum(0)
-    _diagonal_blocks(inverse, size).copy_(y.permute(2, 3, 0, 1))
-    while size < c:
-        low = _diagonal_blocks(a, 2 * size)[:, :, size:, :size].flatten(0, 1)
-        pair = _diagonal_blocks(inverse, 2 * size)
-        upper, lower = (pair[:, :, s, s].flatten(0, 1) for s in (slice(0, size), slice(size, None)))
-        pair[:, :, size:, :size] = (lower @ (low @ upper)).neg_().unflatten(0, (p, -1))
-        size *= 2
-    return inverse
+def _read_chunk(segment: _Segment, q, k, v, beta, g, scale: float, dtype) -> tuple[_Chunk, Tensor]:
+    """The chunks of a segment, and their values [P, C, V]."""
+    group = v.shape[2] // q.shape[2]
+    q, k = (segment.read(x, group, dtype) for x in (q, k))
+    beta, g = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
+    return _Chunk(q.mul_(scale), k, beta, g), segment.read(v, 1, dtype)
 
 
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool, kept: list | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order."""
-    heads, group = v.shape[2], v.shape[2] // q.shape[2]
+    """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order.
+
+    kept: gets each segment's chunks and values, if they are few.
+    """
+    heads = v.shape[2]
     dtype = wide_dtype(q, k, v, beta, g, initial_state)
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     state = _ranked(
         initial_state, layout, dtype, v.new_empty(layout.sequences, heads, q.shape[3], v.shape[3])
     )
-    saved = state.new_empty(sum(layout.counts) * heads if save else 0, *state.shape[1:])
+    total = sum(layout.counts) * heads
+    saved = state.new_empty(total if save else 0, *state.shape[1:])
+    few = v.device.type == "cpu" and total * layout.chunk <= _KEPT_TOKENS
     first = 0
     for segment in layout.segments:
-        q_, k_ = (segment.read(x, group, dtype) for x in (q, k))
-        v_ = segment.read(v, 1, dtype)
-        beta_, g_ = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
-        chunk = _Chunk(q_.mul_(scale), k_, beta_, g_)
+        chunk, v_ = _read_chunk(segment, q, k, v, beta, g, scale, dtype)
         pairs = segment.rows * heads
         states = saved[first : first + pairs] if save else state.new_empty(pairs, *state.shape[1:])
         v_new = v_ if beta is None else chunk.t_beta @ v_
@@ -315,15 +316,17 @@ def _chunk_forward(
             row += count * heads
         segment.write(o, torch.bmm(chunk.q_in, states).baddbmm_(chunk.qk, v_new), 1)
         first += pairs
+        if save and few and kept is not None:
+            kept.append((chunk, v_, v_new))
     return o, _unranked(state, layout, heads), saved
 
 
 def _chunk_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
     g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, scale: float,
-    chunk_size: int,
+    chunk_size: int, kept: list | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, beta, g and the initial state; recomputes everything but the states."""
+    """Gradients of q, k, v, beta, g and the initial state; recomputes all but the states and the `kept`."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     dtype = states.dtype
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
@@ -332,14 +335,15 @@ def _chunk_backward(
     d_q, d_k, d_v, d_beta, d_g = _empty_grads(q, k, v, beta, g)
     d_state = _ranked(d_final, layout, dtype, v.new_empty(layout.sequences, heads, *states.shape[1:]))
     first = len(states)
-    for segment in reversed(layout.segments):
-        q_, k_ = (segment.read(x, group, dtype) for x in (q, k))
-        v_, do_ = (segment.read(x, 1, dtype) for x in (v, d_o))
-        beta_, g_ = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
-        chunk = _Chunk(q_.mul_(scale), k_, beta_, g_)
+    for index, segment in reversed([*enumerate(layout.segments)]):
         first -= segment.rows * heads
         s = states[first : first + segment.rows * heads]
-        v_new = v_ if beta_ is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
+        if kept:
+            chunk, v_, v_new = kept[index]
+        else:
+            chunk, v_ = _read_chunk(segment, q, k, v, beta, g, scale, dtype)
+            v_new = v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
+        q_, k_, g_, do_ = chunk.q, chunk.k, chunk.g, segment.read(d_o, 1, dtype)
         dv_new = chunk.qk.mT @ do_
         d_next = torch.empty_like(s)  # of the state after each chunk
         row = len(s)
@@ -377,7 +381,7 @@ def _chunk_backward(
             dq.baddbmm_(d_qk, k_)
             dk.baddbmm_(d_qk.mT, q_)
         # The delta rule: gradients through V' = TX.
-        if beta_ is not None:
+        if beta is not None:
             dx = chunk.t.mT @ dv_new
             d_kk = (dx @ v_new.mT).neg_()  # dA
             through_a = d_kk * chunk.kk
@@ -388,10 +392,10 @@ def _chunk_backward(
             read = (k_ * dk_in).sum(-1)
             segment.write(d_beta, (dx * v_).sum(-1) + through_a.sum(-1) - read, 1)
             if g_ is not None:
-                reads -= (beta_ * read)[..., None]
+                reads -= read[..., None] * chunk.beta
                 pairs += through_a.mul_(chunk.beta)
             d_kk.mul_(chunk.beta).tril_(-1)
-            dk.sub_(dk_in.mul_(chunk.beta)).baddbmm_(d_kk + d_kk.mT, k_)
+            dk.addcmul_(dk_in, chunk.beta, value=-1).baddbmm_(d_kk + d_kk.mT, k_)
             dx.mul_(chunk.beta)
         if g_ is not None:
             dg += reads.flip(1).cumsum(1).flip(1)
@@ -426,14 +430,15 @@ def _unranked(state: Tensor, layout: _Layout, heads: int) -> Tensor:
 class ChunkRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        o, state, saved = _chunk_forward(*args)
+        ctx.kept = []
+        o, state, saved = _chunk_forward(*args, kept=ctx.kept)
         _setup_context(ctx, args, (o, state, saved))
         return o, state, saved
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _backward(_chunk_backward, ctx, *grads)
+        return _backward(functools.partial(_chunk_backward, kept=ctx.kept), ctx, *grads)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from .sequences import Sequences
 
+_CPU_STEPS = 256
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -93,29 +95,38 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 class _CausalDepthwise(torch.autograd.Function):
     """y_t = Σ_i w_i ⊙ x_{t+i} over `[B, W−1+T, D]`, whose first W−1 rows are the past. Sums are fp32.
 
-    Autograd's backward would zero-fill a whole buffer for each of the W shifted views.
+    weight `[W, D]`; kept: the t to return, int64; None: all T. Autograd's backward would zero-fill a whole
+    buffer for each of the W shifted views.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # x [B, W-1+T, D], weight [W, D]
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, kept)
         width, steps, dtype = len(weight), x.shape[1] - len(weight) + 1, x.dtype
-        x, weight = at_least_fp32(x), at_least_fp32(weight)
+        x, weight = at_least_fp32(x), at_least_fp32(weight).contiguous()  # strided operands are slow on CPUs
         y = x[:, :steps] * weight[0]
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
-        return y.to(dtype)
+        y = y.to(dtype)
+        return y if kept is None else y.index_select(1, kept)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        dtype, steps = dy.dtype, dy.shape[1]
-        x, weight, dy = (at_least_fp32(tensor) for tensor in (*ctx.saved_tensors, dy))
-        dx = torch.zeros_like(x)
-        dweight = torch.empty_like(weight)
-        for i in range(len(weight)):
-            dx[:, i : i + steps].addcmul_(dy, weight[i])
-            dweight[i] = (dy * x[:, i : i + steps]).sum((0, 1))
-        return dx.to(dtype), dweight.to(dtype)
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, kept = ctx.saved_tensors
+        steps, dtype = x.shape[1] - len(weight) + 1, dy.dtype
+        x, weight, dy = at_least_fp32(x), at_least_fp32(weight).contiguous(), at_least_fp32(dy)
+        if kept is not None:
+            dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, kept, dy)
+        dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
+        # On a CPU a block of steps stays in the cache while all taps pass over it.
+        block = _CPU_STEPS if x.device.type == "cpu" and not torch.compiler.is_compiling() else max(steps, 1)
+        for start in range(0, steps, block):
+            dy_ = dy[:, start : start + block]
+            for i in range(len(weight)):
+                rows = slice(start + i, start + i + dy_.shape[1])
+                dx[:, rows].addcmul_(dy_, weight[i])
+                dweight[i] += (dy_ * x[:, rows]).sum((0, 1))
+        return dx.to(dtype), dweight.to(dtype), None
 
 
 class ShortConv(nn.Module):
@@ -146,13 +157,15 @@ class ShortConv(nn.Module):
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
-            return _CausalDepthwise.apply(laid, weight), laid[:, x.shape[1] :].clone() if carry else None
+            return _CausalDepthwise.apply(laid, weight, None), laid[
+                :, x.shape[1] :
+            ].clone() if carry else None
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
-        laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy(0, tokens, x[0])
+        laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy_(0, tokens, x[0])
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
-        y = _CausalDepthwise.apply(laid[None], weight).index_select(1, tokens - gap)
+        y = _CausalDepthwise.apply(laid[None], weight, tokens - gap)
         # A sequence's last W−1 rows are `length` rows after those of its gap.
         return y, laid[gaps + seq.tables(x.device).cu_seqlens.diff()[:, None]] if carry else None
 

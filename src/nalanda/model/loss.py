@@ -30,25 +30,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if need_w else None
         for start in range(0, len(h), block):
-            rows, index = h[start : start + block], labels[start : start + block, None]
+            part, index = slice(start, start + block), labels[start : start + block, None]
             # Ignored rows are zeroed: gathering the others would synchronise with the device.
             ignored = index == ignore_index
-            index = index.masked_fill(ignored, 0)
+            rows, index = h[part].masked_fill(ignored, 0), index.masked_fill(ignored, 0)
             logits = rows @ weight.T
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += (lse - logits.gather(-1, index)).masked_fill_(ignored, 0).sum(dtype=torch.float64)
+            label = logits.gather(-1, index)
+            # On a CPU in place: passes over memory cost it as much as products.
+            log_p = torch.log_softmax(logits, -1, out=logits if h.device.type == "cpu" else None)
+            log_p_label = log_p.gather(-1, index)
+            total -= log_p_label.masked_fill(ignored, 0).sum(dtype=torch.float64)
             if not (need_h or need_w):
                 continue
-            dlogits = logits.sub_(lse).exp_()
-            if z_loss:
-                dlogits.mul_(1 + 2 * z_loss * lse)  # the gradient of lse is the softmax
+            dlogits = log_p.exp_()
+            if z_loss:  # the gradient of lse is the softmax
+                dlogits.mul_(1 + 2 * z_loss * (label - log_p_label))
             dlogits.scatter_add_(-1, index, dlogits.new_full(index.shape, -1.0))
-            dlogits = dlogits.masked_fill_(ignored, 0).to(rows.dtype)
+            dlogits = dlogits.to(rows.dtype)
             if dh is not None:
-                torch.mm(dlogits, weight, out=dh[start : start + block])
+                torch.mm(dlogits, weight, out=dh[part]).masked_fill_(ignored, 0)
             if dw is not None:
-                dw += dlogits.T @ rows
+                dw = dw.addmm_(dlogits.T, rows) if dw.dtype == rows.dtype else dw.add_(dlogits.T @ rows)
         ctx.save_for_backward(dh, dw)
         ctx.weight_dtype = weight.dtype
         return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)

@@ -290,6 +290,8 @@ class Layout:
             sound = cu_seqlens.dim() == 1 and cu_seqlens[0] == 0 and cu_seqlens[-1] == B * T
             if not sound or bool((cu_seqlens.diff() < 0).any()):
                 raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
+            if torch.equal(cu_seqlens, torch.arange(B + 1) * T):  # a document a row: a dense batch
+                self.cu_seqlens = None
         elif restart is not None and bool(restart.any()):
             first = torch.ones(B, T, dtype=torch.bool)
             first[:, 1:] = restart.cpu()

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
 from nalanda.config.model import build_model_config, in_one_line
 from nalanda.config.model_folder import weight_files
@@ -242,6 +243,8 @@ def launch(config: RunConfig) -> Accelerator:
             f"{accelerator.distributed_type} with {accelerator.num_processes} process(es): "
             "Nalanda trains on one process, with DDP or with FSDP2; choose that in `accelerate config`"
         )
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     cores = processors()
     if accelerator.device.type == "cpu" and accelerator.is_main_process:
         threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,0 +1,217 @@
+"""Measures training steps on the CPU, beside transformers' Qwen3.5 and Llama and beside an earlier commit."""
+
+import inspect
+import json as jsonlib
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from nalanda.common.errors import InputError, output_file
+from nalanda.config.schema import OptimConfig
+from nalanda.data.packing import Row, collate
+from nalanda.model import NalandaConfig, NalandaForCausalLM
+from nalanda.train import parallel
+from nalanda.train.loss import count_labels, summed_loss
+from nalanda.train.optim import build_optimizer
+
+try:
+    from nalanda.common.allocator import keep_freed_memory
+except ImportError:  # `_earlier` runs this file with older code
+    keep_freed_memory = None
+
+HEADS, HEAD_DIM, ROWS, LENGTH = 2, 128, 4, 512
+LAYERS, VOCABULARY = 2, 4096
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": LAYERS, "intermediate_size": 512}
+SIZES |= {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
+"""The shape of recipes/demo.yaml, 2.4 M parameters."""
+OURS: dict[str, dict[str, Any]] = {
+    "gated_deltanet": {"expand_k": 0.5},
+    "gated_deltanet, nala": {"expand_k": 0.5, "feature_map": "nala"},
+}
+KINDS = ("dense", "packed")
+PEERS = ("Llama, dense", "Qwen3.5, dense")
+
+Step = Callable[[], float]
+"""Makes one training step; returns its seconds."""
+
+
+def bench_train(
+    *, threads: int = 2, rounds: int = 15, against: str | Path | None = None, json: str | Path | None = None
+) -> dict:
+    """Times training steps on 4 rows of 512 tokens, in fp32 on the CPU: forward, backward, clipping, AdamW.
+
+    Compares, at the demo's shape: ours with two maps, and transformers' Qwen3.5 with linear attention in all
+    layers and Llama. `dense` rows hold one document each, `packed` ones about four; Qwen3.5 does not keep
+    these apart and has no packed row. The models take turns, one step each a round.
+
+    Prints the median tokens a second, and the median ratios to the peers' speeds within a round.
+
+    Args:
+        threads: number of threads for torch.
+        rounds: steps of each model.
+        against: another checkout of Nalanda. Its models take turns with these, in a process of their own.
+        json: file for the figures.
+
+    Raises:
+        InputError: the code of `against` makes no steps.
+    """
+    file = None if json is None else output_file(json, "--json")
+    console, before = Console(highlight=False), torch.get_num_threads()
+    _prepare(threads)
+    try:
+        console.print(
+            f"training, fp32, {SIZES}, {HEADS} heads of {HEAD_DIM}, {ROWS} rows × {LENGTH}, {threads} "
+            f"threads, {platform.machine()}, torch {torch.__version__}, "
+            f"transformers {version('transformers')}",
+            soft_wrap=True,
+        )
+        steps = ours() | _peers()
+        if against is not None:
+            steps |= _earlier(Path(against), threads)
+        rows = _measure(steps, rounds)
+    finally:
+        torch.set_num_threads(before)
+    _print_rows(console, rows)
+    figures = {"threads": threads, "rounds": rounds, "torch": torch.__version__, "rows": rows}
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def _prepare(threads: int) -> None:
+    """What `nalanda train` does at its start."""
+    torch.set_num_threads(threads)
+    if keep_freed_memory is not None:
+        keep_freed_memory()
+
+
+def _measure(steps: dict[str, Step], rounds: int) -> list[dict]:
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for i in track(range(-2, rounds), "training", transient=True, console=Console(stderr=True)):
+        for name, step in steps.items():
+            took = step()
+            if i >= 0:  # the first rounds warm up
+                seconds[name].append(took)
+
+    def ratio(peer: str, name: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[peer], seconds[name], strict=True))
+
+    return [
+        {
+            "model": name,
+            "tokens_per_second": ROWS * LENGTH / statistics.median(times),
+            "ratios": {peer.split(",")[0]: ratio(peer, name) for peer in PEERS}
+            | ({"earlier": ratio(f"earlier {name}", name)} if f"earlier {name}" in steps else {}),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def ours() -> dict[str, Step]:
+    """The steps of our models by name; each model steps on rows of both kinds."""
+    steps = {}
+    for name, options in OURS.items():
+        model = NalandaForCausalLM(NalandaConfig(mixer="gated_deltanet", num_heads=HEADS, **SIZES, **options))
+        steps |= {f"{name}, {kind}": _step(model, kind) for kind in KINDS}
+    return steps
+
+
+def _peers() -> dict[str, Step]:
+    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
+        from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+    # The public names use GPU kernels where installed, even on a CPU.
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        if callable(getattr(qwen3_5, name, None)):
+            setattr(qwen3_5, name, inspect.unwrap(getattr(qwen3_5, name)))
+    config = Qwen3_5TextConfig(
+        **SIZES, layer_types=["linear_attention"] * LAYERS,
+        linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
+        linear_key_head_dim=HEAD_DIM // 2, linear_value_head_dim=HEAD_DIM,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=HEADS))
+    steps = {"Qwen3.5, dense": _step(Qwen3_5ForCausalLM(config), "dense")}
+    return steps | {f"Llama, {kind}": _step(llama, kind) for kind in KINDS}
+
+
+def _batch(kind: str) -> dict[str, Any]:
+    generator, rows = np.random.default_rng(0), []
+    for _ in range(ROWS):
+        first = generator.random(LENGTH) < (3 / LENGTH if kind == "packed" else 0)
+        first[0] = True
+        rows.append(Row(generator.integers(VOCABULARY, size=LENGTH), np.flatnonzero(first)))
+    return collate(rows, LENGTH, padding=0)
+
+
+def _step(model: Any, kind: str) -> Step:
+    optim, batch = OptimConfig(), _batch(kind)
+    optimizer, labels = build_optimizer(model, optim), count_labels(batch)
+    model.train()
+
+    def step() -> float:
+        start = time.perf_counter()
+        (summed_loss(model, batch, model.device) / labels).backward()
+        parallel.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return step
+
+
+def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
+    """The steps of `ours` with another checkout's code: this file runs there as a script."""
+    path = os.pathsep.join(str(checkout.resolve() / folder) for folder in ("src", "kernels"))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, __file__, str(threads)]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    questions, answers = process.stdin, process.stdout
+    assert questions is not None
+    assert answers is not None
+
+    def ask(name: str) -> float:
+        print(name, file=questions, flush=True)
+        if not (answer := answers.readline()):
+            raise InputError(f"--against {checkout}: its code makes no training steps")
+        return float(answer)
+
+    return {f"earlier {name}, {kind}": partial(ask, f"{name}, {kind}") for name in OURS for kind in KINDS}
+
+
+def _print_rows(console: Console, rows: list[dict]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
+    for head in ("tokens/s", *(f"it / {peer}" for peer in peers)):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        ratios = (f"{row['ratios'][peer]:.2f}×" if peer in row["ratios"] else "" for peer in peers)
+        table.add_row(row["model"], f"{row['tokens_per_second']:,.0f}", *ratios)
+    console.print(table)
+    console.print("medians; ratios of speeds within a round", style="dim")
+
+
+if __name__ == "__main__":  # answers `_earlier`
+    _prepare(int(sys.argv[1]))
+    steps = ours()
+    for line in sys.stdin:
+        print(steps[line.strip()](), flush=True)
