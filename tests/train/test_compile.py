@@ -12,7 +12,7 @@ from nalanda.train import parallel
 from nalanda.train.optim import build_optimizer
 
 ROWS, LENGTH, VOCABULARY = 2, 20, 64
-PACKINGS = ([0, 20, 40], [0, 7, 20, 31, 40], [0, 1, 2, 20, 21, 25, 35, 40], [0, 13, 20, 39, 40])
+PACKINGS = ([0, 20, 25, 40], [0, 7, 20, 31, 40], [0, 1, 2, 20, 21, 25, 35, 40], [0, 13, 20, 39, 40])
 QUICK = ("gated_deltanet", "retention", "softmax", "diag_attention")
 EVERY = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MIXERS]
 

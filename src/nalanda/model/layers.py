@@ -1,5 +1,6 @@
 """Layers of the mixers and the decoder: norms, rotary positions, the short convolution."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -92,6 +93,11 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def _blocks(x: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    """The blocks of `size` steps of x `[B, T, …]`, each with its first step."""
+    return zip(range(0, x.shape[1], size), x.split(size, 1), strict=False)
+
+
 class _CausalDepthwise(torch.autograd.Function):
     """y_t = Σ_i w_i ⊙ x_{t+i} over `[B, W−1+T, D]`, whose first W−1 rows are the past. Sums are fp32.
 
@@ -118,10 +124,9 @@ class _CausalDepthwise(torch.autograd.Function):
         if kept is not None:
             dy = dy.new_zeros(len(dy), steps, dy.shape[2]).index_copy_(1, kept, dy)
         dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
-        # On a CPU a block of steps stays in the cache while all taps pass over it.
-        block = _CPU_STEPS if x.device.type == "cpu" and not torch.compiler.is_compiling() else max(steps, 1)
-        for start in range(0, steps, block):
-            dy_ = dy[:, start : start + block]
+        # On a CPU a block of steps stays in the cache while all taps pass over it. A compiler fuses the taps.
+        whole = x.device.type != "cpu" or torch.compiler.is_compiling()
+        for start, dy_ in [(0, dy)] if whole else _blocks(dy, _CPU_STEPS):
             for i in range(len(weight)):
                 rows = slice(start + i, start + i + dy_.shape[1])
                 dx[:, rows].addcmul_(dy_, weight[i])
@@ -157,9 +162,8 @@ class ShortConv(nn.Module):
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
-            return _CausalDepthwise.apply(laid, weight, None), laid[
-                :, x.shape[1] :
-            ].clone() if carry else None
+            past = laid[:, x.shape[1] :].clone() if carry else None
+            return _CausalDepthwise.apply(laid, weight, None), past
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
         laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy_(0, tokens, x[0])
