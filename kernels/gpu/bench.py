@@ -235,6 +235,8 @@ def decode_case(card: Card, *, batch: int) -> Values:
     """The flagship in bf16: greedy decoding after a prompt of 64 tokens, with the calls of `generate`."""
     import nalanda_kernels
 
+    from nalanda.model import decoding_graphs
+
     with nalanda_kernels.use_backend(card.backend):
         model, _ = build(card, "nala_gated_deltanet", 2048)
         model = model.to(torch.bfloat16).eval()
@@ -256,36 +258,15 @@ def decode_case(card: Card, *, batch: int) -> Values:
         values["share"] = values["tokens_per_second"] / values["limit"]
         card.keep(values)
         try:
-            values["graphed"] = 1e3 * batch / card.wall(graphed(model, out))
+            with decoding_graphs(model):
+                taken = card.wall(step)
+            if out.past_key_values.graphs is None and not card.dry:
+                raise RuntimeError("no graph was captured")
+            values["graphed"] = 1e3 * batch / taken
             values["graphed_share"] = values["graphed"] / values["limit"]
         except Exception as error:
             values["errors"] = {"as a CUDA graph": card.note(error)}
     return values
-
-
-def graphed(model: Any, out: Any) -> Callable[[], None]:
-    """One decoding step as a CUDA graph that updates its states in place."""
-    token, states = out.logits[:, -1:].argmax(-1), out.past_key_values
-    old = [dict(layer) for layer in states.states]
-
-    def step() -> None:
-        states.states[:] = [dict(layer) for layer in old]
-        logits = model(token, past_key_values=states, use_cache=True).logits
-        for layer, kept in zip(states.states, old, strict=True):
-            for name, x in kept.items():
-                x.copy_(layer[name])
-        token.copy_(logits[:, -1:].argmax(-1))
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def bench_cases(card: Card) -> list[Case]:

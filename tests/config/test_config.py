@@ -71,7 +71,7 @@ def test_overrides_reach_every_depth(recipe):
         ("train.steps=many", "train.steps: expected an integer, got 'many'"),
         ("train.steps=1.5", "train.steps: expected an integer, got 1.5"),
         ("train.steps=true", "train.steps: expected an integer, got True"),
-        ("train.compile=1", "train.compile: expected true or false, got 1"),
+        ("train.compile=1", "train.compile: expected one of true, false, auto; got 1"),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'"),
         ("optim.lr=nan", "optim.lr: expected a number"),
         ("optim.betas=[0.9]", "optim.betas: expected 2 values, got 1"),

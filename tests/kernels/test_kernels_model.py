@@ -8,12 +8,14 @@ import nalanda_kernels
 import pytest
 import torch
 from tiny_models import build, ids
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nalanda import NalandaCache
 from nalanda.config.schema import OptimConfig
 from nalanda.model import MIXERS, projections
 from nalanda.model.sequences import Sequences
+from nalanda.train import parallel
 from nalanda.train.loss import summed_loss
 from nalanda.train.optim import build_optimizer
 
@@ -121,6 +123,35 @@ def test_a_training_step(mixer):
     whole = torch.cat([x.flatten() for x in exact]).norm()
     for a, b in zip(gradients, exact, strict=True):
         assert (a - b).norm() < 5e-2 * b.norm() + 2e-3 * whole
+
+
+@interpreted_only
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*a decay for each key channel")
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "pola", "gla", "diag_attention"])
+def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
+    """Packed, forward and backward, with a document's number and lengths that change."""
+    model = build(mixer, dtype=torch.float32, num_hidden_layers=1).train()
+    tokens, packings = ids(1, 20), ([0, 7, 20], [0, 1, 12, 20], [0, 5, 6, 18, 20])
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        for bounds in packings:
+            model.zero_grad()
+            loss = model(tokens, labels=tokens, cu_seqlens=torch.tensor(bounds), use_cache=False).loss
+            loss.backward()
+            found += [loss.detach(), *(x.grad.clone() for x in model.parameters())]
+        return found
+
+    torch._dynamo.reset()
+    counters.clear()
+    with nalanda_kernels.use_backend("triton"):
+        expected = results()
+        parallel.compile_blocks(parallel.units(model), backend="aot_eager", fullgraph=True)
+        found = results()
+    assert counters["stats"]["unique_graphs"] == 1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5 * max(1.0, float(b.abs().max())))
 
 
 @interpreted_only

@@ -80,6 +80,7 @@ def info(
         "seq_len": seq_len,
         "rows_per_step": train.tokens_per_step // seq_len,
         "accumulation": accumulation,
+        "compile": train.compile,
         "processes": processes,
         "steps": train.steps,
         "tokens": train.steps * train.tokens_per_step,
@@ -127,6 +128,8 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
         f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     )
     table.add_row("steps", f"{f['steps']:,}", rows)
+    compiled = {True: "yes", False: "no"}.get(f["compile"], "on GPUs")
+    table.add_row("compiled blocks", compiled, "train.compile; the first step takes longer")
     table.add_row("tokens", f"{f['tokens'] / 1e9:,.3f} B", f"{f['tokens']:,}")
     table.add_row("training FLOPs", f"{f['training_flops']:.3g}", "")
     if f["seconds"]:
