@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from .layers import Fp32Module, at_least_fp32, no_autocast
+from .layers import Fp32Module, at_least_fp32, direction, no_autocast
 from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
@@ -17,14 +18,51 @@ from .soft import INVERSES, gaussian_kernel, landmark_weights
 EPS = 1e-6  # in every root, and the floor of every base of a power
 
 
-def length(x: Tensor) -> Tensor:
-    """‖x‖ over the last dimension, kept: √(Σx² + 1e-6), whose gradient at x = 0 is 0."""
-    return (x.square().sum(-1, keepdim=True) + EPS).sqrt()
+class _Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, base: Tensor, exponent: Tensor | float) -> Tensor:
+        ctx.exponent = None if isinstance(exponent, Tensor) else exponent
+        y = F.threshold(base, EPS, 0.0).pow(exponent)
+        ctx.save_for_backward(base, y, exponent if ctx.exponent is None else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        base, y, exponent = ctx.saved_tensors
+        base, dy = base.clamp_min(EPS), dy * y
+        d_exponent = (base.log() * dy).sum_to_size(exponent.shape) if ctx.needs_input_grad[1] else None
+        return dy.mul_(ctx.exponent if exponent is None else exponent).div_(base), d_exponent
 
 
 def power(base: Tensor, exponent: Tensor | float) -> Tensor:
-    """base^exponent for base ≥ 0, and exactly 0 (value and gradient) where base ≤ 1e-6."""
-    return torch.where(base > EPS, base.clamp_min(EPS).pow(exponent), 0.0)
+    """base^exponent for base ≥ 0 and exponent > 0, and exactly 0 (value and gradient) where base ≤ 1e-6."""
+    return _Power.apply(base, exponent)
+
+
+class _Polar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, magnitude: Tensor, argument: Tensor, scale: float) -> Tensor:
+        share = (scale * argument).tanh_()
+        theta = math.pi / 4 * share
+        cos, sin = theta.cos(), theta.sin()
+        ctx.scale = scale
+        ctx.save_for_backward(magnitude, share, cos, sin)
+        return torch.cat([magnitude * cos, magnitude * sin], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        magnitude, share, cos, sin = ctx.saved_tensors
+        dx, dy = dy.chunk(2, -1)
+        d_theta = (dy * cos).addcmul_(dx, sin, value=-1).mul_(magnitude)
+        slope = (share * share).sub_(1).mul_(-math.pi / 4 * ctx.scale)
+        return (dx * cos).addcmul_(dy, sin), d_theta.mul_(slope), None
+
+
+def polar(magnitude: Tensor, argument: Tensor, scale: float = 1.0) -> Tensor:
+    """magnitude ⊙ [cos θ; sin θ], θ = π/4·tanh(scale·argument): twice as many features."""
+    return _Polar.apply(magnitude, argument, scale)
 
 
 def split_signs(x: Tensor) -> Tensor:
@@ -94,7 +132,7 @@ class Elementwise(FeatureMap):
     def features(self, x: Tensor) -> Tensor:
         phi = self.function(at_least_fp32(x))
         if self.norm == "l2":
-            return phi / length(phi)
+            return direction(phi, EPS)[0]
         return phi / (phi.sum(-1, keepdim=True) + EPS) if self.norm == "sum" else phi
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,20 +230,17 @@ class NaLa(FeatureMap):
         n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
         self.equation = f"{parts}, p = λ(½ + tanh({n})), λ = {power:g}"
 
-    def rotate(self, magnitude: Tensor, x: Tensor, direction: Tensor) -> Tensor:
-        argument = {"direction": direction, "rms": direction * self.root, "raw": x}[self.angle]
-        theta = math.pi / 4 * argument.tanh()
-        return torch.cat([magnitude * theta.cos(), magnitude * theta.sin()], -1)
+    def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        return polar(magnitude, x if self.angle == "raw" else d, self.root if self.angle == "rms" else 1.0)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
-        n = length(q)
-        d = q / n
+        d, n = direction(q, EPS)
         p = self.power * (0.5 + (n / self.root if self.power_norm == "rms" else n).tanh())
         if self.angle == "relu_split":
             return self.split(self.scale * d, p), self.split(k, self.key_power)
         raised_q, raised_k = self.magnitude(self.scale * d, p), self.magnitude(k, self.key_power)
-        return self.rotate(raised_q, q, d), self.rotate(raised_k, k, k / length(k))
+        return self.rotate(raised_q, q, d), self.rotate(raised_k, k, direction(k, EPS)[0])
 
     def magnitude(self, x: Tensor, exponent: Tensor | float) -> Tensor:
         if self.signs == "elu":

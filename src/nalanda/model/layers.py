@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .sequences import Sequences
 
@@ -29,6 +30,33 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
+
+
+class _Direction(torch.autograd.Function):
+    """Autograd's backward would pass over x about ten times."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).sqrt_()
+        direction = x / length
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(direction, length)
+        return direction, length
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_direction: Tensor | None, d_length: Tensor | None) -> tuple[Tensor | None, None]:
+        direction, length = ctx.saved_tensors
+        if d_direction is None:
+            return None if d_length is None else direction * d_length, None
+        along = (direction * d_direction).sum(-1, keepdim=True)
+        along = along if d_length is None else along - length * d_length
+        return torch.addcmul(d_direction, direction, along, value=-1).div_(length), None
+
+
+def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x/‖x‖ and ‖x‖ over the last dimension, kept: ‖x‖ = √(Σx² + eps), whose gradient at x = 0 is 0."""
+    return _Direction.apply(x, eps)  # pyrefly: ignore[bad-return]
 
 
 class Fp32Module(nn.Module):
@@ -56,7 +84,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)
-        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(linear_dtype(x))
+        weight, size = self.weight.to(wide.dtype), len(self.weight)
+        if x.device.type == "cpu":  # where torch's own backward takes twice as long
+            return (direction(wide, size * self.eps)[0] * (weight * size**0.5)).to(linear_dtype(x))
+        return F.rms_norm(wide, (size,), weight, self.eps).to(linear_dtype(x))
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
