@@ -219,3 +219,19 @@ def test_memory_that_others_hold_stays_where_it_is():
     assert mixer.q_proj.weight.is_shared()
     meta = build().to("meta").eval().model.layers[0].mixer
     assert meta.project(torch.ones(1, 2, 24, device="meta", dtype=torch.float64))["q"].is_meta
+
+
+def test_weights_stay_what_they_are_in_inference_mode():
+    with torch.inference_mode():
+        model, made = build().train().eval(), build()
+        assert made.model.layers[0].mixer._joined is not None
+        close(generated(made), generated(model))
+    assert made.model.layers[0].mixer.q_proj.weight.is_inference()
+    with torch.no_grad():
+        close(generated(made), generated(model))
+    model = build().train()
+    model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight.data.clone()
+    with torch.inference_mode():
+        model.eval()
+    assert not model.model.layers[0].mlp.gate_proj.weight.is_inference()
+    gradients(model)

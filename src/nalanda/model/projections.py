@@ -105,7 +105,7 @@ class _Joined:
     """Weights side by side in memory, and what must still hold for a product to have them."""
 
     def __init__(self, modules: dict[str, Any], layers: dict[str, nn.Linear], weights: list[Tensor]):
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
             self.whole = side_by_side(weights, weights[0].dtype, ALIGNED)
             places = columns(self.whole.T, weights)
             for weight, place in zip(weights, places, strict=True):
@@ -142,8 +142,8 @@ class FusedLinears(nn.Module):
         They are columns of one tensor: to read them as rows of their own costs a copy.
         """
         compiling = torch.compiler.is_compiling()
-        if not (compiling or torch.is_grad_enabled()):  # generation: as few steps as possible
-            joined = self._still_joined()
+        if not torch.is_grad_enabled():  # generation: as few steps as possible
+            joined = None if compiling else self._still_joined()
             if joined is not None:
                 outputs = F.linear(x, joined.whole).split_with_sizes(joined.widths, -1)
                 return dict(zip(joined.names, outputs))  # noqa: B905 (padding)
@@ -217,7 +217,7 @@ def _are_movable(weights: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
     FSDP fills the memory of its parameters again and again; others share it between processes or parameters.
     """
     there = [weight for weight in weights if weight is not None]
-    kinds = {(weight.dtype, weight.device) for weight in there}
+    kinds = {(weight.dtype, weight.device, weight.is_inference()) for weight in there}
     if len(there) < len(weights) or len(kinds) > 1 or there[0].device.type == "meta":
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
