@@ -59,7 +59,7 @@ def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, mon
     tried = []
     for name in ("a", "b"):
         monkeypatch.setitem(
-            nalanda_kernels._loaded, ("delta_rule", name), lambda *x, n=name, **o: tried.append(n)
+            nalanda_kernels._loaded["delta_rule"], name, lambda *x, n=name, **o: tried.append(n)
         )
     monkeypatch.setattr(nalanda_kernels, "_names", lambda *_: ["a", "b"])
     bounds = None if bounds is None else torch.tensor(bounds)
