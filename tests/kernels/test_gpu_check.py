@@ -649,7 +649,7 @@ def test_tuning_stops_in_time():
 
 def test_the_written_table_is_read_as_the_shipped_one(tmp_path, monkeypatch):
     shipped = json.loads(Path(common.__file__).with_name("blocks.json").read_text())
-    shipped["sm_90"] = {name: tune.spread(name, "sm_90", common.blocks) for name in shipped["sm_80"]}
+    shipped["sm_90"] = {name: tune.spread(name, "sm_90", common.variants) for name in shipped["sm_80"]}
     sizes = {name: common.blocks(name, 2, 200, "sm_90") for name in shipped["sm_80"]}
     tune.write_blocks(shipped, tmp_path / "blocks.json")
     monkeypatch.setenv(common.BLOCKS, str(tmp_path / "blocks.json"))

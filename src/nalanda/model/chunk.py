@@ -47,11 +47,10 @@ class _Segment:
         self.layout, self.steps, self.counts = layout, steps, layout.counts[steps]
         self.rows = sum(self.counts)
         if not layout.plain:
-            chunk, device = layout.chunk, layout.device
-            token, real = (
-                x[first * chunk : (first + self.rows) * chunk] for x in (layout.token, layout.real)
+            here = slice(first * layout.chunk, (first + self.rows) * layout.chunk)
+            self.token, self.real = (
+                x[here].view(self.rows, 1, 1, layout.chunk) for x in (layout.token, layout.real)
             )
-            self.token, self.real = (x.view(self.rows, 1, 1, chunk).to(device) for x in (token, real))
             self._made: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def read(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -79,13 +78,13 @@ class _Segment:
 
     def _places(self, heads: int, group: int = 1) -> tuple[Tensor, ...]:
         """The positions [R, heads·group, C] and the rows of x as [B·T·heads, …]. Four flat tensors: each
-        position's row; the padded positions; the others; their rows."""
+        position's row; the padded positions; the others; their rows. Made on the host, without waiting."""
         if (heads, group) not in self._made:
-            head = torch.arange(heads, device=self.token.device)[:, None, None].expand(-1, group, 1)
+            head = torch.arange(heads)[:, None, None].expand(-1, group, 1)
             rows = (self.token * heads + head).flatten()
             real = self.real.expand(-1, heads, group, -1).flatten()
             places = rows, (~real).nonzero().flatten(), real.nonzero().flatten(), rows[real]
-            self._made[heads, group] = places
+            self._made[heads, group] = tuple(x.to(self.layout.device, non_blocking=True) for x in places)
         return self._made[heads, group]
 
     def _by_chunk(self, x: Tensor) -> Tensor:
