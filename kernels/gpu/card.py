@@ -209,7 +209,12 @@ class Card:
 
         Raises subprocess.TimeoutExpired, after the process and its children have been killed.
         """
-        kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NALANDA_BACKEND")}
+        dropped = (
+            "TRITON_INTERPRET",
+            "NALANDA_BACKEND",
+            "PYTEST_",
+        )  # a test of this is no worker of that pytest
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
         path = os.pathsep.join([*PATHS, *filter(None, [kept.get("PYTHONPATH")])])
         self.write_log(f"$ {' '.join(arguments)}\n")
         start, end = self.log.stat().st_size, time.monotonic() + self.seconds
