@@ -131,9 +131,10 @@ def _chunk_of(chunk_size: int, lengths: list[int], q: Tensor, v: Tensor) -> int:
     longest = max(lengths, default=0)
     chunk = min(chunk_size, _power_of_two(longest))  # no sequence needs more
     if v.device.type == "cpu":  # work within chunks grows with C, between them with 1/C, padding with C
-        chunk = min(chunk, max(16, _power_of_two((q.shape[3] + v.shape[3]) // 4)))
+        chunk = min(chunk, max(32, _power_of_two((q.shape[3] + v.shape[3]) // 4)))
         if min(lengths, default=0) < longest:
-            chunk = min(chunk, max(16, _power_of_two(sum(lengths) // len(lengths) // 4)))
+            mean = sum(lengths) // len(lengths)
+            chunk = min(chunk, max(min(32, _power_of_two(mean)), _power_of_two(mean // 4)))
     return chunk
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .layers import Fp32Module, at_least_fp32, direction, no_autocast
+from .layers import Fp32Module, at_least_fp32, direction, no_autocast, run
 from .options import check_names, check_types, did_you_mean
 from .plugins import register
 from .soft import INVERSES, gaussian_kernel, landmark_weights
@@ -37,7 +37,7 @@ class _Power(torch.autograd.Function):
 
 def power(base: Tensor, exponent: Tensor | float) -> Tensor:
     """base^exponent for base ≥ 0 and exponent > 0, and exactly 0 (value and gradient) where base ≤ 1e-6."""
-    return _Power.apply(base, exponent)
+    return run(_Power, base, exponent)
 
 
 class _Polar(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _Polar(torch.autograd.Function):
 
 def polar(magnitude: Tensor, argument: Tensor, scale: float = 1.0) -> Tensor:
     """magnitude ⊙ [cos θ; sin θ], θ = π/4·tanh(scale·argument): twice as many features."""
-    return _Polar.apply(magnitude, argument, scale)
+    return run(_Polar, magnitude, argument, scale)
 
 
 def split_signs(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ _CPU_STEPS = 256
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()  # a cast to the same dtype costs too
 
 
 def no_autocast(x: Tensor):
@@ -30,6 +30,17 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
+
+
+class _NoContext:
+    def save_for_backward(self, *tensors) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def run(function: type[torch.autograd.Function], *inputs):
+    """`function.apply(*inputs)`; without gradients its forward alone, for half the cost with one token."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_NoContext(), *inputs)
 
 
 class _Direction(torch.autograd.Function):
@@ -56,7 +67,7 @@ class _Direction(torch.autograd.Function):
 
 def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x/‖x‖ and ‖x‖ over the last dimension, kept: ‖x‖ = √(Σx² + eps), whose gradient at x = 0 is 0."""
-    return _Direction.apply(x, eps)  # pyrefly: ignore[bad-return]
+    return run(_Direction, x, eps)
 
 
 class Fp32Module(nn.Module):
@@ -85,7 +96,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)
         weight, size = self.weight.to(wide.dtype), len(self.weight)
-        if x.device.type == "cpu":  # where torch's own backward takes twice as long
+        if x.device.type == "cpu" and torch.is_grad_enabled():  # torch's own backward takes twice as long
             return (direction(wide, size * self.eps)[0] * (weight * size**0.5)).to(linear_dtype(x))
         return F.rms_norm(wide, (size,), weight, self.eps).to(linear_dtype(x))
 

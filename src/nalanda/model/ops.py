@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
-from .layers import direction, no_autocast
+from .layers import at_least_fp32, direction, no_autocast
 
 _API = 2
 try:  # checkpoints carry a copy of this file; the kernels there may be missing or newer
@@ -194,7 +194,7 @@ def linear_attention_flops(num_heads: int, key_dim: int, value_dim: int, chunk_s
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / √(Σx² + eps)` over the last dimension, in fp32 or float64, cast once to x's dtype."""
-    return direction(x.to(wide_dtype(x)), eps)[0].to(x.dtype)
+    return direction(at_least_fp32(x), eps)[0].to(x.dtype)
 
 
 def map_features(

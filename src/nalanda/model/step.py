@@ -55,8 +55,7 @@ def step(
         laid = torch.cat([past.to(q.dtype), torch.cat([x[name] for name in names], -1)], 1)
         taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
         q, k, v = (at_least_fp32(laid) * taps).sum(1).to(narrow).split(sizes, -1)
-        # Clones, because views would keep each other's memory alive.
-        new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
+        new = {f"conv_{n}": y for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
     if silu:
         v = F.silu(v)
     q, k, v = (
@@ -66,26 +65,34 @@ def step(
     if feature_map is not None:
         q, k = (y.squeeze(1) for y in feature_map(q[:, None], k[:, None]))
     if qk_norm is not None:
-        q, k = l2norm(q), l2norm(k)
-    q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
+        q, k = l2norm(torch.stack([q, k])).unbind()
+    if q.dtype != narrow:
+        q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if num_v_heads > num_heads:
         q, k = (y.repeat_interleave(num_v_heads // num_heads, 1) for y in (q, k))
     if denominator:
         v = torch.cat([v, v.new_ones(*v.shape[:2], 1)], -1)
 
-    S, g = state["recurrent"], x.get("g")
+    # A head of a sequence is a matrix of a batch.
+    shape, g = state["recurrent"].shape, x.get("g")
+    S = state["recurrent"].flatten(0, 1)
+    q, k, v = (y.reshape(len(S), 1, -1) for y in (q, k, v))
     if decay is not None:
         A_log, dt_bias = decay
         g = -A_log.exp() * F.softplus(at_least_fp32(x["a"]) + dt_bias)
     if g is not None:
-        S = S * g.to(S.dtype).exp().view(len(S), -1, 1, 1)
+        S = S * g.to(S.dtype).exp().view(len(S), 1, 1)
     if delta:
-        beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(S), -1, 1)
-        v = beta * (v - (k.unsqueeze(-2) @ S).squeeze(-2))
-    into = None if out is None else out["recurrent"]
-    new["recurrent"] = S = torch.addcmul(S, k.unsqueeze(-1), v.unsqueeze(-2), out=into)
-    o = (q.unsqueeze(-2) @ S).transpose(1, 2)  # [N, 1, HV, V]
+        beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(S), 1, 1)
+        v = beta * (v - torch.bmm(k, S))
+    if out is not None:
+        torch.addcmul(S, k.mT, v, out=out["recurrent"].view(S.shape))
+        S = out["recurrent"].view(S.shape)
+    else:
+        S = S.addcmul(k.mT, v) if g is None else S.addcmul_(k.mT, v)  # with a decay S is a new tensor
+    new["recurrent"] = S.view(shape)
+    o = torch.bmm(q, S).view(shape[0], 1, shape[1], -1)
     if denominator:
         o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])
     elif delta or narrow != torch.float16:  # sums may exceed fp16's range before the norm
