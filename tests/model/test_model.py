@@ -841,6 +841,13 @@ def test_convolution_is_conv1d():
     state = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight, groups=6).transpose(1, 2)
     close(conv(x, Sequences())[0], expected)
+    long = torch.randn(1, 600, 6, dtype=torch.float64, requires_grad=True)  # more than the backward's block
+    padded = F.pad(long.transpose(1, 2), (3, 0))
+    whole = F.conv1d(padded, conv.weight, groups=6).transpose(1, 2)
+    leaves, weights = (long, conv.weight), torch.randn_like(whole)
+    ours, theirs = (torch.autograd.grad(y, leaves, weights) for y in (conv(long, Sequences())[0], whole))
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine, other)
 
     def run(weight, x, state, cu):
         return torch.func.functional_call(conv, {"weight": weight}, (x, Sequences(cu), state, True))

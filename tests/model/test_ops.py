@@ -319,6 +319,22 @@ def test_l2norm():
 
 
 @every_kind
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 90, 200)], ids=["dense", "packed"])
+def test_kept_chunks_are_the_recomputed_ones(kind, bounds, monkeypatch):
+    """Short batches keep the forward's chunks; long ones compute them again, a segment at a time."""
+    chunk = importlib.import_module("nalanda.model.chunk")
+    inputs = make(1, 200, value_heads=4, kind=kind, sequences=bounds and len(bounds) - 1)
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    monkeypatch.setattr(chunk, "_CPU_TOKENS", 300)
+    chunk._layout.cache_clear()
+    kept = run(inputs, "chunk", **options)
+    monkeypatch.setattr(chunk, "_KEPT_TOKENS", 0)
+    again = run(inputs, "chunk", **options)
+    chunk._layout.cache_clear()
+    assert all(torch.equal(kept[name], x) for name, x in again.items())
+
+
+@every_kind
 def test_gradcheck(kind):
     inputs = make(1, 5, heads=1, value_heads=2, k_dim=3, v_dim=2, kind=kind, sequences=2)
     inputs = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}

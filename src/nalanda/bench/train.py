@@ -1,5 +1,6 @@
 """Measures training steps on the CPU, beside transformers' Qwen3.5 and Llama and beside an earlier commit."""
 
+import contextlib
 import inspect
 import json as jsonlib
 import os
@@ -69,9 +70,11 @@ def bench_train(
         json: file for the figures.
 
     Raises:
-        InputError: the code of `against` makes no steps.
+        InputError: `against` is no checkout, or its code makes no steps.
     """
     file = None if json is None else output_file(json, "--json")
+    if against is not None and not Path(against, "src", "nalanda").is_dir():
+        raise InputError(f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda")
     console, before = Console(highlight=False), torch.get_num_threads()
     _prepare(threads)
     try:
@@ -189,9 +192,10 @@ def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
     assert answers is not None
 
     def ask(name: str) -> float:
-        print(name, file=questions, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(name, file=questions, flush=True)
         if not (answer := answers.readline()):
-            raise InputError(f"--against {checkout}: its code makes no training steps")
+            raise InputError(f"--against {checkout}: its code makes no training steps; its error is above")
         return float(answer)
 
     return {f"earlier {name}, {kind}": partial(ask, f"{name}, {kind}") for name in OURS for kind in KINDS}
@@ -201,13 +205,13 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
-    for head in ("tokens/s", *(f"it / {peer}" for peer in peers)):
-        table.add_column(head, justify="right", no_wrap=True)
+    for head in ("tokens/s", *(f"÷ {peer}" for peer in peers)):
+        table.add_column(head, justify="right")
     for row in rows:
         ratios = (f"{row['ratios'][peer]:.2f}×" if peer in row["ratios"] else "" for peer in peers)
         table.add_row(row["model"], f"{row['tokens_per_second']:,.0f}", *ratios)
     console.print(table)
-    console.print("medians; ratios of speeds within a round", style="dim")
+    console.print("medians; ratios of speeds within a round; peers dense", style="dim")
 
 
 if __name__ == "__main__":  # answers `_earlier`
