@@ -55,7 +55,8 @@ def step(
         laid = torch.cat([past.to(q.dtype), torch.cat([x[name] for name in names], -1)], 1)
         taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
         q, k, v = (at_least_fp32(laid) * taps).sum(1).to(narrow).split(sizes, -1)
-        new = {f"conv_{n}": y for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
+        # Clones, because views would keep each other's memory alive.
+        new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
     if silu:
         v = F.silu(v)
     q, k, v = (
