@@ -55,9 +55,8 @@ def _scalar_range(*bounds, **options):
 
 def _visit_for(self, node):
     self.generic_visit(node)
-    function = node.iter.func if isinstance(node.iter, ast.Call) else None
-    if isinstance(function, ast.Name) and function.id == "range":
-        function.id = "_scalar_range"
+    if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) in ("range", "tl.range"):
+        node.iter.func = ast.copy_location(ast.Name("_scalar_range", ast.Load()), node.iter.func)
     return node
 
 
