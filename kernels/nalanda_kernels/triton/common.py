@@ -229,6 +229,12 @@ def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
 
 
+def rows_of(x: Tensor, width: int) -> Tensor:
+    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
+    x = x.reshape(x.numel() // width, width)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def power_of_two(n: int, least: int = 16) -> int:
     """The smallest power of two ≥ n and ≥ `least`, by default the least width of a matrix product."""
     return max(least, 1 << max(n - 1, 0).bit_length())

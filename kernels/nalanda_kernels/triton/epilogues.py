@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import power_of_two
+from nalanda_kernels.triton.common import power_of_two, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # entries of a tile, unless a row has more
@@ -119,12 +119,6 @@ def norm_backward_kernel(
 # -------------------------------------------------------------------------------------------------- SwiGLU
 
 
-def _rows(x: Tensor, width: int) -> Tensor:
-    """x as `[rows, width]` whose columns are neighbours; a view if its strides allow one."""
-    x = x.reshape(x.numel() // width, width)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _swiglu_tiles(rows: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
     BN = min(power_of_two(N), 1024)
     BT = TILE // BN
@@ -163,7 +157,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape or not a.ndim or not a.shape[-1]:
         raise Unsupported(f"shapes {list(a.shape)} and {list(b.shape)}")
     N = a.shape[-1]
-    return _SwiGLU.apply(_rows(a, N), _rows(b, N)).view(a.shape)
+    return _SwiGLU.apply(rows_of(a, N), rows_of(b, N)).view(a.shape)
 
 
 # ------------------------------------------------------------------------------------------------- RMSNorm
@@ -236,7 +230,7 @@ def rms_norm(
     if gate is not None:
         if gate.numel() != x.numel() or not gate.shape[-1] or gate.shape[-1] % V:
             raise Unsupported(f"shapes {shapes}")
-        gate = _rows(gate, gate.shape[-1])
-    x_, add = (None if z is None else _rows(z, V).contiguous() for z in (x, add))
+        gate = rows_of(gate, gate.shape[-1])
+    x_, add = (None if z is None else rows_of(z, V).contiguous() for z in (x, add))
     total, y = _RMSNorm.apply(x_, add, weight.contiguous(), gate, float(eps), dtype)
     return total.view(x.shape), y.view(x.shape)

@@ -10,6 +10,7 @@ with an entry for each, and a program's block of channels lies in one of them.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -295,6 +296,18 @@ def _backward(
     return d_x, d_weight, d_states
 
 
+def _gradients(
+    backward, ctx, d_ys, cu_seqlens, *tensors: Tensor
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """dxs, dweights and dstates from xs, weights and states, by `_backward` or its operator."""
+    n = ctx.count
+    xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+    d_x, d_weight, d_states = backward(d_ys, xs, weights, states, cu_seqlens, ctx.silu)
+    sizes = [*map(len, weights)]
+    # Views of one tensor: the backward of the product that made x reads all of them at once.
+    return [*d_x.split(sizes, -1)], [*d_weight.split(sizes)], d_states
+
+
 class _ShortConvs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, count, cu_seqlens, silu, *tensors):
@@ -307,12 +320,8 @@ class _ShortConvs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *d_ys):
-        n, tensors = ctx.count, ctx.saved_tensors
-        xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-        d_x, d_weight, d_states = _backward(d_ys, xs, weights, states, ctx.cu_seqlens, ctx.silu)
-        sizes = [*map(len, weights)]
-        # Views of one tensor: the backward of the product that made x reads all of them at once.
-        return None, None, None, *d_x.split(sizes, -1), *d_weight.split(sizes), *d_states
+        grads = _gradients(_backward, ctx, d_ys, ctx.cu_seqlens, *ctx.saved_tensors)
+        return None, None, None, *itertools.chain(*grads)
 
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
@@ -345,15 +354,10 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(cu_seqlens, *xs, *weights, *states)
 
 
-def _gradients(ctx, d_ys):
-    n, (cu_seqlens, *tensors) = ctx.count, ctx.saved_tensors
-    xs, weights, states = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-    d_x, d_weight, d_states = _backward_op(d_ys, xs, weights, states, cu_seqlens, ctx.silu)
-    sizes = [*map(len, weights)]
-    return [*d_x.split(sizes, -1)], [*d_weight.split(sizes)], d_states, None, None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_setup_context)
+_forward_op.register_autograd(
+    lambda ctx, d_ys: (*_gradients(_backward_op, ctx, d_ys, *ctx.saved_tensors), None, None),
+    setup_context=_setup_context,
+)
 
 
 def short_convs(

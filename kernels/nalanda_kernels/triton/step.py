@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import power_of_two
+from nalanda_kernels.triton.common import power_of_two, rows_of
 from nalanda_kernels.triton.feature_maps import EPS, describe, features
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -201,12 +201,6 @@ def tiles(N: int, HV: int, K: int, V: int, halves: int) -> dict[str, int]:
     return {"BK": BK, "BV": BV, "num_warps": 8 if halves * BK > 256 else 4}
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as `[N, ·]` with neighbouring columns; a view for columns of a product's rows."""
-    x = x.flatten(1)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def step(
     inputs: Callable[[], dict[str, Tensor]],
     state: dict[str, Tensor],
@@ -255,7 +249,10 @@ def step(
     if key_dim > 256 or value_dim > 512:
         raise Unsupported(f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512")
     columns = ("q", "k", "v", "b", "a", "gate")
-    x = {name: _rows(y) if name in columns else y.contiguous() for name, y in inputs().items()}
+    x = {
+        name: rows_of(y, y.numel() // len(y)) if name in columns else y.contiguous()
+        for name, y in inputs().items()
+    }
     strides = [x[name].stride(0) if name in x else 0 for name in columns]
     q, N = x["q"], len(x["q"])
     old, taps, past = old.contiguous(), {}, {}

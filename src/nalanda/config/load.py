@@ -40,11 +40,10 @@ def find_recipe(name: str) -> Path:
 
     Raises `InputError` if there is neither.
     """
-    known = shipped_recipes()
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
         if path.is_file():
             return path
-    raise InputError(f"{name}: no such recipe or file{suggest(name, known)}")
+    raise InputError(f"{name}: no such recipe or file{suggest(name, shipped_recipes())}")
 
 
 def shipped_recipes() -> dict[str, Path]:
