@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -180,6 +181,27 @@ def _say(message: str) -> None:
 @functools.cache
 def _say_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
+
+
+def import_fla() -> None:
+    """Imports flash-linear-attention, whose models transformers' Auto classes then know."""
+    with warnings.catch_warnings(action="ignore"):  # that there is no GPU
+        importlib.import_module("fla")
+    keep_model_types()
+
+
+def keep_model_types() -> None:
+    """Gives transformers' model types back to transformers: importing flash-linear-attention, which
+    transformers does too, registers other models as "mamba" and "mamba2"."""
+    if "fla.models" not in sys.modules:
+        return
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    models = vars(sys.modules["fla.models"]).values()
+    for kind in {str(getattr(model, "model_type", None)) for model in models} & CONFIG_MAPPING_NAMES.keys():
+        own = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
+        transformers.CONFIG_MAPPING.register(kind, own, exist_ok=True)
 
 
 @functools.cache

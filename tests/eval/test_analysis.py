@@ -20,6 +20,7 @@ from nalanda_eval.analysis import (
     share_of_negatives,
 )
 from nalanda_eval.plots import print_analysis
+from nalanda_kernels import keep_model_types
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,6 +140,7 @@ def ours(**keys) -> NalandaForCausalLM:
 
 def theirs(kind: str, **keys):
     torch.manual_seed(0)
+    keep_model_types()
     sizes = {
         "vocab_size": 320,
         "hidden_size": 32,

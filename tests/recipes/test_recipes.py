@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from nalanda.config.load import load_config
-from nalanda.config.model import build_model_config
+from nalanda.config.model import build_model_config, config_source
 from nalanda.config.schema import OptimConfig
 from nalanda.train.loss import packed_logits
 from nalanda.train.optim import build_optimizer
@@ -94,7 +94,7 @@ PEERS = sorted(Path("recipes/fla").glob("*.yaml"))
 @pytest.mark.parametrize("recipe", PEERS, ids=lambda p: p.stem)
 def test_models_of_flash_linear_attention_have_our_shapes(recipe):
     """Their recipes differ from ours in the model's library only, and have as many parameters."""
-    pytest.importorskip("fla.models")
+    pytest.importorskip("fla")
     theirs, ours = load_config(f"fla/{recipe.stem}"), load_config(recipe.stem)
     sizes = []
     for config in (theirs, ours):
@@ -105,6 +105,15 @@ def test_models_of_flash_linear_attention_have_our_shapes(recipe):
     assert f"{sizes[0] / 1e6:.1f} M parameters" in recipe.read_text()
     for name in ("tokenizer", "data", "optim", "schedule", "train", "seed"):
         assert getattr(theirs, name) == getattr(ours, name)
+
+
+def test_flash_linear_attention_leaves_transformers_models_alone():
+    """Its import takes "mamba" and "mamba2" for models of its own."""
+    models = pytest.importorskip("fla.models")
+    AutoConfig.register("mamba", models.MambaConfig, exist_ok=True)  # what its first import does
+    assert config_source({"auto": "mamba"}) is MambaConfig
+    assert config_source({"auto": "mamba2"}) is Mamba2Config
+    assert isinstance(AutoConfig.for_model("gated_deltanet"), models.GatedDeltaNetConfig)
 
 
 def test_packed_documents_reach_flash_linear_attention_as_bounds(monkeypatch):

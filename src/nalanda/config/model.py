@@ -4,12 +4,12 @@ import contextlib
 import importlib.util
 import inspect
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from nalanda_kernels import import_fla, keep_model_types
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, out_of_memory
@@ -70,10 +70,10 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
         bare = set(model) <= {"auto", "init_from"}
         return (model.get("init_from") if bare else None) or NalandaConfig
     name = str(model["auto"])
+    keep_model_types()
     if name not in CONFIG_MAPPING and importlib.util.find_spec("fla"):
         try:
-            with warnings.catch_warnings(action="ignore"):  # that there is no GPU
-                importlib.import_module("fla")  # registers its model types
+            import_fla()  # registers its model types
         except Exception as error:  # releases of other libraries break it in many ways
             if "/" not in name:
                 raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from nalanda_kernels import keep_model_types
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained, out_of_memory
@@ -29,6 +30,7 @@ def load_model(
     device = choose_device(device)
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
+    keep_model_types()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

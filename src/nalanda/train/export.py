@@ -1,7 +1,6 @@
 """Exports a checkpoint as a transformers model folder, and uploads it to the hub."""
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
+from nalanda_kernels import import_fla, keep_model_types
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
@@ -166,9 +166,10 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
 def load_model_config(path: Path) -> Any:
     """A checkpoint's config; imports flash-linear-attention for its model types."""
     kind = json.loads((path / "config.json").read_text()).get("model_type")
+    keep_model_types()
     if kind not in CONFIG_MAPPING:
         with contextlib.suppress(Exception):
-            importlib.import_module("fla")
+            import_fla()
     try:
         return AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError):
