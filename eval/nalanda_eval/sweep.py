@@ -57,6 +57,7 @@ def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
 
 def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]:
     """Records in the order in which the runs end. Each run has one thread, in this process or its own."""
+    torch.set_flush_denormal(True)
     if min(workers, len(jobs)) < 2:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -88,6 +89,7 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # only the parent reports an interrupt,
     warnings.simplefilter("ignore")  # and warnings of feature maps
+    torch.set_flush_denormal(True)
     torch.set_num_threads(1)
 
 

@@ -756,3 +756,16 @@ def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
     assert stderr.strip().splitlines()[-1].startswith("nalanda: optim.learnin_rate: no such key")
     assert "Traceback" not in stderr
     assert stdout == ""
+
+
+def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch, capsys):
+    """A decay of e^-90 over a chunk is a denormal number, with which products are several times as slow."""
+    monkeypatch.setattr(build, "processors", lambda: 2)
+    config, threads = load_config("demo"), torch.get_num_threads()
+    torch.set_flush_denormal(False)
+    try:
+        build.launch(config)
+        assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
+        assert "--nproc_per_node 2 recipes/pretrain.py … train.cpu_threads=1" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(threads)

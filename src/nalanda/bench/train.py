@@ -99,6 +99,7 @@ def bench_train(
 
 def _prepare(threads: int) -> None:
     """What `nalanda train` does at its start."""
+    torch.set_flush_denormal(keep_freed_memory is not None)  # an earlier commit does neither
     torch.set_num_threads(threads)
     if keep_freed_memory is not None:
         keep_freed_memory()

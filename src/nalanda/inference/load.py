@@ -28,6 +28,8 @@ def load_model(
     """
     check_name(name)
     device = choose_device(device)
+    if device == "cpu":
+        torch.set_flush_denormal(True)  # their products are slow
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
     keep_model_types()
