@@ -13,6 +13,7 @@ __all__ = ["VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows"]
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
     "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},
+    "convolved": {"mixer": "softmax", "conv_size": 3, "mixer_options": {"window": 5}},
     "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
     "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
     "transnormer": {
@@ -22,6 +23,21 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         "scale_embeddings": True,
         "use_bias": True,
         "initializer": "xavier",
+    },
+    **{
+        f"gated_deltanet-{name}": {"mixer_options": options, **others}
+        for name, options, others in (
+            ("norm_write", {"norm_write": True, "num_v_heads": 4}, {}),
+            ("norm_read", {"norm_read": True, "num_v_heads": 4}, {}),
+            ("raw", {"norm_write": True, "norm_read": True, "qk_norm": "none"}, {"feature_map": "identity"}),
+            ("raw_nala", {"norm_write": True, "qk_norm": "none", "num_v_heads": 4}, {"use_gate": False}),
+            ("rms", {"norm_write": True, "qk_norm": "rms"}, {"mixer": "deltanet", "feature_map": "silu"}),
+            (
+                "own_norm",
+                {"qk_norm": "none"},
+                {"feature_map": "elu1", "feature_map_options": {"norm": "sum"}},
+            ),
+        )
     },
 }
 

@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nalanda.model import FEATURE_MAPS, build_feature_map
 from nalanda.model.feature_maps import opposite
-from nalanda.testing import MAP_PROPERTIES, build_map, normal
+from nalanda.testing import MAP_PROPERTIES, build_map, close, normal
 
 K = 16
 READINGS = [
@@ -76,6 +77,63 @@ def test_nalas_variants(signs, key_power, angle):
     assert features.nonnegative is not bool(negative.any())
     assert features.fused is None  # kernels form the paper's map alone
     assert ("sgn" in features.equation, "ELU" in features.equation) == (signs == "keep", signs == "elu")
+
+
+@pytest.mark.parametrize("angle", ["direction", "rms", "raw", "relu_split"])
+def test_a_constant_exponent_of_q(angle):
+    """Of queries whose length gives p(‖q‖) this value, the map is the same."""
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
+    constant = nala({"angle": angle, "query_power": 2.7})
+    if angle != "raw":
+        close(constant(q, k)[0], constant(3 * q, k)[0], 1e-5)  # the epsilon of the length
+    n = (q.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
+    length = math.sqrt(K) * math.atanh(2.7 / 2 - 0.5)  # where p is 2.7
+    d = length * q / n
+    for ours, aware in zip(constant(d, k), nala({"angle": angle})(d, k), strict=True):
+        torch.testing.assert_close(ours, aware, rtol=1e-5, atol=1e-5)
+    assert constant.fused is None
+    assert "tanh(‖q‖" not in constant.equation
+    assert "^2.7" in constant.equation
+
+
+def test_the_angle_alone():
+    """|x| ⊙ [cos θ; sin θ] for k, and for q at length √K."""
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        angle = build("angle")
+    for phi, x in zip(angle(q, k), (math.sqrt(K) * q / q.norm(dim=-1, keepdim=True), k), strict=True):
+        theta = math.pi / 4 * torch.tanh(math.sqrt(K) * x / x.norm(dim=-1, keepdim=True))
+        expected = x.abs().repeat(1, 1, 1, 2) * torch.cat([theta.cos(), theta.sin()], -1)
+        torch.testing.assert_close(phi, expected, rtol=1e-5, atol=1e-5)
+    assert "tanh(‖q‖" not in angle.equation
+
+
+@pytest.mark.parametrize("angle", ["rms", "relu_split"])
+def test_learnt_exponents(angle):
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
+    learnt, alone = build("nala_learned", angle=angle).double(), build("angle", angle=angle)
+    for phi, start in zip(learnt(q, k), alone(q, k), strict=True):
+        assert 0 < (phi - start).norm() < 0.03 * start.norm()  # softplus(−4) = 0.018
+    with torch.no_grad():
+        learnt.a.copy_(torch.tensor([0.5, 1.0]))
+        learnt.b.copy_(torch.tensor([0.7, -9.0]))
+    r = 1 + torch.log1p(torch.tensor([0.5, 1.0]).double().exp())[:, None]
+    p = r + torch.tensor([0.7, -9.0])[:, None] * torch.tanh(q.norm(dim=-1, keepdim=True) / math.sqrt(K))
+    p = p.clamp(min=0.5)
+    assert (p == 0.5).any()
+    for phi, x, exponent in zip(learnt(q, k), (q, k), (p, r), strict=True):
+        base = math.sqrt(K) * q / q.norm(dim=-1, keepdim=True) if x is q else k
+        length = phi.unflatten(-1, (2, K)).norm(dim=-2)
+        torch.testing.assert_close(length, base.abs() ** exponent, rtol=1e-5, atol=1e-5)
+
+
+def test_shifted_silu_learns_its_shift():
+    shifted, x = build("silu_shifted", shift=0.4).double(), normal(3, 5, 2, K)
+    torch.testing.assert_close(shifted(x, x)[1], F.silu(x + 0.4), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        shifted.b.copy_(normal(2, K, seed=7))
+    torch.testing.assert_close(shifted(x, x)[0], F.silu(x + shifted.b))
 
 
 def test_nala_presets_are_the_sources_readings():
@@ -152,11 +210,12 @@ def test_property(name, holds):
 def test_products_are_negative_where_nothing_is_promised(name):
     phi_q, phi_k = build(name)(normal(1, 100, 2, K), normal(1, 100, 2, K, seed=1))
     smallest = torch.einsum("bthk,bshk->bhts", phi_q, phi_k).min()
-    assert build(name).nonnegative is (name not in ("identity", "silu", "elu", "soft", "softpp"))
+    signed = ("identity", "silu", "silu_shifted", "elu", "soft", "softpp")
+    assert build(name).nonnegative is (name not in signed)
     assert build(name).nonnegative or smallest < 0
 
 
-@pytest.mark.parametrize("name", ["nala", "nala_paper", "nala_released", "pola"])
+@pytest.mark.parametrize("name", ["nala", "nala_paper", "nala_released", "nala_learned", "angle", "pola"])
 def test_powers_of_zero_are_zero(name):
     zero = torch.zeros(1, 4, 2, K)
     assert all((x == 0).all() for x in build(name)(zero, zero))
@@ -204,7 +263,7 @@ def test_pola_starts_unscaled_in_the_middle_of_its_exponents():
 
 
 def test_exponents_and_landmarks_stay_fp32():
-    for name in ("pola", "soft", "softpp"):
+    for name in ("pola", "soft", "softpp", "nala_learned", "silu_shifted"):
         for parameter in build(name).bfloat16().parameters():
             assert parameter.dtype == torch.float32
 
@@ -234,9 +293,12 @@ def test_slopes_of_exponents_below_1_are_bounded(angle):
 def test_small_powers_warn():
     with pytest.warns(UserWarning, match="up to 500: set power to 2 or more"):
         build("nala", power=1)
+    with pytest.warns(UserWarning, match="up to 500: set query_power to 1 or more"):
+        build("nala", query_power=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build("nala", power=2)
+        build("nala", power=1, query_power=1, key_power=1)
         build("nala", power=1, signs="elu")  # whose base is above 0
 
 
@@ -249,6 +311,7 @@ def test_small_powers_warn():
         ("nala", {"signs": "lost"}, "drop, keep, elu"),
         ("nala", {"signs": "keep", "angle": "relu_split"}, "take another angle"),
         ("nala", {"key_power": 0.0}, "key_power=0.0 must be positive"),
+        ("nala", {"query_power": -1.0}, "query_power=-1.0 must be positive"),
         ("relu", {"norm": "l1"}, "l2, sum"),
         ("pola", {"alpha": 0}, "positive"),
         ("soft", {"landmarks": 0}, "must be"),

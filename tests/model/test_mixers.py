@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from drawn import drawn
 
 from nalanda import NalandaConfig
+from nalanda.model import delta
 from nalanda.model.mixers import build_mixer
 from nalanda.model.sequences import Sequences
 
@@ -194,33 +195,121 @@ def test_gla():
 
 @pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
 @pytest.mark.parametrize("conv_size", [0, 4])
-def test_delta_nets(mixer, conv_size):
-    module = build(mixer, conv_size=conv_size, feature_map="silu")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_write": True, "num_v_heads": 2 * H},
+        {"norm_read": True, "num_v_heads": 2 * H},
+        {"norm_write": True, "norm_read": True, "qk_norm": "none"},
+        {"norm_write": True, "qk_norm": "rms", "num_v_heads": 2 * H},
+    ],
+    ids=str,
+)
+def test_delta_nets(mixer, conv_size, options):
+    module = build(mixer, conv_size=conv_size, feature_map="silu", mixer_options=options)
     x, y, _ = run(module)
 
     def projected(name):
         z = getattr(module, f"{name}_proj")(x)
         if conv_size:
             filters = getattr(module, f"{name}_conv1d").weight
-            z = F.conv1d(F.pad(z.mT, (conv_size - 1, 0)), filters, groups=H * K).mT
-        return F.silu(z).unflatten(-1, (H, K))
+            z = F.conv1d(F.pad(z.mT, (conv_size - 1, 0)), filters, groups=len(filters)).mT
+        z = z.unflatten(-1, (-1, K))
+        return z if name == "v" else z.repeat_interleave(module.num_v_heads // H, 2)
 
-    q, k = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (projected("q"), projected("k")))
-    v, beta = projected("v"), module.b_proj(x).sigmoid()
+    def length(z):
+        return (z.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    raw_q, raw_k = projected("q"), projected("k")
+    q, k, v, beta = F.silu(raw_q), F.silu(raw_k), F.silu(projected("v")), module.b_proj(x).sigmoid()
+    if "norm_write" in options:
+        beta = 1 - torch.exp(-beta * raw_k.square().sum(-1) / K)
+    norm, step = options.get("qk_norm", "l2"), beta
+    if norm == "none":
+        step = beta / length(k).squeeze(-1) ** 2
+    else:
+        q, k = q / length(q), k / length(k)
+    if norm == "rms":
+        q, k, step = K**0.5 * q, K**0.5 * k, beta / K
     decay = torch.ones_like(beta)
     if mixer == "gated_deltanet":
         own = module.decay
         decay = torch.exp(-own.A_log.exp() * F.softplus(module.a_proj(x) + own.dt_bias))
-    state, rows = torch.zeros(2, H, K, K, dtype=torch.float64), []
+    state, rows = torch.zeros(2, module.num_v_heads, K, K, dtype=torch.float64), []
     for t in range(T):
         state = decay[:, t, :, None, None] * state
         old = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        state = state + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], v[:, t] - old)
+        state = state + torch.einsum("bh,bhk,bhv->bhkv", step[:, t], k[:, t], v[:, t] - old)
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * K**-0.5)
-    o = rms(torch.stack(rows, 1), module.o_norm.weight).flatten(-2)
+    o = rms(torch.stack(rows, 1), module.o_norm.weight)
+    if "norm_read" in options:
+        o = o * (0.5 + torch.tanh(length(raw_q) / K**0.5))
+    o = o.flatten(-2)
     if mixer == "gated_deltanet":
         o = o * F.silu(module.g_proj(x))
     same(y, module.o_proj(o), 1e-6)  # the decay's parameters are fp32
+
+
+@pytest.mark.parametrize("name", ["nala", "silu"])
+def test_norm_write(name, monkeypatch):
+    """A step of 1 for a long key, of 0 for none; under qk_norm none and rms β‖k‖² ≤ 1 all the same."""
+    seen, rule = [], delta.delta_rule
+
+    def spy(q, k, v, beta, *args, **kwargs):
+        seen.append((k, beta))
+        return rule(q, k, v, beta, *args, **kwargs)
+
+    monkeypatch.setattr(delta, "delta_rule", spy)
+    for norm in ("l2", "rms", "none"):
+        module = build("deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm})
+        heads = module.heads(torch.randn(1, T, H * K, dtype=torch.float64), Sequences(), {}, None)
+        for size in (0.0, 1e-9, 1.0, 1e4):
+            k = (size * heads["k"]).detach().requires_grad_()
+            o = module.mix(heads | {"k": k}, Sequences(), {}, None)
+            assert o.isfinite().all()
+            assert torch.autograd.grad(o.square().sum(), k)[0].isfinite().all()
+            read, step = seen.pop()
+            erased = step if norm == "l2" else step * read.square().sum(-1)
+            assert (erased <= 1 + 1e-12).all()
+            if size == 0:
+                assert (step == 0).all()
+            elif size == 1e4 and norm == "l2":
+                same(step, torch.ones_like(step))
+
+
+def test_norm_read_scales_each_head_by_its_query():
+    plain, aware = (build("gated_deltanet", mixer_options={"norm_read": on}) for on in (False, True))
+    plain.o_proj, aware.o_proj = torch.nn.Identity(), torch.nn.Identity()
+    x = torch.randn(1, T, H * K, dtype=torch.float64)
+    q = plain.heads(x, Sequences(), {}, None)["q"]
+    s = 0.5 + torch.tanh((q.square().sum(-1) + 1e-6).sqrt() / K**0.5)
+    a, b = (module(x, Sequences())[0].unflatten(-1, (H, K)) for module in (plain, aware))
+    same(b, a * s[..., None], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["silu", "nala"])
+def test_rms_features_give_what_l2_gives(name):
+    """Their length √F cancels, in the step and in the readout's scale."""
+    a, b = (
+        build("gated_deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm})
+        for norm in ("l2", "rms")
+    )
+    same(run(a)[1], run(b)[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "map_options", "words"),
+    [
+        ({"norm_write": True, "allow_neg_eigval": True}, {}, "take one of them"),
+        ({"qk_norm": "l1"}, {}, "l2, rms, none"),
+        ({"qk_norm": "rms"}, {"norm": "l2"}, "set norm_write$"),
+        ({"qk_norm": "none"}, {}, "set norm_write, or .* norm: l2"),
+    ],
+)
+def test_delta_rules_refuse_a_state_that_grows(options, map_options, words):
+    with pytest.raises(ValueError, match=words):
+        build("deltanet", mixer_options=options, feature_map_options=map_options)
 
 
 def test_values_pass_a_convolution_and_silu():

@@ -757,7 +757,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
             "must be from 1 to max_position",
         ),
         ({"mixer": "softmax", "feature_map": "nala"}, "softmax does not use it"),
-        ({"mixer": "softmax", "conv_size": 4}, "softmax does not use it"),
+        ({"mixer": "diag_attention", "conv_size": 4}, "diag_attention does not use it"),
         ({"mixer": "norm_attention", "use_gate": True}, "norm_attention does not use it"),
         ({"mixer": "retention", "feature_map_options": {"power": 3}}, "retention does not use it"),
         ({"mixer_options": {"gla": {"gate_rank": 4}}}, "'gla', which no layer has"),

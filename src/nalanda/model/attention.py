@@ -23,7 +23,8 @@ class SoftmaxAttention(Mixer):
 
         o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
 
-    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without convolution, gate or norm.
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without gate or norm. With `conv_size`
+    in the config, short convolutions precede q, k and v, and SiLU follows v's (default: none).
 
     Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
     keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
@@ -36,6 +37,7 @@ class SoftmaxAttention(Mixer):
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
     norm = None
+    conv_size = 0
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
     blocks = False
@@ -74,15 +76,18 @@ class SoftmaxAttention(Mixer):
             laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
             kept = self.reach or seq.longest(T)
             new |= {name: last(x, kept) for name, x in laid.items()}
-            if state:
+            if "k" in state:
                 return seq.unpad(self.attend_past(seq.pad(q), laid["k"], laid["v"], seq, T), T)
         return self.attend_all(q, k, v, seq)
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
-        return state  # kept per row, see `mix_rows`
+        """Keys and values stay by row, see `mix_rows`."""
+        convs, rest = split_states(state)
+        return super().scatter_states(convs, seq) | rest
 
     def gather_states(self, new: State, seq: Sequences) -> State:
-        return {name: x.detach() for name, x in new.items()}
+        convs, rest = split_states(new)
+        return super().gather_states(convs, seq) | {name: x.detach() for name, x in rest.items()}
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
@@ -93,10 +98,10 @@ class SoftmaxAttention(Mixer):
         """
         assert self.reach is not None, "row states cannot grow"
         tokens = None
-        if state:
+        if "k" in state:
             assert seq.past is not None
             seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
-            kept = {name: x.flatten(0, 1) for name, x in state.items()}
+            kept = {name: state[name].flatten(0, 1) for name in ("k", "v")}
             k, v = (
                 torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
                 for name, x in (("k", k), ("v", v))
@@ -147,15 +152,21 @@ class SoftmaxAttention(Mixer):
 
     def state_spec(self, T: int) -> StateSpec:
         rows, H = self.reach or T, self.num_v_heads
-        return {"k": ((rows, H, self.K), None), "v": ((rows, H, self.V), None)}
+        return {"k": ((rows, H, self.K), None), "v": ((rows, H, self.V), None), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T)
+        return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T) + super().flops(T)
 
     def seen(self, T: int) -> float:
         """How many tokens a token sees, the mean over length T: T/2, or up to the window."""
         w = T if self.reach is None else min(T, self.reach)
         return w - w * w / (2 * T)
+
+
+def split_states(state: State) -> tuple[State, State]:
+    """(those of convolutions, the others)."""
+    convs = {name: x for name, x in state.items() if name.startswith("conv_")}
+    return convs, {name: x for name, x in state.items() if name not in convs}
 
 
 class DiagAttention(SoftmaxAttention):
@@ -173,6 +184,7 @@ class DiagAttention(SoftmaxAttention):
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
     source = "arXiv 2210.10340"
+    conv_size = None
     blocks = True
 
     def __init__(

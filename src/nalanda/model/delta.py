@@ -5,8 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import Fp32Module, at_least_fp32
-from .ops import delta_rule, delta_rule_flops
+from .epilogues import norm_gate
+from .feature_maps import EPS, Elementwise
+from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, no_autocast
+from .ops import delta_rule, delta_rule_flops, map_features
 from .sequences import Sequences
 
 
@@ -39,6 +41,21 @@ class DeltaNet(Mixer):
 
     Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1.
     `num_v_heads`, a multiple of `num_heads`, gives each query/key head several value heads (default: one).
+
+    The L2 norm erases the lengths of φ(q) and φ(k), and the output norm that of o. Two options bring the
+    lengths of q and k before the map back, per head:
+
+    norm_write: β' = 1 − exp(−β‖k‖²/K) in place of β, in (0, 1) for every k. With the identity as map this is
+        the delta rule's exact solution for a step β and a key of length ‖k‖/√K, as in error-free linear
+        attention (arXiv 2512.12602).
+    norm_read: o ← RMSNorm(o)·(½ + tanh(‖q‖/√K)), the function of the norm in NaLa's exponent.
+
+    qk_norm: `l2`; `none`, the features as they are; `rms`, φ/rms(φ), of length √F. The state is stable while
+        β‖k‖² ≤ 2 for the keys as the op reads them. So `none` needs a map that has a norm of its own, or
+        norm_write, which divides the step by that length: S ← (I − α k kᵀ) S + α k vᵀ, α = β'/‖k‖². So does
+        `rms`, where √F cancels: it gives the result of `l2`. Under `none` a short key writes a long value,
+        and only ‖φ(q)‖ is erased, by the output norm.
+
     Cost per token and head with F features: 6FV + 2·64·(3F + 2V) FLOPs. State: F × V in fp32.
     """
 
@@ -50,11 +67,31 @@ class DeltaNet(Mixer):
     decays = False
 
     def __init__(
-        self, config, layer_idx: int, *, allow_neg_eigval: bool = False, num_v_heads: int | None = None
+        self,
+        config,
+        layer_idx: int,
+        *,
+        allow_neg_eigval: bool = False,
+        num_v_heads: int | None = None,
+        norm_write: bool = False,
+        norm_read: bool = False,
+        qk_norm: str = "l2",
     ):
         if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
             raise ValueError(f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}")
+        if allow_neg_eigval and norm_write:
+            raise ValueError("allow_neg_eigval doubles β, norm_write keeps it in (0, 1): take one of them")
+        if qk_norm not in ("l2", "rms", "none"):
+            raise ValueError(f"qk_norm={qk_norm!r} must be one of l2, rms, none")
         super().__init__(config, layer_idx, v_heads=num_v_heads)
+        phi = self.feature_map
+        bounded = qk_norm == "none" and isinstance(phi, Elementwise) and phi.norm is not None
+        if qk_norm != "l2" and not norm_write and not bounded:
+            cure = ", or a map's own norm: feature_map_options norm: l2" if qk_norm == "none" else ""
+            raise ValueError(
+                f"qk_norm={qk_norm}: β‖k‖² may exceed 2 and the state grow: set norm_write{cure}"
+            )
+        self.norm_write, self.norm_read, self.qk_norm = norm_write, norm_read, qk_norm
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0
         self.b_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
         if self.decays:
@@ -72,27 +109,58 @@ class DeltaNet(Mixer):
         return super().linears() | {"b": self.b_proj} | ({"a": self.a_proj} if self.decays else {})
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
+        if self.norm_write:
+            beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
+            if self.qk_norm != "l2":
+                (q, k, beta), features = self.unnormed(q, k, beta), None
         o, final = delta_rule(
-            heads["q"],
-            heads["k"],
+            q,
+            k,
             heads["v"],
-            heads["beta"],
+            beta,
             heads.get("g"),
-            feature_map=self.feature_map,
-            qk_norm="l2",
+            feature_map=features,
+            qk_norm="l2" if self.qk_norm == "l2" else None,
             initial_state=state.get("recurrent"),
             output_final_state=new is not None,
             cu_seqlens=seq.cu_seqlens,
-            mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
+            mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
         if new is not None and final is not None:
             new["recurrent"] = final
         return o
 
-    def step_options(self) -> dict:
+    def per_value(self, x: Tensor) -> Tensor:
+        """`[B, T, H]` of the heads of k for each head of v, `[B, T, HV]`."""
+        group = self.num_v_heads // self.num_heads
+        return x.repeat_interleave(group, -1) if group > 1 else x
+
+    def unnormed(self, q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """φ(q) and φ(k) as the op reads them under `qk_norm` none and rms, and the step β'/‖k‖² of those."""
+        rms = self.qk_norm == "rms"
+        with no_autocast(q):
+            q, k = map_features(q, k, self.feature_map, "l2" if rms else None)
+        if rms:
+            width = k.shape[-1]
+            return width**0.5 * q, width**0.5 * k, beta / width
+        return q, k, beta / (self.per_value(at_least_fp32(k).square().sum(-1)) + EPS)
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        if not self.norm_read:
+            return super().read_out(o, heads, x)
+        _, length = direction(at_least_fp32(heads["q"]), EPS)
+        s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
+        norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
+        y = norm_gate(o, norm, heads.get("gate"), x.dtype)  # a head's factor passes its gate
+        return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
+
+    def step_options(self) -> dict | None:
+        if self.norm_write or self.norm_read:
+            return None
         decay = (self.decay.A_log, self.decay.dt_bias) if self.decays else None
         rule = {"delta": True, "beta_scale": self.beta_scale, "decay": decay}
-        return rule | {"qk_norm": "l2", "silu": True}
+        return rule | {"qk_norm": "l2" if self.qk_norm == "l2" else None, "silu": True}
 
     def state_spec(self, T: int) -> StateSpec:
         shape = (self.num_v_heads, self.feature_map.feature_dim, self.V)

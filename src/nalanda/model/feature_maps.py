@@ -169,7 +169,13 @@ class NaLa(FeatureMap):
         features above that norm's epsilon.
     signs: `drop`, |x|^p, as in the paper. `keep`, sgn(x)|x|^p, for the delta rules: φ_q·φ_k may be negative,
         and their readout has no denominator. `elu`, (1 + ELU(x))^p, which is positive and rises with x.
+    query_power: the exponent of q, if not p(n): ‖q‖ then has no effect but through the `raw` angle.
     key_power: the exponent of k, if not λ; with 1, only q has norm-aware powers.
+
+    The L2 norm of the delta rules leaves little of this. Under every angle but `raw`, ‖k‖ cancels exactly,
+    and of ‖q‖ only p(n) remains, which `power_norm` raw saturates. In a trained demo of Gated DeltaNet, p
+    replaced by its mean costs 0.0001 ± 0.0002 nats, and the angle left out 0.055: the map is a fixed power
+    and a rotation there. In these rules norm_write and norm_read let lengths act (`delta.py`).
     """
 
     source = "arXiv 2506.21137"
@@ -186,6 +192,7 @@ class NaLa(FeatureMap):
         power_norm: str = "rms",
         direction_scale: str = "sqrt",
         signs: str = "drop",
+        query_power: float | None = None,
         key_power: float | None = None,
     ):
         super().__init__()
@@ -199,36 +206,42 @@ class NaLa(FeatureMap):
                 raise ValueError(f"nala: {option}={value!r} must be one of {', '.join(allowed)}")
         if not power > 0:
             raise ValueError(f"nala: power={power} must be positive")
-        if power < 2 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
-            slope = power / 2 * EPS ** (power / 2 - 1)
+        for option, value in (("query_power", query_power), ("key_power", key_power)):
+            if value is not None and not value > 0:
+                raise ValueError(f"nala: {option}={value} must be positive")
+        option, value, smallest = ("power", power, power / 2)
+        if query_power is not None:
+            option, value, smallest = ("query_power", query_power, query_power)
+        if smallest < 1 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
+            slope = smallest * EPS ** (smallest - 1)
             warnings.warn(
-                f"nala: power={power} has exponents below 1, with slopes at 0 of up to {slope:.3g}: "
-                "set power to 2 or more",
+                f"nala: {option}={value} has exponents below 1, with slopes at 0 of up to {slope:.3g}: "
+                f"set {option} to {value / smallest:g} or more",
                 stacklevel=2,
             )
         if signs != "drop" and angle == "relu_split":
             raise ValueError("nala: angle=relu_split splits the signs: take another angle, or signs=drop")
-        if key_power is not None and not key_power > 0:
-            raise ValueError(f"nala: key_power={key_power} must be positive")
         self.angle, self.power_norm, self.power = angle, power_norm, float(power)
         self.signs, self.key_power = signs, float(power if key_power is None else key_power)
+        self.query_power = None if query_power is None else float(query_power)
         self.nonnegative = signs != "keep"
         self.direction_scale = direction_scale
         self.root = math.sqrt(head_dim)
         self.scale = self.root if direction_scale == "sqrt" else 1.0
         self.feature_dim = 2 * head_dim
         s = "√K " if direction_scale == "sqrt" else ""
+        of_q = "p" if query_power is None else f"{query_power:g}"
         of_k = "λ" if key_power is None else f"{key_power:g}"
         if angle == "relu_split":
-            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^p, [relu(k); relu(−k)]^{of_k}"
+            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^{of_q}, [relu(k); relu(−k)]^{of_k}"
         else:
             argument = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}[angle]
             powers = {"drop": "|{x}|^{p}", "keep": "sgn({x}) |{x}|^{p}", "elu": "(1 + ELU({x}))^{p}"}[signs]
-            of_q = powers.format(x=f"{s}d(q)", p="p")
-            parts = f"{of_q} ⊙ [cos θ; sin θ], {powers.format(x='k', p=of_k)} ⊙ [cos θ; sin θ]"
-            parts += f", θ = π/4 tanh({argument})"
+            first, second = powers.format(x=f"{s}d(q)", p=of_q), powers.format(x="k", p=of_k)
+            parts = f"{first} ⊙ [cos θ; sin θ], {second} ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
         n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
-        self.equation = f"{parts}, p = λ(½ + tanh({n})), λ = {power:g}"
+        parts += f", p = λ(½ + tanh({n}))" if query_power is None else ""
+        self.equation = parts + (f", λ = {power:g}" if query_power is None or key_power is None else "")
 
     def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
         return polar(magnitude, x if self.angle == "raw" else d, self.root if self.angle == "rms" else 1.0)
@@ -236,11 +249,18 @@ class NaLa(FeatureMap):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
         d, n = direction(q, EPS)
-        p = self.power * (0.5 + (n / self.root if self.power_norm == "rms" else n).tanh())
+        p, r = self.exponents(n)
         if self.angle == "relu_split":
-            return self.split(self.scale * d, p), self.split(k, self.key_power)
-        raised_q, raised_k = self.magnitude(self.scale * d, p), self.magnitude(k, self.key_power)
+            return self.split(self.scale * d, p), self.split(k, r)
+        raised_q, raised_k = self.magnitude(self.scale * d, p), self.magnitude(k, r)
         return self.rotate(raised_q, q, d), self.rotate(raised_k, k, direction(k, EPS)[0])
+
+    def exponents(self, n: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Those of q and k, for the lengths n of the queries, `[B, T, H, 1]`."""
+        if self.query_power is not None:
+            return self.query_power, self.key_power
+        n = n / self.root if self.power_norm == "rms" else n
+        return self.power * (0.5 + n.tanh()), self.key_power
 
     def magnitude(self, x: Tensor, exponent: Tensor | float) -> Tensor:
         if self.signs == "elu":
@@ -250,7 +270,7 @@ class NaLa(FeatureMap):
 
     @property
     def fused(self) -> dict | None:
-        if self.signs != "drop" or self.key_power != self.power:
+        if self.signs != "drop" or self.key_power != self.power or self.query_power is not None:
             return None  # kernels know the paper's map only
         options = ("angle", "power", "power_norm", "direction_scale")
         return {"name": "nala"} | {option: getattr(self, option) for option in options}
@@ -261,6 +281,64 @@ class NaLa(FeatureMap):
 
     def extra_repr(self) -> str:
         return f"angle={self.angle}, power={self.power}, power_norm={self.power_norm}, scale={self.scale:.4g}"
+
+
+class LearnedNaLa(Fp32Module, NaLa):
+    """`NaLa` with exponents that each head learns, `a` and `b` `[H]`; `2K` features.
+
+        p_h = 1 + softplus(a_h) + b_h·tanh(‖q‖/√K) for q,    1 + softplus(a_h) for k
+
+    It starts as nearly the angle alone, a = −4 and b = 0. p is ½ at least, where a power's slope is 500.
+
+    angle: as in `NaLa`.
+    """
+
+    source = "–"
+
+    def __init__(self, *, num_heads: int, head_dim: int, angle: str = "rms"):
+        super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle, query_power=1.0, key_power=1.0)
+        powers = self.equation.replace("^1", "^p", 1).replace("^1", "^r")
+        self.equation = f"{powers}, r = 1 + softplus(a), p = r + b tanh(‖q‖/√K)"
+        self.a = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.b = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"a": torch.full_like(self.a, -4), "b": torch.zeros_like(self.b)}
+
+    def exponents(self, n: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = (x.to(n.dtype)[:, None] for x in (self.a, self.b))
+        r = 1 + F.softplus(a)
+        return (r + b * (n / self.root).tanh()).clamp_min(0.5), r
+
+
+class ShiftedSiLU(Fp32Module, FeatureMap):
+    """SiLU(x + b), b `[H, K]` learnt, shared by q and k; `K` features. b gives all features a common part.
+
+    shift: where b starts. With 0.22 the mean cosine of φ(q_t) and φ(k_j), j < t, is 0.3 (without: 0.03) in an
+        untrained Gated DeltaNet of the study's shape (`recipes/study/lm.yaml`, random tokens), whose queries
+        and keys have a spread of 0.40 behind their convolutions. The value is in proportion to that spread.
+    """
+
+    equation = "SiLU(x + b)"
+    source = "–"
+
+    def __init__(self, *, num_heads: int, head_dim: int, shift: float = 0.22):
+        super().__init__()
+        self.shift, self.feature_dim = float(shift), head_dim
+        self.b = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"b": torch.full_like(self.b, self.shift)}
+
+    def features(self, x: Tensor) -> Tensor:
+        x = at_least_fp32(x)
+        return F.silu(x + self.b.to(x.dtype))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.features(q), self.features(k)
+
+    def extra_repr(self) -> str:
+        return f"shift={self.shift:g}"
 
 
 class Pola(Fp32Module, FeatureMap):
@@ -392,6 +470,9 @@ FEATURE_MAPS = {
     "nala": NaLa,
     "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
     "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
+    "angle": partial(NaLa, query_power=1.0, key_power=1.0),
+    "nala_learned": LearnedNaLa,
+    "silu_shifted": ShiftedSiLU,
     "pola": Pola,
     "soft": Soft,
     "softpp": SoftPP,
