@@ -590,7 +590,7 @@ def study_run(
     quick: Annotated[bool, typer.Option("--quick", help="run a small study, in minutes")] = False,
     workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
 ) -> None:
-    """Train a study's models, all with one seed and the finalists with several, and report.
+    """Train a study's models, each at its own best rate and with several seeds, and report.
 
     Run it again after an interruption, or with more seeds in study.yaml: finished runs are kept. The default
     folder is recipes/study in a checkout, otherwise runs/study; with --quick it is runs/study-quick.

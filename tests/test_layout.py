@@ -24,8 +24,6 @@ DEFERRED = {
     ("nalanda.report.runs", "nalanda.model.configuration"): "imports torch",
     ("nalanda_eval.fetch", "nalanda_eval.adapter"): "imports lm-evaluation-harness",
     ("nalanda_eval.harness", "nalanda_eval.adapter"): "as above",
-    ("nalanda_eval.studies.spec", "nalanda_eval.recall"): "imports torch",
-    ("nalanda_eval.studies.spec", "nalanda_eval.synthetic"): "imports torch",
 }
 
 

@@ -1,105 +1,87 @@
-"""Which runs a study takes: every system with one seed, then the finalists with several.
+"""Which runs a study takes: for each system some that choose its rate, then one for each seed."""
 
-All models of a task have equal parameters, some of them equal state as well; `sized` chooses their sizes.
-"""
-
-import dataclasses
 import itertools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from statistics import fmean
 from typing import Any
 
 import torch
 
+from nalanda.common.errors import InputError
 from nalanda.config.load import section
 from nalanda.config.schema import RunConfig
 from nalanda_eval import recall
-from nalanda_eval.studies.spec import TASKS, Question, Study, form, matches, mqar, systems
+from nalanda_eval.studies.spec import Study, nested
 from nalanda_eval.sweep import Record, key
+from nalanda_eval.synthetic import MQAR
 
-MIXERS_OWN = ("mixer", "mixer_options", "feature_map", "feature_map_options", "conv_size", "use_gate")
-NEAR = 0.05
-"""Relative distance to a wanted state, above `recall.CLOSE`: the states of short convolutions shrink with the
-keys, and key sizes are multiples of 8."""
+CALIBRATION, BESIDE = "calibration", "beside"
+RECALLED = 0.9
+"""The score from which on a model recalls."""
+OF_MIXERS = ("mixer", "mixer_options", "feature_map", "feature_map_options", "conv_size", "use_gate")
+"""Model keys that a system sets; those of lm.yaml's model do not apply to it."""
+IGNORED = ("output_dir", "log", "checkpoint", "guard", "validation", "model", "seed", "data")
+"""Sections of lm.yaml that no run depends on, or that a run has in another place."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A row of the tables: a system on a task, what it was matched in, and its runs' settings by seed."""
+class System:
+    """A model under study. group: its mixer, or `CALIBRATION` or `BESIDE`. keys: JSON of its model keys."""
 
-    question: str
-    system: str
-    task: str
-    match: str
-    settings: tuple[dict[str, Any], ...]
+    size: str
+    group: str
+    form: str
+    keys: str
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return json.loads(self.keys)
+
+    @property
+    def name(self) -> str:
+        return self.form if self.group == BESIDE else f"{self.group} + {self.form}"
 
 
-def plan_trials(
-    question: str, asked: dict[str, dict[str, Any]], tasks: Iterable[str], match: dict[str, Any],
-    seeds: Sequence[int], study: Study, lm: dict[str, Any],
-) -> tuple[list[Trial], list[str]]:  # fmt: skip
-    """The trials of systems on tasks, and a note on each that no sizes allow."""
-    found, notes = [], []
+def systems(study: Study, lm: dict[str, Any]) -> list[System]:
+    """All systems. Those of a size have equal parameters, and those with a fixed state equal state."""
+    found = []
+    for i, (size, keys) in enumerate(study.sizes.items()):
+        base = {k: v for k, v in lm["model"].items() if k not in OF_MIXERS} | nested(keys or {})
+        asked = {
+            (mixer, form): base | {"mixer": mixer} | nested(own)
+            for mixer, (form, own) in itertools.product(study.mixers, study.forms.items())
+        }
+        reference = base | {"mixer": study.mixers[0]} | nested(study.forms[study.reference])
+        more = {(BESIDE, name): base | nested(own) for name, own in study.beside.items()}
+        found += [System(size, *place, keys) for place, keys in equal(asked | more, reference).items()]
+        if i == 0 and (calibration := study.calibration):
+            common = base | nested(calibration.model)
+            asked = {(CALIBRATION, n): common | nested(own) for n, own in calibration.forms.items()}
+            reference = asked[CALIBRATION, study.reference]
+            found += [System(size, *place, keys) for place, keys in equal(asked, reference).items()]
+    return found
+
+
+Place = tuple[str, str]  # group, form
+
+
+def equal(models: dict[Place, dict[str, Any]], reference: dict[str, Any]) -> dict[Place, str]:
+    """The models as JSON, with the state of `reference` by the width of their keys, and with the parameters
+    of the largest by that of their GLU. Raises ValueError where no sizes allow that."""
     with warnings.catch_warnings(action="ignore"):  # a study may examine what a map warns of
-        for task, (name, keys) in itertools.product(tasks, asked.items()):
-            for equal in matches(match, task):
-                try:
-                    model = sized(task, equal, keys, study, lm)
-                except ValueError as error:
-                    notes.append(f"{name} is left out of {task} at equal {equal}: {error}")
-                    continue
-                if recall.grows(recall.configured(model)):  # no state to match: listed with the parameters
-                    equal = "parameters"
-                if (name, task, equal) in {(trial.system, trial.task, trial.match) for trial in found}:
-                    continue
-                rate = keys.get("rate", 1)
-                runs = tuple(trial_settings(task, model, rate, seed, study, lm) for seed in seeds)
-                found.append(Trial(question, name, task, equal, runs))
-    return found, notes
-
-
-def sized(task: str, match: str, keys: dict[str, Any], study: Study, lm: dict[str, Any]) -> dict[str, Any]:
-    """The model keys of a system on a task.
-
-    All models of a task have equal parameters, by the width of the GLU; with `match` "state" they have equal
-    bytes of state as well. Raises ValueError where no sizes allow that.
-    """
-    base = lm["model"] if task == "lm" else recall.MODEL | study.recall.get("model", {})
-    own = {k: v for k, v in keys.items() if k != "rate"}
-    if "mixer" in own:  # settings of the recipe's mixer do not apply to another
-        base = {k: v for k, v in base.items() if k not in MIXERS_OWN}
-    wanted = None
-    if match == "state":
-        narrow = recall.configured(lm["model"])
-        wanted = study.recall["state"] if task == "recall" else narrow.state_bytes(1, torch.float32)
-    return json.loads(fitted(key(base), key(base | own), wanted, keep_values=task == "lm"))
-
-
-@cache  # the same system is in several questions and in the finals
-def fitted(base: str, model: str, state: int | None, keep_values: bool) -> str:
-    """The model keys, as JSON, with the parameters of `base`'s largest mixer and `state` bytes, if given."""
-    found = json.loads(model)
-    recall.configured(found)
-    if state is not None:
-        found = narrowed(found, state) if keep_values else recall.with_state(found, state)
-    return json.dumps(recall.with_parameters(found, most_lm_parameters(base)))
-
-
-@cache
-def most_lm_parameters(base: str) -> int:
-    return recall.most_recall_parameters(json.loads(base))
+        state = recall.configured(reference).state_bytes(1, torch.float32)
+        narrow = {place: narrowed(model, state) for place, model in models.items()}
+        most = max(map(recall.count, narrow.values()))
+        return {place: key(recall.with_parameters(model, most)) for place, model in narrow.items()}
 
 
 def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The model with a key width that gives `wanted` bytes of fp32 state.
+    """The model with a key width that gives `wanted` bytes of fp32 state; values keep theirs.
 
-    Values keep their width, as with the recipes' `expand_k`. If no key width comes near, keys and values both
-    change.
+    A model whose state grows is not changed. Raises ValueError if no key width comes near.
     """
     config = recall.configured(model)
     if recall.grows(config):
@@ -108,104 +90,152 @@ def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
     def with_keys(K: int) -> dict[str, Any]:
         return model | {"expand_k": K / config.head_dim}
 
-    def measured(K: int) -> int:
-        return recall.configured(with_keys(K)).state_bytes(1, torch.float32)
-
-    least = measured(8)
-    by_k = (measured(16) - least) / 8  # affine in K for every mixer
-
     def off(K: int) -> float:
-        return abs((least + by_k * (K - 8)) / wanted - 1)
+        return abs(recall.configured(with_keys(K)).state_bytes(1, torch.float32) / wanted - 1)
 
     if off(config.key_dim) <= recall.CLOSE:
         return model
     K = min(range(8, 4 * config.head_dim, 8), key=off)
-    return with_keys(K) if off(K) <= NEAR else recall.with_state(model, wanted)
+    if off(K) > recall.FAR:
+        raise ValueError(f"{model['mixer']}: no key width gives a state of {wanted} bytes")
+    return with_keys(K)
 
 
-def trial_settings(
-    task: str, model: dict[str, Any], rate: float, seed: int, study: Study, lm: dict[str, Any]
-) -> dict[str, Any]:
+# ------------------------------ the settings of runs
+
+
+def run_settings(
+    system: System, study: Study, lm: dict[str, Any], *, rate: float, seed: int, budgets: list[int],
+    lengths: dict[str, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Everything that determines a run, except the text: the key of its record."""
-    if task == "recall":
-        training = section(recall.Training, study.recall.get("training", {}), "recall.training.")
-        training = dataclasses.replace(training, lr=training.lr * rate)
-        return recall.recall_settings(model, mqar(study.recall), seed, training)
-    recipe = {k: v for k, v in lm.items() if k not in ("output_dir", "log", "checkpoint", "data")}
-    optim = lm.get("optim", {})
-    lr = optim.get("lr", run_config(key(lm)).optim.lr)
-    return recipe | {"model": model, "seed": seed, "data": rows_of(lm), "optim": optim | {"lr": lr * rate}}
+    return {
+        **{name: values for name, values in lm.items() if name not in IGNORED},
+        "data": {name: value for name, value in lm["data"].items() if name not in ("source", "workers")},
+        "model": system.model,
+        "seed": seed,
+        "rate": rate,
+        "budgets": budgets,
+        "cooldown": study.cooldown,
+        "lengths": lengths,
+    }
 
 
-def bigram_settings(seed: int, lm: dict[str, Any]) -> dict[str, Any]:
-    """Everything that determines a bigram baseline: which tokens the language models of a seed see."""
+def final_settings(
+    system: System, rate: float, seed: int, study: Study, lm: dict[str, Any]
+) -> dict[str, Any]:
+    """Of a run that judges."""
+    lengths = study.lengths or None
+    return run_settings(system, study, lm, rate=rate, seed=seed, budgets=study.budgets, lengths=lengths)
+
+
+def halving(
+    system: System, study: Study, lm: dict[str, Any], found: dict[str, Record]
+) -> Iterator[tuple[list[dict[str, Any]], list[float]]]:
+    """Rung by rung: the settings to run, and the rates that they leave; stops where a record is missing."""
+    rates = study.rates.values
+    for rung in study.rates.rungs:
+        asked = [
+            run_settings(system, study, lm, rate=rate, seed=study.rates.seed, budgets=[rung])
+            for rate in rates
+        ]
+        got = [found.get(key(settings)) for settings in asked]
+        if None in got:
+            yield asked, []
+            return
+        loss = {rate: final_loss(record) for rate, record in zip(rates, got, strict=True) if record}
+        last = rung == study.rates.rungs[-1]
+        rates = sorted(rates, key=loss.__getitem__)[: 1 if last else math.ceil(len(rates) / 2)]
+        yield asked, rates
+
+
+def chosen_rate(
+    system: System, study: Study, lm: dict[str, Any], found: dict[str, Record]
+) -> tuple[float | None, list[dict[str, Any]]]:
+    """The best rate, None until it is known, and all settings that choose it, as far as they are known."""
+    rungs = list(halving(system, study, lm, found))
+    left = rungs[-1][1]
+    return (left[0] if len(left) == 1 else None), [settings for asked, _ in rungs for settings in asked]
+
+
+def final_loss(record: Record) -> float:
+    return math.inf if "failed" in record else record["budgets"][-1]["loss"]
+
+
+def bigram_settings(seed: int, budget: int, lm: dict[str, Any]) -> dict[str, Any]:
+    """Everything that determines a bigram baseline: which tokens the models of a seed see."""
+    data = {name: value for name, value in lm["data"].items() if name not in ("source", "workers")}
     same = {name: lm[name] for name in ("tokenizer", "train")}
-    return {"bigrams": "Kneser-Ney", "seed": seed, "data": rows_of(lm), **same}
+    return {"bigrams": "Kneser-Ney", "seed": seed, "tokens": budget, "data": data, **same}
 
 
-def rows_of(lm: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `data` that determine the rows, except the text."""
-    return {k: v for k, v in lm["data"].items() if k not in ("source", "workers")}
+def run_config(settings: dict[str, Any], lm: dict[str, Any], text: str) -> RunConfig:
+    """The recipe of a run on a prepared text."""
+    recipe = {k: v for k, v in lm.items() if k in IGNORED} | {k: v for k, v in settings.items() if k in lm}
+    recipe |= {"data": lm["data"] | {"source": text}, "tokenizer": f"{text}/tokenizer"}
+    recipe |= {"optim": lm.get("optim", {}) | {"lr": settings.get("rate", 1e-3)}}
+    return section(RunConfig, recipe, "")
 
 
-@cache
-def run_config(recipe: str) -> RunConfig:
-    return section(RunConfig, json.loads(recipe), "")
+# ------------------------------ recall
 
 
-def screening(
-    study: Study, questions: dict[str, Question], lm: dict[str, Any]
-) -> tuple[list[Trial], list[str]]:
-    """The trials of all questions with the first seed, and notes on what is left out."""
-    found, notes = [], []
-    for name, asked in questions.items():
-        more, left_out = plan_trials(name, asked.expand(), asked.tasks, asked.match, [study.seed], study, lm)
-        found += more
-        notes += left_out
-    return found, notes
+def recall_models(study: Study) -> dict[str, dict[str, Any]]:
+    """The recall models by name, at equal parameters and equal state."""
+    asked = study.recall
+    if asked is None:
+        return {}
+    base = recall.MODEL | asked.model
+    with warnings.catch_warnings(action="ignore"):
+        models = {
+            f"{mixer} + {form}": recall.with_state(base | {"mixer": mixer} | nested(own), asked.state)
+            for mixer, (form, own) in itertools.product(study.mixers, study.forms.items())
+        }
+        most = max(map(recall.count, models.values()))
+        return {name: recall.with_parameters(model, most) for name, model in models.items()}
 
 
-def ranking(trials: Iterable[Trial], found: dict[str, Record]) -> dict[str, float]:
-    """Mean ranks of forms by the screening's scores, best first, from 1.
-
-    The mean is over mixers, tasks and ways of matching. A diverged run ranks last; ties share the mean rank.
-    """
-    columns: dict[tuple, dict[str, float]] = {}
-    for trial in trials:
-        record, mixer = found[key(trial.settings[0])], trial.system.removesuffix(form(trial.system))
-        worse = -record["score"] if trial.task == "recall" else record.get("score", math.inf)
-        columns.setdefault((mixer, trial.task, trial.match), {})[form(trial.system)] = worse
-    ranks: dict[str, list[float]] = {}
-    for column in columns.values():
-        values = sorted(column.values())
-        for name, value in column.items():
-            ranks.setdefault(name, []).append(1 + values.index(value) + (values.count(value) - 1) / 2)
-    return dict(sorted(((name, fmean(r)) for name, r in ranks.items()), key=lambda item: item[1]))
+def recall_task(study: Study) -> MQAR:
+    """Raises `InputError`."""
+    assert study.recall is not None
+    try:
+        return section(MQAR, study.recall.task, "recall.task.")
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"recall.task: {error}") from None
 
 
-def chosen(study: Study, first: Iterable[Trial], found: dict[str, Record]) -> dict[str, str]:
-    """The best form of each question of `finals.best` that `finals.systems` does not already have."""
-    there = {form(name) for name in study.finals.systems}
-    best = {}
-    for question in study.finals.best:
-        ranks = ranking((trial for trial in first if trial.question == question), found)
-        best[question] = next(name for name in ranks if name not in there)
-    return best
+def recall_training(study: Study, rate: float) -> recall.Training:
+    """Raises `InputError`."""
+    assert study.recall is not None
+    return section(recall.Training, study.recall.training | {"lr": rate}, "recall.training.")
 
 
-def finalists(
-    study: Study, questions: dict[str, Question], lm: dict[str, Any], best: dict[str, str]
-) -> tuple[list[Trial], list[str]]:
-    """The trials of the finals, `best` from `chosen`, and notes on what is left out."""
-    known = systems(questions)
-    names = [*study.finals.systems]
-    names += [name for q, won in best.items() for name in questions[q].expand() if form(name) == won]
-    training = study.recall.get("training", {}) | study.finals.recall
-    study = dataclasses.replace(study, recall=study.recall | {"training": training})
-    final, found, notes = study.finals, [], []
-    for some, tasks in ((dict.fromkeys(names), TASKS), (final.lm, ["lm"])):
-        asked = {name: known[name] for name in some}
-        more, left_out = plan_trials("finals", asked, tasks, final.match, final.seeds, study, lm)
-        found += more
-        notes += left_out
-    return found, notes
+def recall_run(
+    model: dict[str, Any], study: Study, rate: float, seed: int
+) -> tuple[dict[str, Any], MQAR, int, recall.Training]:
+    """The arguments of `recall.run_recall` and `recall.recall_settings`."""
+    return model, recall_task(study), seed, recall_training(study, rate)
+
+
+def steps_to(share: float, record: Record) -> float:
+    """The first point of a recall run's curve from which on its score is at least `share`; inf for none."""
+    steps = math.inf
+    for step, _, score in reversed(record["curve"]):
+        if score < share:
+            break
+        steps = step
+    return steps
+
+
+def best_recall_rate(model: dict[str, Any], study: Study, found: dict[str, Record]) -> float | None:
+    """The rate with the fewest steps to `RECALLED` by the choosing seed, then the best score, if known."""
+    assert study.recall is not None
+    got = {}
+    for rate in study.recall.rates:
+        record = found.get(key(recall.recall_settings(*recall_run(model, study, rate, study.rates.seed))))
+        if record is None:
+            return None
+        got[rate] = (steps_to(RECALLED, record), -record["score"])
+    return min(got, key=got.__getitem__)

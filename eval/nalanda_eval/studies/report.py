@@ -1,506 +1,519 @@
-"""Tables, pictures, intervals of claims and the decision from a study's recorded runs."""
+"""What a study found, from its recorded runs: gaps with intervals, verdicts, tables and pictures."""
 
 import itertools
 import math
 import re
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median
 from typing import Any
 
-from rich import box
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.common.text import duration, size
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE, smoothed
-from nalanda_eval.recall import configured
+from nalanda.common.text import duration
+from nalanda.common.text import size as bytes_text
+from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda_eval import recall
 from nalanda_eval.report import markdown_table
-from nalanda_eval.studies.plan import Trial, bigram_settings, chosen, finalists, ranking, screening
-from nalanda_eval.studies.spec import MATCHES, TASKS, Claim, Question, Study, form, load_study, matches, mqar
+from nalanda_eval.studies.estimate import Gap, document_variance, gap_of, holm, residual, slopes
+from nalanda_eval.studies.plan import (
+    BESIDE,
+    CALIBRATION,
+    RECALLED,
+    System,
+    best_recall_rate,
+    bigram_settings,
+    chosen_rate,
+    final_settings,
+    recall_models,
+    recall_run,
+    steps_to,
+    systems,
+)
+from nalanda_eval.studies.spec import Study, load_study
 from nalanda_eval.sweep import Record, key, records
 
-EQUAL = {"lm": 0.02, "recall": 2.0}
-"""Largest differences that a claim of equality allows: nats a token (2 % of perplexity), points."""
-UNITS = {"lm": "nats", "recall": "points"}
-TITLES = {"lm": "language model", "recall": "recall"}
 BEGIN, END = "<!-- words: kept by `nalanda study report` -->", "<!-- end of words -->"
+SAME = 0.02
+"""Nats a token (2 % of perplexity) within which a form makes no difference."""
+TELLING = 0.05
+"""Largest half width of an interval, in nats, that says whether a published gap is reproduced."""
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A mean over seeds and the half width of its 95 % interval by Student's t, None for a single seed."""
+class Results:
+    """A study and its records. Systems count where all their seeds are recorded."""
 
-    mean: float
-    half: float | None
-    seeds: int
+    study: Study
+    lm: dict[str, Any]
+    found: dict[str, Record]
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Interval":
-        from scipy.stats import t
+    @cached_property
+    def planned(self) -> list[System]:
+        return systems(self.study, self.lm)
 
-        n = len(values)
-        half = None if n < 2 else float(t.ppf(0.975, n - 1)) * stdev(values) / n**0.5
-        return cls(fmean(values), half, n)
+    @cached_property
+    def rates(self) -> dict[System, float | None]:
+        return {s: chosen_rate(s, self.study, self.lm, self.found)[0] for s in self.planned}
 
-    @property
-    def sign(self) -> int:
-        """−1 or 1 if the interval lies on one side of 0, else 0."""
-        if self.half is None or not abs(self.mean) > self.half:
-            return 0
-        return 1 if self.mean > 0 else -1
-
-    def text(self, digits: int, plus: bool = False) -> str:
-        mean = f"{self.mean:{'+' if plus else ''}.{digits}f}"
-        return mean if self.half is None else f"{mean} ± {self.half:.{digits}f}"
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """A trial with the records of its runs, in the order of their seeds."""
-
-    trial: Trial
-    records: tuple[Record, ...]
-
-    @property
-    def values(self) -> list[float]:
-        """Nats a token or % right, by seed; NaN for a diverged run."""
-        scale = 100 if self.trial.task == "recall" else 1
-        return [scale * record.get("score", math.nan) for record in self.records]
-
-
-Place = tuple[str, str, str]  # system, task, match
-
-
-def report_rows(trials: Iterable[Trial], found: dict[str, Record]) -> dict[Place, ReportRow]:
-    """The trials whose runs are all recorded."""
-    places = {}
-    for trial in trials:
-        got = tuple(found[name] for name in map(key, trial.settings) if name in found)
-        if len(got) == len(trial.settings):
-            places[trial.system, trial.task, trial.match] = ReportRow(trial, got)
-    return places
-
-
-# ------------------------------ the claims
-
-
-def paired_differences(a: ReportRow | None, b: ReportRow | None) -> list[float] | None:
-    """a − b by seed; None if a row is missing or a run diverged."""
-    if a is None or b is None:
-        return None
-    pairs = [x - y for x, y in zip(a.values, b.values, strict=True)]
-    return None if any(map(math.isnan, pairs)) else pairs
-
-
-def opponent(places: dict[Place, ReportRow], name: str, task: str, match: str) -> ReportRow | None:
-    """A system's row; a system whose state grows has no row at equal state, and its only row serves there."""
-    own = places.get((name, task, "parameters"))
-    return places.get((name, task, match)) or (own if own and own.records[0].get("state_grows") else None)
-
-
-def verdict(claim: Claim, task: str, found: Interval) -> str:
-    better = found.sign * (1 if task == "recall" else -1)
-    if claim.says == "better":
-        return {1: "holds", -1: "the opposite holds", 0: "undecided"}[better]
-    if found.half is not None and abs(found.mean) + found.half <= EQUAL[task]:
-        return "holds"
-    return {1: "better, not equal", -1: "worse, not equal", 0: "undecided"}[better]
-
-
-Judged = tuple[Claim, str, str, Interval, str]  # claim, task, match, a − b, verdict
-
-
-def judged(study: Study, best: dict[str, str], places: dict[Place, ReportRow]) -> list[Judged]:
-    """Every claim on each task, at equal parameters and at equal state, if its runs are recorded."""
-    found = []
-    for claim in study.claims:
-        a, b = (named(name, best) for name in (claim.a, claim.b))
-        for task, match in itertools.product(TASKS, MATCHES):
-            if (a, task, match) not in places:
+    @cached_property
+    def runs(self) -> dict[System, list[Record]]:
+        """The judging runs by seed, of the systems that have all of them and did not diverge."""
+        complete = {}
+        for system, rate in self.rates.items():
+            if rate is None:
                 continue
-            pairs = paired_differences(places[a, task, match], opponent(places, b, task, match))
-            if pairs:
-                gap = Interval.of(pairs)
-                found.append((claim, task, match, gap, verdict(claim, task, gap)))
+            asked = [final_settings(system, rate, seed, self.study, self.lm) for seed in self.study.seeds]
+            got = [self.found.get(key(settings), {}) for settings in asked]
+            if all("budgets" in record and "failed" not in record for record in got):
+                complete[system] = got
+        return complete
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Tokens of each validation document."""
+        asked = bigram_settings(self.study.seeds[0], self.study.budgets[0], self.lm)
+        return np.array(self.found[key(asked)]["documents"])
+
+    def losses(self, system: System) -> np.ndarray:
+        """`[seeds, budgets]`, nats a token."""
+        return np.array([[row["loss"] for row in record["budgets"]] for record in self.runs[system]])
+
+    def peers(self, size: str, *, calibration: bool = False) -> list[System]:
+        """The systems of a size that gaps are measured between and the residual is pooled over."""
+        kept = (CALIBRATION,) if calibration else tuple(self.study.mixers)
+        return [s for s in self.runs if s.size == size and s.group in kept]
+
+    def gap(self, a: System, b: System, value: Callable[[np.ndarray], np.ndarray], budget: int | None) -> Gap:
+        """a − b of `value`, a function of losses `[…, budgets]` to values `[…]`. budget: index of the budget
+        whose documents add their variance; None: none do."""
+        peers = self.peers(a.size, calibration=a.group == CALIBRATION)
+        pool = residual(np.stack([value(self.losses(s)) for s in peers]))
+        documents = 0.0
+        if budget is not None:
+            sums = [np.array([r["budgets"][budget]["documents"] for r in self.runs[s]]) for s in (a, b)]
+            documents = document_variance(sums[0], sums[1], self.counts)
+        return gap_of(value(self.losses(a)), value(self.losses(b)), pool, documents)
+
+    def at(self, a: System, b: System, budget: int = -1) -> Gap:
+        return self.gap(a, b, lambda losses: losses[..., budget], budget)
+
+    def slope(self, a: System, b: System) -> Gap:
+        """Of the gap against the logarithm of the tokens."""
+        return self.gap(a, b, lambda losses: slopes(losses, self.study.budgets), None)
+
+    def system(self, size: str, group: str, form: str) -> System | None:
+        """None if its runs are not complete."""
+        return next((s for s in self.runs if (s.size, s.group, s.form) == (size, group, form)), None)
+
+    def pairs(self) -> list[tuple[System, System]]:
+        """Each system of the endpoint with its reference."""
+        found = []
+        for system in self.runs:
+            reference = self.system(system.size, system.group, self.study.reference)
+            if system.group in self.study.mixers and reference and reference != system:
+                found.append((system, reference))
+        return found
+
+    @cached_property
+    def adjusted(self) -> dict[System, float]:
+        """Holm's p of the gaps at the last budget."""
+        ps = {key_of(a): self.at(a, b).p for a, b in self.pairs()}
+        fixed = holm(ps)
+        return {a: fixed[key_of(a)] for a, _ in self.pairs()}
+
+    def finished(self) -> bool:
+        return len(self.runs) == len(self.planned)
+
+
+def key_of(system: System) -> str:
+    return f"{system.size}, {system.name}"
+
+
+# ------------------------------ the rule
+
+
+def calibrated(results: Results) -> dict[int, bool] | None:
+    """Whether each budget reproduces the published gaps; None: no calibration, or it is not finished."""
+    calibration = results.study.calibration
+    if calibration is None:
+        return None
+    first = next(iter(results.study.sizes))
+    forms = {name: results.system(first, CALIBRATION, name) for name in calibration.forms}
+    if None in forms.values():
+        return None
+    reference = forms[results.study.reference]
+    return {
+        budget: all(
+            gap.low <= published <= gap.high and gap.half <= TELLING
+            for name, published in calibration.published.items()
+            for gap in [results.at(forms[name], reference, i)]  # type: ignore[arg-type]
+        )
+        for i, budget in enumerate(results.study.budgets)
+    }
+
+
+def contrasts(results: Results) -> list[tuple[System, System]]:
+    """Each system in which norms act with its counterpart in which they do not, by size, pair and mixer."""
+    study, found = results.study, []
+    for size, (a, b), mixer in itertools.product(study.sizes, study.contrasts, study.mixers):
+        pair = results.system(size, mixer, a), results.system(size, mixer, b)
+        if pair[0] and pair[1]:
+            found.append(pair)
     return found
 
 
-def named(name: str, best: dict[str, str]) -> str:
-    """A system's name with `best:QUESTION` replaced by the chosen form. Raises `InputError`."""
-    for question, won in best.items():
-        name = name.replace(f"best:{question}", won)
-    if "best:" in name:
-        raise InputError(f"claims: {name!r}: its question is not in finals.best; add it there")
-    return name
+def norm_matters(results: Results) -> str:
+    """The third part of the rule."""
+    gaps = {pair: results.at(*pair) for pair in contrasts(results)}
+    groups: dict[tuple[str, str, str], list[Gap]] = {}
+    for (a, b), gap in gaps.items():
+        groups.setdefault((a.size, a.form, b.form), []).append(gap)
+    if any(all(gap.high < 0 for gap in group) for group in groups.values()):
+        return "matters"
+    if all(gap.low >= -SAME and gap.high <= SAME for gap in gaps.values()):
+        return "does not matter"
+    return "cannot be told to matter"
 
 
-def pooled(
-    places: dict[Place, ReportRow],
-    mixers: Iterable[str],
-    a: str,
-    b: str,
-    task: str,
-    equal: Sequence[str] = MATCHES,
-) -> Interval | None:
-    """a − b of two forms: the mean over mixers and ways of matching of each seed, then over seeds.
+def decided(results: Results) -> tuple[str, dict[str, Gap]] | None:
+    """The default form by the fourth part of the rule, and each candidate's gap to the default of before."""
+    rule = results.study.decision
+    places = list(itertools.product(results.study.sizes, results.study.mixers))
+    forms = (rule.default, *rule.candidates) if rule else ()
+    runs = {form: [results.system(*place, form) for place in places] for form in forms}
+    if rule is None or any(None in found for found in runs.values()):
+        return None
 
-    None if a run is missing.
-    """
-    gaps = []
-    for mixer, match in itertools.product(mixers, equal):
-        pairs = paired_differences(*(opponent(places, mixer + name, task, match) for name in (a, b)))
-        if pairs is None:
-            return None
-        gaps.append(pairs)
-    return Interval.of([fmean(column) for column in zip(*gaps, strict=True)])
+    def mean(form: str) -> np.ndarray:
+        return np.mean([results.losses(s)[:, -1] for s in runs[form] if s], axis=0)
+
+    pool = residual(np.stack([mean(form) for form in forms]))
+    gaps = {form: gap_of(mean(form), mean(rule.default), pool) for form in rule.candidates}
+    best = min(gaps, key=lambda form: gaps[form].mean)
+    return (best if gaps[best].high < 0 else rule.default), gaps
 
 
-def decided(
-    study: Study, questions: dict[str, Question], first: list[Trial], found: dict[str, Record],
-    places: dict[Place, ReportRow],
-) -> list[str]:  # fmt: skip
-    """The report's first lines: the best form beside `against`, and whether the default changes."""
-    rule = study.decision
-    if rule is None:
-        return []
-    asked = questions[rule.question].expand()
-    mixers = list(dict.fromkeys(name.removesuffix(form(name)) for name in asked))
-    ranks = ranking((trial for trial in first if trial.question == rule.question), found)
-    top, challenger = next(iter(ranks)), next(name for name in ranks if name != rule.default)
-
-    def gaps(mixers: list[str], a: str, b: str) -> dict[str, Interval] | None:
-        equal = {task: matches(study.finals.match, task) for task in TASKS}
-        pair = {task: pooled(places, mixers, a, b, task, equal[task]) for task in TASKS}
-        return None if None in pair.values() else pair  # type: ignore[return-value]
-
-    beside = {mixer.removesuffix(" + "): gaps([mixer], top, rule.against) for mixer in mixers}
-    change = gaps(mixers, challenger, rule.default)
-    if change is None or None in beside.values():
-        return ["The finals are not finished: nothing is decided."]
-    words = {-1: "loses to", 0: "cannot be told from", 1: "beats"}
-    told = [
-        f"in {mixer} it {words[-pair['lm'].sign]} {rule.against} in language modelling "
-        f"({measure_of('lm', pair)}) and {words[pair['recall'].sign]} it in recall "
-        f"({measure_of('recall', pair)})"
-        for mixer, pair in beside.items()
-        if pair
-    ]
-    changes = change["lm"].sign < 0 and change["recall"].sign >= 0
-    verb = f"changes to {challenger}" if changes else f"stays {rule.default}"
-    gap = f"{measure_of('lm', change)}, {measure_of('recall', change)}"
-    return [
-        f"The best reading by the screening is {top}: {'; '.join(told)}",
-        f"The default {verb}: {challenger} beside {rule.default}, in both mixers, {gap}.",
-        f"Differences are means over {change['lm'].seeds} seeds that chose nothing, paired by seed, with "
-        "95 % intervals; over equal parameters and equal state, where both were run.",
-    ]
-
-
-def measure_of(task: str, gaps: dict[str, Interval]) -> str:
-    """`+0.012 ± 0.034 nats`."""
-    return f"{gaps[task].text({'lm': 3, 'recall': 1}[task], plus=True)} {UNITS[task]}"
+def verdicts(results: Results) -> list[str]:
+    """The report's generated sentences."""
+    lines = []
+    if not results.finished():
+        done, all_ = len(results.runs), len(results.planned)
+        lines.append(f"**The study is not finished**: {done} of {all_} systems have all their runs.")
+    budgets = calibrated(results)
+    if budgets is not None:
+        good = [f"{tokens:,}" for tokens, reproduced in budgets.items() if reproduced]
+        lines.append(
+            f"Calibration: the published gaps are reproduced at {', '.join(good)} tokens."
+            if good
+            else "Calibration: no budget reproduces the published gaps. All gaps are of early training."
+        )
+    if results.finished() and contrasts(results):
+        told = "; ".join(
+            f"{key_of(a)} less {b.form} {results.at(a, b).text()}" for a, b in contrasts(results)
+        )
+        lines.append(
+            f"By the rule, norm-awareness {norm_matters(results)} inside the delta rule: {told} nats."
+        )
+    if choice := decided(results):
+        told = "; ".join(f"{form} {gap.text()}" for form, gap in choice[1].items())
+        lines.append(
+            f"By the rule, the default of `nala` is {choice[0]}: candidates less default, {told} nats."
+        )
+    return lines
 
 
 # ------------------------------ tables
 
-COSTS = ("parameters", "state", "MFLOPs")
-HEADER = ["system", "equal", "loss", "perplexity", "gradient spread", *COSTS, "recall, %", *COSTS]
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
-def spread(record: Record) -> float:
-    """Mean over layers of the relative standard deviation of the mixers' gradients over rows."""
-    return fmean(layer["mixer_parameters"] for layer in record["gradient_spread"])
-
-
-def costs(record: Record) -> list[str]:
-    grows = ", grows" if record["state_grows"] else ""
-    return [f"{record['parameters']:,}", size(record["state_bytes"]) + grows, f"{flops(record) / 1e6:.2f}"]
-
-
-def flops(record: Record) -> float:
-    """FLOPs of a forward pass, a token, counted anew from the settings: a record keeps its day's count."""
-    asked = record["settings"]
-    if "task" in asked:
-        task = mqar(asked)
-        vocab_size, length = task.vocab_size, max(map(task.length, task.trained))
-    else:
-        vocab_size, length = record["text"]["vocab_size"], asked["data"]["seq_len"]
-    with warnings.catch_warnings(action="ignore"):  # a study may examine what a map warns of
-        return configured(asked["model"], vocab_size).flops_per_token(length)
-
-
-def table(places: dict[Place, ReportRow]) -> list[list[str]]:
-    """A line for each system and way of matching."""
+def endpoint_table(results: Results) -> str:
+    budgets, references = results.study.budgets, dict(results.pairs())
+    header = [
+        "size",
+        "mixer",
+        "form",
+        "rate",
+        *(f"{b:,}" for b in budgets),
+        "gap",
+        "p (Holm)",
+        "slope",
+    ]
     lines = []
-    for name in dict.fromkeys(place[0] for place in places):
-        for match in MATCHES:
-            lm, recall = (places.get((name, task, match)) for task in TASKS)
-            if lm is None and recall is None:
-                continue
-            cells = ["–"] * 6
-            if lm:
-                diverged = any(map(math.isnan, lm.values))
-                loss = Interval.of(lm.values)
-                cells = ["diverged", "–", "–"] if diverged else [
-                    loss.text(3), f"{math.exp(loss.mean):.1f}", f"{fmean(map(spread, lm.records)):.2f}"
-                ]  # fmt: skip
-                cells += costs(lm.records[0])
-            more = [Interval.of(recall.values).text(1), *costs(recall.records[0])] if recall else ["–"] * 4
-            lines.append([name, match, *cells, *more])
-    return lines
+    for system in results.runs:
+        if system.group == CALIBRATION:
+            continue
+        losses = results.losses(system).mean(0)
+        cells = ["", "", ""]
+        if reference := references.get(system):
+            gap, slope = results.at(system, reference), results.slope(system, reference)
+            cells = [gap.text(), number(results.adjusted[system]), slope.text()]
+        mixer = "–" if system.group == BESIDE else system.group
+        rate = f"{results.rates[system]:g}"
+        lines.append([system.size, mixer, system.form, rate, *map(number, losses), *cells])
+    return markdown_table(header, lines, left=3)
 
 
-def bigram_rows(seeds: Sequence[int], lm: dict[str, Any], found: dict[str, Record]) -> str:
-    """A sentence on the bigrams of these seeds; "" if they are not recorded."""
-    got = [found[name] for seed in seeds if (name := key(bigram_settings(seed, lm))) in found]
-    if not got or len(got) < len(seeds):
-        return ""
-    loss = Interval.of([record["score"] for record in got]).text(3)
-    return (
-        f"Kneser–Ney bigrams of the {got[0]['tokens']:,} tokens that a language model sees have {loss} nats "
-        "on the same rows."
+def calibration_table(results: Results) -> str:
+    calibration, first = results.study.calibration, next(iter(results.study.sizes))
+    assert calibration is not None
+    reference, lines = results.system(first, CALIBRATION, results.study.reference), []
+    for name in calibration.forms:
+        system = results.system(first, CALIBRATION, name)
+        if system is None or reference is None:
+            continue
+        losses = map(number, results.losses(system).mean(0))
+        gaps = [results.at(system, reference, i) for i in range(len(results.study.budgets))]
+        published = calibration.published.get(name)
+        cells = [gap.text() if system != reference else "" for gap in gaps]
+        lines.append(
+            [
+                name,
+                f"{results.rates[system]:g}",
+                *losses,
+                *cells,
+                "" if published is None else f"{published:+.3f}",
+            ]
+        )
+    budgets = [f"{b:,}" for b in results.study.budgets]
+    return markdown_table(
+        ["form", "rate", *budgets, *(f"gap, {b}" for b in budgets), "published"], lines, left=1
     )
 
 
-def by_source(places: dict[Place, ReportRow]) -> tuple[list[str], list[list[str]]]:
-    """Perplexities of the language models by source, means over seeds."""
-    mine = [(place, row) for place, row in places.items() if place[1] == "lm" and "scores" in row.records[0]]
-    names = sorted(mine[0][1].records[0]["scores"]) if mine else []
-    lines = [
-        [name, match, *(f"{fmean(r['scores'][n] for r in row.records if 'scores' in r):.1f}" for n in names)]
-        for (name, _, match), row in mine
+def bigram_table(results: Results) -> str:
+    lines = []
+    for i, budget in enumerate(results.study.budgets):
+        asked = [key(bigram_settings(seed, budget, results.lm)) for seed in results.study.seeds]
+        if any(name not in results.found for name in asked):
+            continue
+        loss = fmean(results.found[name]["loss"] for name in asked)
+        ranked = sorted((results.losses(s)[:, i].mean(), key_of(s)) for s in results.runs)
+        ahead = sum(value < loss for value, _ in ranked)
+        best = f"{ranked[0][1]}, {ranked[0][0]:.3f}" if ranked else "–"
+        lines.append([f"{budget:,}", number(loss), best, f"{ahead} of {len(ranked)}"])
+    return markdown_table(["tokens", "bigrams", "best system", "systems ahead of the bigrams"], lines, left=1)
+
+
+def position_table(results: Results) -> str:
+    lines, ends = [], []
+    for system, got in results.runs.items():
+        if "lengths" not in got[0] or system.group == CALIBRATION:
+            continue
+        ends = [end for end, _ in got[0]["lengths"]]
+        means = np.mean([[loss for _, loss in record["lengths"]] for record in got], axis=0)
+        lines.append([system.size, system.name, *map(number, means)])
+    spans = [f"{a}–{b - 1}" for a, b in itertools.pairwise([0, *ends])]
+    return markdown_table(["size", "system", *spans], lines)
+
+
+def recall_table(results: Results) -> str:
+    lines, study = [], results.study
+    assert study.recall is not None
+    for name, model in recall_models(study).items():
+        rate = best_recall_rate(model, study, results.found)
+        if rate is None:
+            continue
+        asked = [recall.recall_settings(*recall_run(model, study, rate, s)) for s in study.recall.seeds]
+        got = [results.found[k] for k in map(key, asked) if k in results.found]
+        if len(got) < len(asked):
+            continue
+        steps = sorted(steps_to(RECALLED, record) for record in got)
+        shown = ["never" if math.isinf(x) else f"{x:g}" for x in (median(steps), steps[0], steps[-1])]
+        accuracy = fmean(record["score"] for record in got)
+        lines.append([name, f"{rate:g}", *shown, f"{100 * accuracy:.1f}"])
+    header = ["system", "rate", f"steps to {RECALLED:.0%}, median", "fewest", "most", "% right at the end"]
+    return markdown_table(header, lines, left=1)
+
+
+def run_table(results: Results) -> str:
+    lines = []
+    for system, got in results.runs.items():
+        for record in got:
+            losses = " ".join(f"{row['loss']:.4f}" for row in record["budgets"])
+            asked = record["settings"]
+            lines.append([
+                system.size, system.name, f"{asked['rate']:g}", str(asked["seed"]), losses,
+                f"{record['parameters']:,}", bytes_text(record["state_bytes"]), f"{record['seconds']:.0f}",
+            ])  # fmt: skip
+    header = ["size", "system", "rate", "seed", "nats a token by budget", "parameters", "state", "s"]
+    return markdown_table(header, lines)
+
+
+def facts(found: dict[str, Record]) -> str:
+    """A line on the runs: their number, time, machines, versions and text."""
+    trained = [record for record in found.values() if "bigrams" not in record["settings"]]
+    machines = sorted({record["machine"] for record in trained if "machine" in record})
+    threads = sorted({record["threads"] for record in trained if "threads" in record})
+    some = next(iter(found.values()))
+    text = next((record["text"] for record in found.values() if "text" in record), None)
+    told = [
+        f"{len(trained)} runs, {duration(sum(record['seconds'] for record in trained))}",
+        f"on {', '.join(machines)}, {', '.join(map(str, threads))} thread(s) each",
+        ", ".join(f"{name} {version}" for name, version in some["versions"].items()),
     ]
-    return ["system", "equal", *names], lines
-
-
-def by_case(places: dict[Place, ReportRow]) -> tuple[list[str], list[list[str]]]:
-    """Recall by the number of pairs, means over seeds."""
-    mine = [(place, row) for place, row in places.items() if place[1] == "recall"]
-    cases = mine[0][1].records[0]["cases"] if mine else []
-    lines = [
-        [name, match, *(f"{100 * fmean(r['scores'][i] for r in row.records):.1f}" for i in range(len(cases)))]
-        for (name, _, match), row in mine
-    ]
-    return ["system", "equal", *(f"{case} pairs" for case in cases)], lines
-
-
-def every_run(trials: Iterable[Trial], found: dict[str, Record]) -> list[list[str]]:
-    """A line for each run: its seed, its score, and five points of its curve."""
-    lines: dict[str, list[str]] = {}
-    for trial in trials:
-        for asked in trial.settings:
-            name = key(asked)
-            if name in lines or name not in found:
-                continue
-            record = found[name]
-            points = record["curve"]
-            picked = [points[round(i * (len(points) - 1) / 4)] for i in range(5)] if points else []
-            curve = " ".join(f"{point[0]}:{point[1]:.2f}" for point in picked)
-            value = f"{record['score']:.4f}" if "score" in record else "diverged"
-            lines[name] = [trial.task, trial.match, trial.system, str(asked["seed"]), value]
-            lines[name] += [f"{record['seconds']:.0f}", curve]
-    return list(lines.values())
-
-
-def claim_lines(claims: list[Judged]) -> list[list[str]]:
-    return [
-        [claim.claim, TITLES[task], match, measure_of(task, {task: gap}), said]
-        for claim, task, match, gap, said in claims
-    ]
-
-
-CLAIMS = ["claim", "task", "equal", "difference", "verdict"]
+    if text:
+        told.append(
+            f"text {text['name']}, {text['tokens']:,} training tokens, fingerprint {text['fingerprint']}"
+        )
+    return "; ".join(told) + "."
 
 
 # ------------------------------ pictures
 
 
-def draw_screening(question: str, asked: Question, places: dict[Place, ReportRow], directory: Path) -> Path:
-    """A panel for each task with a dot for each system, by form, mixer and way of matching."""
+def draw_gaps(results: Results, file: Path) -> None:
+    """Gaps to the reference against tokens: a panel for each size and mixer, and one for the calibration."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    forms = list(dict.fromkeys(form(place[0]) for place in places))[::-1]
-    kinds = list(dict.fromkeys((place[0].removesuffix(form(place[0])), place[2]) for place in places))
-    tasks = [task for task in TASKS if any(place[1] == task for place in places)]
+    study = results.study
+    forms = [name for name in study.forms if name != study.reference]
+    panels = [(size, mixer) for size in study.sizes for mixer in study.mixers]
+    panels = [p for p in panels if any((a.size, a.group) == p for a, _ in results.pairs())]
+    if not panels:
+        return
+    columns = len(study.mixers)
+    rows = math.ceil(len(panels) / columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 + 3.2 * len(tasks), 1.6 + 0.24 * len(forms)), layout="constrained")
-        axes = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-        for a, task in zip(axes, tasks, strict=True):
-            for i, (mixer, match) in enumerate(kinds):
-                dots = [
-                    (row.values[0], forms.index(form(name)))
-                    for (name, t, m), row in places.items()
-                    if (t, m) == (task, match) and name.removesuffix(form(name)) == mixer
-                ]
-                label = ", ".join(filter(None, [mixer.removesuffix(" + "), f"equal {match}"]))
-                look = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": "", "label": label}
-                if dots:
-                    a.plot(*zip(*dots, strict=True), **look)
-            a.set(xlabel="validation loss (nats a token)" if task == "lm" else "recall (% right)")
-            a.set(title=TITLES[task], yticks=range(len(forms)))
-            a.set_yticklabels(forms)
-        handles = {}
-        for a in axes:
-            handles |= dict(zip(*reversed(a.get_legend_handles_labels()), strict=True))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
-        figure.suptitle(asked.ask, x=0.01, ha="left", fontsize=10)
-        figure.savefig(directory / f"{question}.png")
-    return directory / f"{question}.png"
+        figure = Figure(figsize=(4.2 * columns, 0.9 + 2.8 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
+        for a, panel in itertools.zip_longest(axes.flat, panels):
+            if panel is None:
+                a.set_axis_off()
+                continue
+            a.axhline(0, color=GREY, lw=0.8)
+            for i, form in enumerate(forms):
+                pair = next(
+                    (p for p in results.pairs() if (p[0].size, p[0].group, p[0].form) == (*panel, form)), None
+                )
+                if pair is not None:
+                    band(a, study.budgets, [results.at(*pair, i) for i in range(len(study.budgets))], i, form)
+            a.set_title(f"{panel[1]}, {panel[0]} parameters")
+            a.set(xscale="log", xlabel="training tokens")
+        for a in axes[:, 0]:
+            a.set_ylabel(f"loss less that of {study.reference} (nats a token)")
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        figure.suptitle(
+            f"Below 0: better than {study.reference}. Bars: 95 % intervals, {len(study.seeds)} seeds",
+            fontsize=9, x=0.01, ha="left",
+        )  # fmt: skip
+        figure.savefig(file)
 
 
-def draw_claims(claims: list[Judged], directory: Path) -> Path:
-    """The paired differences with 95 % intervals; better is on the right."""
+def band(axes: Any, x: Sequence[float], gaps: Iterable[Gap], i: int, label: str) -> None:
+    """A line of gaps with bars for their intervals, beside those of other i."""
+    gaps = list(gaps)
+    look = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i % 7], "capsize": 2}
+    shifted = [value * 1.03 ** (i - 2) for value in x]
+    axes.errorbar(shifted, [g.mean for g in gaps], [g.half for g in gaps], label=label, lw=1.3, **look)
+
+
+def draw_calibration(results: Results, file: Path) -> None:
+    """Gaps of the calibration against tokens, and the published ones at the right."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(claim.claim for claim, *_ in claims))[::-1]
+    calibration, first = results.study.calibration, next(iter(results.study.sizes))
+    reference = results.system(first, CALIBRATION, results.study.reference)
+    if calibration is None or reference is None:
+        return
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.6, 1.6 + 0.36 * len(names)), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        for a, task in zip(axes, TASKS, strict=True):
-            for i, match in enumerate(MATCHES):
-                mine = [(c, gap) for c, t, m, gap, _ in claims if (t, m) == (task, match)]
-                if mine:
-                    y = [names.index(claim.claim) + 0.12 - 0.24 * i for claim, _ in mine]
-                    x, half = ([getattr(gap, part) or 0.0 for _, gap in mine] for part in ("mean", "half"))
-                    look = {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": "", "capsize": 2}
-                    a.errorbar(x, y, xerr=half, label=f"equal {match}", **look)
-            a.axvline(0, color=GREY, linewidth=1)
-            a.axvspan(-EQUAL[task], EQUAL[task], color="#f0f0f0", zorder=0)
-            a.set(title=f"{TITLES[task]} ({UNITS[task]})", yticks=range(len(names)))
-            a.set_yticklabels(names)
-        axes[0].invert_xaxis()
-        for a in axes:
-            a.set_xlabel("worse ← → better")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        figure.savefig(directory / "claims.png")
-    return directory / "claims.png"
-
-
-def draw_curves(places: dict[Place, ReportRow], directory: Path) -> Path:
-    """The finalists' training loss and recall by pairs: means over seeds; bands span recall's range."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(place[0] for place in places))
-    counts = Counter(place[1:] for place in places)  # a single row belongs to a system whose state grows
-    panels = [panel for panel in itertools.product(TASKS, MATCHES) if counts[panel] > 1] or [*counts]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.4 * len(panels), 5), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        handles: dict[str, Any] = {}
-        for a, (task, match) in zip(axes, panels, strict=True):
-            for i, name in enumerate(names):
-                row = opponent(places, name, task, match)
-                if row is None:
-                    continue
-                if task == "lm":
-                    steps = [[point[0] for point in record["curve"]] for record in row.records]
-                    x = max(steps, key=len)
-                    curves = [[point[1] for point in record["curve"]] for record in row.records]
-                    lines = [smoothed(curve, 3) for curve in curves if len(curve) == len(x)]  # none diverged
-                else:
-                    x = list(range(len(row.records[0]["cases"])))
-                    lines = [[100 * score for score in record["scores"]] for record in row.records]
-                    a.set_xticks(x, map(str, row.records[0]["cases"]))
-                columns = list(zip(*lines, strict=True))
-                colour = COLOURS[i % 7]
-                look = {"color": colour, "linestyle": LINES[(i + i // 7) % 7], "linewidth": 1.2}
-                [handles[name]] = a.plot(x, [fmean(column) for column in columns], **look)
-                if task == "recall":  # losses of seeds differ mostly by the tokens of a step
-                    between = (list(map(f, columns)) for f in (min, max))
-                    a.fill_between(x, *between, alpha=0.1, color=colour, lw=0)
-            a.set_title(f"{TITLES[task]}, equal {match}")
-            if task == "lm":
-                a.set(xlabel="step", ylabel="training loss (nats a token)")
-            else:
-                a.set(xlabel="key–value pairs", ylabel="% right")
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
-        figure.savefig(directory / "finals.png")
-    return directory / "finals.png"
+        figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+        a = figure.subplots()
+        a.axhline(0, color=GREY, lw=0.8)
+        for i, (name, published) in enumerate(calibration.published.items()):
+            system = results.system(first, CALIBRATION, name)
+            if system is None:
+                continue
+            band(
+                a,
+                results.study.budgets,
+                [results.at(system, reference, j) for j in range(len(results.study.budgets))],
+                i,
+                name,
+            )
+            a.axhline(published, color=COLOURS[i], lw=1, ls=":")
+        a.set(
+            xscale="log",
+            xlabel="training tokens",
+            ylabel=f"loss less that of {results.study.reference} (nats)",
+        )
+        a.set_title("Bars: 95 % intervals. Dotted: the published gaps", fontsize=9)
+        a.legend()
+        figure.savefig(file)
 
 
 # ------------------------------ the command
 
 
 def report(directory: Path) -> list[Path]:
-    """Rewrites RESULTS.md and the pictures of a study from its runs.jsonl, and prints the tables.
+    """Rewrites RESULTS.md and the pictures of a study from its runs.jsonl, and prints the verdicts.
 
     Text between the two marks of RESULTS.md is kept. Returns the files written.
 
     Raises:
         InputError: there is no study, or it has no recorded run.
     """
-    study, questions, lm = load_study(directory)
+    study, lm = load_study(directory)
     found = records(directory / "runs.jsonl")
     if not found:
         raise InputError(
             f"{directory / 'runs.jsonl'}: no run is recorded; start them with `nalanda study run`"
         )
-    first, notes = screening(study, questions, lm)
-    screened = all(key(asked) in found for trial in first for asked in trial.settings)
-    everything, finals, claims, lines, best = list(first), {}, [], ["The screening is not finished."], {}
-    if screened:
-        best = chosen(study, first, found)
-        last, more = finalists(study, questions, lm, best)
-        notes += more
-        finals = report_rows(last, found)
-        everything += last
-        claims = judged(study, best, finals)
-        lines = decided(study, questions, first, found, finals) or ["What the runs say"]
-    written, blocks = [], []
-    if claims:
-        written.append(draw_claims(claims, directory))
-        seeds = ", ".join(map(str, study.finals.seeds))
-        blocks += [
-            "## Claims",
-            f"Differences, the first system's score less the second's, paired by seed ({seeds}) and thereby "
-            "by the order of the data, with 95 % intervals by Student's t. Losses are better lower, recall "
-            f"higher. Equal means within {EQUAL['lm']} nats or {EQUAL['recall']:g} points.",
-            "![paired differences](claims.png)",
-            markdown_table(CLAIMS, claim_lines(claims), left=3),
-        ]
-    if finals:
-        written.append(draw_curves(finals, directory))
-        chose = [f"- best of {question}: {won}" for question, won in best.items()]
-        blocks += [
-            "## Finals",
-            "\n".join(["Chosen by the screening:", "", *chose]),
-            "![curves](finals.png)",
-            markdown_table(HEADER, table(finals)),
-            *filter(None, [bigram_rows(study.finals.seeds, lm, found)]),
-            "Perplexity by source:",
-            markdown_table(*by_source(finals)),
-            "Recall by the number of pairs, %:",
-            markdown_table(*by_case(finals)),
-        ]
-    blocks.append("## Screening")
-    blocks.append(f"Seed {study.seed}, every system. {bigram_rows([study.seed], lm, found)}".rstrip())
-    for name, asked in questions.items():
-        mine = report_rows((trial for trial in first if trial.question == name), found)
-        if not mine:
-            continue
-        written.append(draw_screening(name, asked, mine, directory))
-        blocks += [f"### {asked.ask}", f"![{name}]({name}.png)", markdown_table(HEADER, table(mine))]
-    if notes:
-        blocks.append("\n".join(f"- {note}" for note in dict.fromkeys(notes)))
-    runs = every_run(everything, found)
-    header = ["task", "equal", "system", "seed", "score", "s", "training loss by step"]
-    blocks += ["## Every run", facts(runs, found), f"<details><summary>{len(runs)} runs</summary>"]
-    blocks += [markdown_table(header, runs, left=3), "</details>"]
+    results, pictures = Results(study, lm, found), []
+    for name, draw in (("gaps", draw_gaps), ("calibration", draw_calibration)):
+        file = directory / f"{name}.png"
+        file.unlink(missing_ok=True)
+        draw(results, file)
+        pictures += [file] if file.exists() else []
+    drawn = {file.stem: f"![{file.stem}]({file.name})" for file in pictures}
     file = directory / "RESULTS.md"
-    text = "\n\n".join(["# " + lines[0], *lines[1:], words(file), *blocks]) + "\n"
-    write_atomically(file, text)
-    print_report(lines, claims, finals, Console())
-    Console().print(f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True)
-    return [file, *written]
+    lines = verdicts(results)
+    blocks = [
+        "# Does norm-awareness matter inside the delta rule?",
+        words(file),
+        "\n".join(f"- {line}" for line in lines),
+        "## The endpoint",
+        "Validation losses in nats a token after each budget of tokens, means over the seeds "
+        f"{', '.join(map(str, study.seeds))}. gap: the last loss less that of {study.reference} there. "
+        "slope: that of the gap, per e-fold of tokens. Intervals are of 95 %. study.yaml has the rule.",
+        *([drawn["gaps"]] if "gaps" in drawn else []),
+        endpoint_table(results),
+    ]
+    if study.calibration:
+        picture = [drawn["calibration"]] if "calibration" in drawn else []
+        blocks += ["## Calibration", f"{study.calibration.source}.", *picture, calibration_table(results)]
+    blocks += ["## Bigrams of as many tokens", bigram_table(results)]
+    if study.lengths:
+        told = (
+            f"Nats a token by position, on rows of {study.lengths['tokens']:,} tokens; training rows have "
+            f"{lm['data']['seq_len']}."
+        )
+        blocks += ["## Losses by position", told, position_table(results)]
+    if study.recall:
+        told = (
+            f"Multi-query recall at {bytes_text(study.recall.state)} of state, each system at the best of "
+            f"{len(study.recall.rates)} rates, {len(study.recall.seeds)} seeds."
+        )
+        blocks += ["## Recall", told, recall_table(results)]
+    blocks += ["## Every run", facts(found), "<details><summary>runs that judge</summary>"]
+    blocks += [run_table(results), "</details>"]
+    write_atomically(file, "\n\n".join(block for block in blocks if block) + "\n")
+    console = Console()
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True)
+    return [file, *pictures]
 
 
 def words(file: Path) -> str:
@@ -508,38 +521,3 @@ def words(file: Path) -> str:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     kept = re.search(f"{re.escape(BEGIN)}(.*){re.escape(END)}", text, re.DOTALL)
     return BEGIN + (kept[1] if kept else "\n\n") + END
-
-
-def facts(runs: list[list[str]], found: dict[str, Record]) -> str:
-    """A line on the runs: their number, time, device, versions and text."""
-    seconds = sum(record["seconds"] for record in found.values() if "model" in record["settings"])
-    some = next(iter(found.values()))
-    text = next((record["text"] for record in found.values() if "text" in record), None)
-    versions = ", ".join(f"{name} {version}" for name, version in some["versions"].items())
-    of = (
-        f" Text: {text['name']}, {text['tokens']:,} training tokens, fingerprint {text['fingerprint']}."
-        if text
-        else ""
-    )
-    return f"{len(runs)} runs, {duration(seconds)} of one thread, on {some['device']}; {versions}.{of}"
-
-
-def print_report(
-    lines: list[str], claims: list[Judged], finals: dict[Place, ReportRow], console: Console
-) -> None:
-    for line in lines:
-        console.print(line, style="bold" if line is lines[0] else None, markup=False, highlight=False)
-    for header, body in ((CLAIMS, claim_lines(claims)), (HEADER[:4] + HEADER[8:9], None)):
-        if body is None:
-            body = [line[:4] + line[8:9] for line in table(finals)]
-        names = [line[0] for line in body]  # shown once, on its first line
-        body = [["" if i and names[i - 1] == line[0] else line[0], *line[1:]] for i, line in enumerate(body)]
-        if not body:
-            continue
-        shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-        for name in header:
-            numeric = name in ("loss", "perplexity", "recall, %", "difference")
-            shown.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-        for line in body:
-            shown.add_row(*line)
-        console.print(shown)

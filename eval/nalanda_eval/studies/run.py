@@ -4,9 +4,7 @@ import contextlib
 import itertools
 import json
 import math
-import shutil
 import time
-from collections.abc import Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -14,40 +12,40 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from nalanda.bench.baselines import Bigram
 from nalanda.common.errors import InputError
 from nalanda.config.load import section
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare import prepare
-from nalanda.data.token_set import TokenSet, is_token_set, read_index
+from nalanda.data.token_set import is_token_set, read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train.build import open_batches
-from nalanda.train.log import read_facts, read_metrics, versions
-from nalanda.train.loop import train
+from nalanda.train.log import versions
 from nalanda_eval import recall
-from nalanda_eval.analysis import gradient_spread
+from nalanda_eval.studies.paired import by_document, cpu_model, train_paired
 from nalanda_eval.studies.plan import (
-    MIXERS_OWN,
-    Trial,
+    CALIBRATION,
+    System,
+    best_recall_rate,
     bigram_settings,
-    chosen,
-    finalists,
+    chosen_rate,
+    final_loss,
+    final_settings,
+    recall_models,
+    recall_run,
     run_config,
-    screening,
+    systems,
 )
-from nalanda_eval.studies.spec import load_study, mqar, title
+from nalanda_eval.studies.spec import Study, load_study
 from nalanda_eval.sweep import Jobs, Record, follow, key, records
-
-SPREAD_ROWS = 16
-"""Validation rows that the spread of gradients is measured on."""
 
 
 def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
-    """Trains what the study lacks: every system with one seed, then the finalists with the seeds of `finals`.
+    """Trains what the study lacks: the calibration, then each size, then recall.
 
-    For each seed it also measures bigrams of the tokens that the language models see.
+    In each of these the rates are chosen first. For every seed and budget it also measures bigrams of the
+    tokens that the models see.
 
     Args:
         directory: a folder with study.yaml and lm.yaml. Its `runs.jsonl` gets a line for each finished run;
@@ -59,8 +57,8 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
         InputError: settings that cannot work, or a text other than that of the recorded runs.
     """
     console = Console()
-    study, questions, lm = load_study(directory)
-    first, notes = screening(study, questions, lm)
+    study, lm = load_study(directory)
+    planned = systems(study, lm)
     file, work = directory / "runs.jsonl", directory / "work"
     prepared = prepare_text(lm, text, work, workers)
     mine = text_facts(prepared)
@@ -70,16 +68,63 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
                 f"{file}: has runs on another text, {other['name']}, than {mine['name']}; give that one with "
                 "--text, or another folder"
             )
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
-    follow(jobs(first, lm, prepared, work), file, workers, console, describe_trial)
-    best = chosen(study, first, records(file))
-    for question, won in best.items():
-        console.print(f"best of {question}: {won}", markup=False, highlight=False)
-    last, _ = finalists(study, questions, lm, best)
-    asked = [bigram_settings(seed, lm) for seed in (study.seed, *study.finals.seeds)]
-    baselines = {key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked}
-    follow({**baselines, **jobs(last, lm, prepared, work)}, file, workers, console, describe_trial)
+
+    def train(asked: list[dict[str, Any]]) -> None:
+        jobs = {key(settings): partial(train_lm, settings, lm, prepared, work) for settings in asked}
+        follow(jobs, file, workers, console, describe_run)
+
+    asked = [
+        bigram_settings(seed, tokens, lm) for seed, tokens in itertools.product(study.seeds, study.budgets)
+    ]
+    jobs: Jobs = {key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked}
+    follow(jobs, file, workers, console, describe_run)
+    calibration = [system for system in planned if system.group == CALIBRATION]
+    rest = [system for system in planned if system.group != CALIBRATION]
+    for part in (calibration, *([s for s in rest if s.size == size] for size in study.sizes)):
+        train_part(part, study, lm, file, train)
+    train_recall(study, file, workers, console)
+
+
+def train_part(part: list[System], study: Study, lm: dict[str, Any], file: Path, train: Any) -> None:
+    """Chooses the systems' rates, rung by rung, and trains them with every seed."""
+    while True:
+        found = records(file)
+        choices = [chosen_rate(system, study, lm, found) for system in part]
+        todo = [settings for _, asked in choices for settings in asked if key(settings) not in found]
+        if not todo:
+            break
+        train(todo)
+    train([
+        final_settings(system, rate, seed, study, lm)
+        for seed in study.seeds
+        for system, (rate, _) in zip(part, choices, strict=True)
+        if rate is not None
+    ])  # fmt: skip
+
+
+def train_recall(study: Study, file: Path, workers: int, console: Console) -> None:
+    """Trains every form of every mixer on recall: with all rates, then with every seed at the best one."""
+    if study.recall is None:
+        return
+    models = recall_models(study)
+    choosing = [
+        recall_run(model, study, rate, study.rates.seed)
+        for model, rate in itertools.product(models.values(), study.recall.rates)
+    ]
+    follow(jobs_of(choosing), file, workers, console, describe_run)
+    found = records(file)
+    best = {name: best_recall_rate(model, study, found) for name, model in models.items()}
+    judging = [
+        recall_run(models[name], study, rate, seed)
+        for seed in study.recall.seeds
+        for name, rate in best.items()
+        if rate is not None
+    ]
+    follow(jobs_of(judging), file, workers, console, describe_run)
+
+
+def jobs_of(runs: list[tuple]) -> Jobs:
+    return {key(recall.recall_settings(*run)): partial(recall.run_recall, *run) for run in runs}
 
 
 def prepare_text(lm: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
@@ -110,106 +155,54 @@ def text_facts(text: Path) -> dict[str, Any]:
     }
 
 
-def jobs(trials: Iterable[Trial], lm: dict[str, Any], text: Path, work: Path) -> Jobs:
-    """The runs of the trials for `sweep`; settings that several trials share are trained once."""
-    found: dict[str, Any] = {}
-    for trial in trials:
-        for settings in trial.settings:
-            if trial.task == "lm":
-                found[key(settings)] = partial(train_lm, settings, lm, text, work)
-            else:
-                task, training = mqar(settings), section(recall.Training, settings["training"], "")
-                arguments = settings["model"], task, settings["seed"], training
-                found[key(settings)] = partial(recall.run_recall, *arguments)
-    return found
-
-
 def train_lm(settings: dict[str, Any], lm: dict[str, Any], text: Path, work: Path) -> Record:
-    """Trains a language model and returns its record. Its folder in `work` is removed afterwards.
-
-    Returns:
-        `settings`; `score`, the validation loss in nats a token; `scores`, perplexities by source; `curve`,
-        [step, training loss]; `parameters`, `state_bytes` (fp32, after a row), `state_grows`;
-        `flops_per_token` of a forward pass; `gradient_spread` by layer, see `analysis`; `tokens`, `seconds`,
-        `device`, `versions`. A diverged run has the reason in `failed`, and no scores.
-    """
-    start = time.perf_counter()
-    place = work / sha256(key(settings).encode()).hexdigest()[:16]
-    recipe = lm | settings | {"output_dir": str(place), "tokenizer": str(text / "tokenizer")}
-    config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
-    work.mkdir(parents=True, exist_ok=True)
-    failed = None
-    with place.with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
-        try:
-            train(config)
-        except InputError as error:
-            failed = str(error)
-            if not (place / "metrics.jsonl").is_file():  # bad input, not training that diverged
-                raise
-    facts, lines = read_facts(place), list(read_metrics(place / "metrics.jsonl"))
-    length = config.data.seq_len
-    shape = recall.configured(settings["model"], text_facts(text)["vocab_size"])
-    record = {
-        "settings": settings,
-        "curve": [[line["step"], line["loss"]] for line in lines if "loss" in line],
-        "parameters": facts["parameters"],
-        "state_bytes": shape.state_bytes(length, torch.float32),
-        "state_grows": recall.grows(shape),
-        "flops_per_token": shape.flops_per_token(length),
-        "tokens": config.train.steps * config.train.tokens_per_step,
-        "text": text_facts(text),
-        "seconds": time.perf_counter() - start,
-        "device": facts["device"],
-        "versions": facts["versions"],
-    }
-    if failed:
-        record["failed"] = failed
-    else:
-        measured = next(line for line in reversed(lines) if "val_loss" in line)
-        named = {k.removeprefix("val_ppl/"): v for k, v in measured.items() if k.startswith("val_ppl/")}
-        model = AutoModelForCausalLM.from_pretrained(place / "final", dtype=torch.float32)
-        tokens = torch.as_tensor(TokenSet(text, "validation").read(0, SPREAD_ROWS * length))
-        record |= {
-            "score": measured["val_loss"],
-            "scores": named,
-            "gradient_spread": gradient_spread(model, tokens.view(SPREAD_ROWS, length)),
-        }
-    shutil.rmtree(place)
-    place.with_suffix(".log").unlink()
-    return json.loads(json.dumps(record))
+    """The record of a language model; see `train_paired`."""
+    config = run_config(settings, lm, str(text))
+    return train_paired(settings, config, text, work) | {"text": text_facts(text)}
 
 
 def measure_bigrams(settings: dict[str, Any], lm: dict[str, Any], text: Path) -> Record:
-    """The record of a bigram baseline: keys as in `train_lm`, where they apply.
+    """The record of a bigram baseline: `loss`, in nats a token, on the models' validation rows, and
+    `documents`, the tokens of each document there.
 
-    `baselines.Bigram` counts the tokens that every language model of the seed trains on. Its loss, in nats a
-    token, is measured on their validation rows.
+    `baselines.Bigram` counts the tokens that every model of the seed has seen at that budget.
     """
     start = time.perf_counter()
-    recipe = lm | {"seed": settings["seed"], "tokenizer": str(text / "tokenizer")}
-    config = run_config(key(recipe | {"data": lm["data"] | {"source": str(text)}}))
+    config = run_config(settings, lm, str(text))
     tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
     batches, validation = open_batches(config, tokenizer)
     with contextlib.closing(batches):
-        seen = itertools.islice(batches, config.train.steps * config.accumulation(processes=1))
-        found = Bigram(seen, len(tokenizer)).perplexity(itertools.chain(*validation.values()))
+        steps = settings["tokens"] // config.train.tokens_per_step
+        seen = itertools.islice(batches, steps * config.accumulation(processes=1))
+        rows = list(itertools.chain(*validation.values()))
+        found = Bigram(seen, len(tokenizer)).perplexity(rows)
+    counts = by_document([row["labels"][:, 1:] != -100 for row in rows], rows, tokenizer.bos_token_id)
+    facts = {"machine": cpu_model(), "threads": torch.get_num_threads(), "versions": versions()}
+    seconds = time.perf_counter() - start
     return {
         "settings": settings,
-        "score": math.log(found),
-        "tokens": config.train.steps * config.train.tokens_per_step,
+        "loss": math.log(found),
+        "documents": counts,
         "text": text_facts(text),
-        "seconds": time.perf_counter() - start,
-        "device": "cpu",
-        "versions": versions(),
+        **facts,
+        "seconds": seconds,
     }
 
 
-def describe_trial(record: Record) -> str:
+def describe_run(record: Record) -> str:
     asked = record["settings"]
     if "bigrams" in asked:
-        return f"lm, seed {asked['seed']}: bigrams {record['score']:.3f}"
-    model, task = asked["model"], "recall" if "task" in asked else "lm"
-    mixer = model["mixer"] if isinstance(model["mixer"], str) else " ".join(model["mixer"])
-    name = title({k: model[k] for k in MIXERS_OWN if k in model} | {"mixer": mixer})
-    result = f"{record['score']:.3f}" if "score" in record else "diverged"
-    return f"{task}, seed {asked['seed']}: {name} {result}"
+        return f"bigrams of {asked['tokens']:,} tokens, seed {asked['seed']}: {record['loss']:.3f}"
+    model = asked["model"]
+    options = [
+        f"{k}={v}"
+        for part in ("mixer_options", "feature_map_options")
+        for k, v in model.get(part, {}).items()
+    ]
+    name = " ".join([str(model["mixer"]), str(model.get("feature_map") or ""), *options])
+    if "task" in asked:
+        return (
+            f"recall, {name}, rate {asked['training']['lr']:g}, seed {asked['seed']}: {record['score']:.3f}"
+        )
+    loss = f"{final_loss(record):.3f} nats" if "failed" not in record else "diverged"
+    return f"{name}, rate {asked['rate']:g}, seed {asked['seed']}, {asked['budgets'][-1]:,} tokens: {loss}"

@@ -3,102 +3,79 @@
 Importing this does not import torch, so that usage errors of `nalanda study` are reported at once.
 """
 
-import itertools
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.text import suggest
 from nalanda.config.load import load_config, read_yaml, recipe_folders, section
 
-if TYPE_CHECKING:
-    from nalanda_eval.synthetic import MQAR
 
-TASKS = ("lm", "recall")
-MATCHES = ("parameters", "state")
+@dataclass
+class Calibration:
+    """Systems whose published gaps are known. A budget counts where the gaps here agree with them."""
+
+    model: dict[str, Any]
+    """Model keys of all of them, over those of the first size."""
+    forms: dict[str, Any]
+    """Model keys by name; the study's reference is among them."""
+    published: dict[str, float]
+    """Gaps to the reference in nats, by form."""
+    source: str
 
 
 @dataclass
-class Question:
-    """Systems to compare: each combination of the lists in `over`, and the named `systems`.
-
-    A system is a mapping of model keys; a dotted key sets an entry of a mapping, `rate` multiplies the
-    learning rates.
-    """
-
-    ask: str
-    over: dict[str, Any] = field(default_factory=dict)
-    systems: dict[str, Any] = field(default_factory=dict)
-    tasks: list[Literal["lm", "recall"]] = field(default_factory=lambda: list(TASKS))
-    match: dict[str, Any] = field(default_factory=dict)
-    """What a task's models have equal: parameters, state (and parameters), or both in turn (default)."""
-
-    def expand(self) -> dict[str, dict[str, Any]]:
-        """All systems by name."""
-        found = {}
-        lists = [values if isinstance(values, list) else [values] for values in self.over.values()]
-        for values in itertools.product(*lists) if lists else ():
-            keys = nested(dict(zip(self.over, values, strict=True)))
-            found[title(keys)] = keys
-        return found | {name: nested(keys) for name, keys in self.systems.items()}
+class Rates:
+    values: list[float]
+    rungs: list[int]
+    """Budgets of successive halving: each keeps the better half of the rates, the last one the best."""
+    seed: int = 0
 
 
 @dataclass
-class Finals:
-    seeds: list[int]
-    """Seeds of the final runs; the screening's seed, which chose the finalists, cannot be one of them."""
-    systems: list[str]
-    """Systems that take part whatever the screening says."""
-    lm: list[str] = field(default_factory=list)
-    """Systems that take part as language models only."""
-    best: list[str] = field(default_factory=list)
-    """Questions whose best form takes part as well, with every mixer; see `plan.ranking`."""
-    match: dict[str, Any] = field(default_factory=dict)
-    """What the models have equal, as in `Question.match`."""
-    recall: dict[str, Any] = field(default_factory=dict)
-    """Settings of recall training that differ from the screening's."""
+class Recall:
+    """Steps until a model recalls, with the best of the rates for each system."""
 
-
-@dataclass
-class Claim:
-    """States that `a` is better than `b`, or equal to it.
-
-    Both are names of finalists, in which `best:QUESTION` stands for the form that the screening chose.
-    """
-
-    claim: str
-    a: str
-    b: str
-    says: Literal["better", "equal"] = "better"
+    task: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    state: int = 2048
+    rates: list[float] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Decision:
-    """Asks whether the form that the screening chose for a question replaces the default."""
+    """The default form changes to that candidate which is ahead of it, if one is; see `report.decided`."""
 
-    question: str
     default: str
-    against: str
-    """A form that both are compared with."""
+    candidates: list[str]
 
 
 @dataclass
 class Study:
-    recall: dict[str, Any]
-    """Sections `task` (settings of MQAR), `model` (over the bench's) and `training`; `state` in bytes."""
-    questions: dict[str, Any]
-    finals: Finals
+    mixers: list[str]
+    reference: str
+    forms: dict[str, Any]
+    """Model keys by name; a dotted key sets an entry of a mapping. Every mixer gets every form."""
+    sizes: dict[str, Any]
+    """Model keys over lm.yaml's, by name."""
+    seeds: list[int]
+    budgets: list[int]
+    """Tokens, rising; the last one decides."""
+    rates: Rates
+    cooldown: float = 0.2
+    lengths: dict[str, int] = field(default_factory=dict)
+    """`rows` and `tokens` of the rows on which the last model's losses by position are measured."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Further systems, which no form is compared with."""
+    calibration: Calibration | None = None
+    recall: Recall | None = None
+    contrasts: list[list[str]] = field(default_factory=list)
+    """Pairs of forms: one in which norms act, and its counterpart in which they do not."""
     decision: Decision | None = None
-    claims: list[Any] = field(default_factory=list)
-    seed: int = 0
-
-
-def matches(match: dict[str, Any], task: str) -> Sequence[str]:
-    asked = match.get(task, "both")
-    return MATCHES if asked == "both" else (asked,)
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:
@@ -113,82 +90,39 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def title(keys: dict[str, Any]) -> str:
-    """A system's name, such as `deltanet + nala(angle=rms, power=2)`; other keys follow in parentheses."""
-
-    def with_options(name: str, options: dict[str, Any]) -> str:
-        return name + (f"({', '.join(f'{k}={v}' for k, v in options.items())})" if options else "")
-
-    known = ("mixer", "mixer_options", "feature_map", "feature_map_options", "rate")
-    name = with_options(str(keys.get("mixer", "")), keys.get("mixer_options", {}))
-    if keys.get("feature_map"):
-        name += " + " + with_options(keys["feature_map"], keys.get("feature_map_options", {}))
-    rest = {k: v for k, v in keys.items() if k not in known}
-    rate = f" at {keys['rate']:g}× the rate" if keys.get("rate", 1) != 1 else ""
-    return with_options(name, rest) + rate
-
-
-def form(system: str) -> str:
-    """The part of a system's name after its mixer: `nala(power=2)` of `deltanet + nala(power=2)`."""
-    return system.partition(" + ")[2] or system
-
-
-def load_study(directory: Path) -> tuple[Study, dict[str, Question], dict[str, Any]]:
-    """(study.yaml, its questions, lm.yaml as a mapping). Raises `InputError`."""
+def load_study(directory: Path) -> tuple[Study, dict[str, Any]]:
+    """(study.yaml, lm.yaml as a mapping). Raises `InputError`."""
     files = directory / "study.yaml", directory / "lm.yaml"
     for file in files:
         if not file.is_file():
             raise InputError(f"{file}: no such file; a study's folder has study.yaml and lm.yaml")
     values, lm = (read_yaml(file) for file in files)
-    study: Study = section(Study, values, "")
-    study.claims = [section(Claim, claim, f"claims[{i}].") for i, claim in enumerate(study.claims)]
-    questions = {
-        name: section(Question, asked, f"questions.{name}.") for name, asked in study.questions.items()
-    }
     load_config(files[1])
-    names = systems(questions)
-    for name, part in [*((f"questions.{n}", q) for n, q in questions.items()), ("finals", study.finals)]:
-        for task, match in part.match.items():
-            if task not in TASKS or match not in (*MATCHES, "both"):
-                known = "lm or recall; parameters, state or both"
-                raise InputError(f"{name}.match: {task}: {match}: expected {known}")
-    decided = [study.decision.question] if study.decision else []
-    for name in (*study.finals.best, *decided):
-        if name not in questions:
-            raise InputError(f"finals.best: no question {name!r}{suggest(name, questions)}")
-    for name in (*study.finals.systems, *study.finals.lm):
-        if name not in names:
-            raise InputError(f"finals: no system {name!r}{suggest(name, names)}")
-    if study.seed in study.finals.seeds:
-        raise InputError(f"finals.seeds: {study.seed} chose the finalists; take other seeds to judge them")
-    from nalanda_eval.recall import Training  # imports torch: what needs it is checked last
-
-    mqar(study.recall)
-    section(Training, study.recall.get("training", {}), "recall.training.")
-    section(Training, study.finals.recall, "finals.recall.")
-    return study, questions, lm
-
-
-def systems(questions: dict[str, Question]) -> dict[str, dict[str, Any]]:
-    """Every question's systems by name. Raises `InputError` where a name stands for two systems."""
-    found: dict[str, dict[str, Any]] = {}
-    for question in questions.values():
-        for name, keys in question.expand().items():
-            if found.setdefault(name, keys) != keys:
-                raise InputError(f"questions: {name!r} is two systems; rename one of them")
-    return found
-
-
-def mqar(values: dict[str, Any]) -> "MQAR":
-    """The task of a `recall` section. Raises `InputError`."""
-    from nalanda_eval.synthetic import MQAR  # imports torch
-
-    try:
-        return section(MQAR, values.get("task", {}), "recall.task.")
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"recall.task: {error}") from None
+    study: Study = section(Study, values, "")
+    named = [("reference", study.reference, study.forms)]
+    if calibration := study.calibration:
+        theirs = (study.reference, *calibration.published)
+        named += [("calibration.forms", name, calibration.forms) for name in theirs]
+    for pair in study.contrasts:
+        if len(pair) != 2:
+            raise InputError(f"contrasts: {pair} is no pair of forms")
+        named += [("contrasts", name, study.forms) for name in pair]
+    if study.decision:
+        chosen = (study.decision.default, *study.decision.candidates)
+        named += [("decision", name, study.forms) for name in chosen]
+    for where, name, forms in named:
+        if name not in forms:
+            raise InputError(f"{where}: no form {name!r}{suggest(name, forms)}")
+    if study.rates.seed in study.seeds:
+        raise InputError(f"seeds: {study.rates.seed} chooses the rates; take other seeds to judge them")
+    for where, budgets in (("budgets", study.budgets), ("rates.rungs", study.rates.rungs)):
+        if not budgets or sorted(set(budgets)) != budgets:
+            raise InputError(f"{where}: {budgets} are not rising numbers of tokens")
+    if len(study.seeds) < 2:
+        raise InputError("seeds: at least two are needed for an interval")
+    if not 0 < study.cooldown < 1:
+        raise InputError(f"cooldown: {study.cooldown} is no share of a budget between 0 and 1")
+    return study, lm
 
 
 def study_folder(directory: str | None = None, *, quick: bool = False) -> Path:
