@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
-from nalanda.model import MIXERS, FeatureMap, build_feature_map
+from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
 
@@ -105,6 +105,36 @@ def logits(model: Any, tokens: Tensor, **kwargs: Any) -> Tensor:
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# ------------------------------ norm-awareness
+
+
+@torch.no_grad()
+def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float, float]:
+    """How far a row of normalised weights moves, in [0, 2], as all queries or all keys grow by `factor`.
+
+    mixer: in float64; x `[B, T, D]`: its input. Queries and keys grow at their projections, so before the
+    map: convolutions are linear. Each row of `mixer.weights(x)` is divided by its L2 length, which an output
+    norm would erase; the mean is over all rows but the first, whose only weight cannot move.
+
+    Returns the two means: for the queries, for the keys.
+    """
+
+    def heads(mixer: Mixer) -> dict[str, Tensor]:
+        return mixer.heads(x, Sequences(), {}, None)
+
+    def rows(**grown: Tensor) -> Tensor:
+        with mock.patch.object(mixer, "heads", return_value=plain | grown):
+            return F.normalize(mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100)  # SOFT's may be tiny
+
+    plain, moved = heads(mixer), []
+    for name in ("q", "k"):
+        longer: Any = copy.deepcopy(mixer)
+        for parameter in (longer.q_proj if mixer.shared_qk else longer.projections()[name]).parameters():
+            parameter *= factor
+        moved.append(float((rows(**{name: heads(longer)[name]}) - rows()).norm(dim=-1).mean()))
+    return moved[0], moved[1]
 
 
 # ------------------------------ properties of mixers

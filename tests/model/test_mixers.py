@@ -4,13 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import drawn
+from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
-from nalanda.model import delta
+from nalanda.model import FEATURE_MAPS, delta
 from nalanda.model.mixers import build_mixer
 from nalanda.model.sequences import Sequences
+from nalanda.testing import build_map, norm_awareness, normal
 
 T, H, K = 23, 2, 6
+NORMED = ("direction", "rms", "relu_split")  # NaLa's angles that no length of q or k enters
 
 
 def build(mixer: str, **options):
@@ -276,6 +279,57 @@ def test_norm_write(name, monkeypatch):
                 assert (step == 0).all()
             elif size == 1e4 and norm == "l2":
                 same(step, torch.ones_like(step))
+
+
+def awareness(**options):
+    model = tiny(**{"num_hidden_layers": 1, "head_dim": 64, **options})
+    return norm_awareness(model.model.layers[0].mixer, normal(2, 32, 24))
+
+
+def agrees(found, seen: str) -> None:
+    """The norms named in `seen` move the weights, the others do not."""
+    for name, change in zip("qk", found, strict=True):
+        assert 0.01 < change < 2 if name in seen else change < 1e-4, (name, found)
+
+
+# Maps that norm q hide it where tanh ‖q‖ is 1 or not there; homogeneous ones leave both norms to the row's.
+NORMING = ("angle", "nala_learned", "nala_paper", "nala_released")
+HOMOGENEOUS = ("identity", "relu", "pola", *NORMING)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_whether_norms_move_the_normalised_weights(name):
+    """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
+    seen = "" if name in HOMOGENEOUS else "q" if name == "nala" else "qk"
+    expected = {"deltanet": seen, "gated_deltanet": seen, "linear_attention": seen, "norm_attention": seen}
+    if nonnegative := build_map(name).nonnegative:
+        expected |= {"nala": seen, "mala": "k" if name in NORMING else "qk"}
+    for mixer, these in expected.items():
+        options = {"denominator": nonnegative} if mixer == "linear_attention" else {}
+        agrees(awareness(mixer=mixer, feature_map=name, mixer_options=options), these)
+    for norm in ("l2", "none"):
+        options = {"norm_write": True, "qk_norm": norm}
+        agrees(awareness(mixer="deltanet", feature_map=name, mixer_options=options), f"k{seen}")
+
+
+@pytest.mark.parametrize(
+    ("seen", "options"),
+    [
+        *(("q", {"mixer": "deltanet", "feature_map_options": {"angle": a}}) for a in NORMED),
+        ("qk", {"mixer": "deltanet", "feature_map_options": {"angle": "raw"}}),
+        ("", {"mixer": "deltanet", "feature_map_options": {"query_power": 1.74}}),
+        ("qk", {"mixer": "softmax"}),
+        ("qk", {"mixer": "diag_attention"}),
+        ("qk", {"mixer": "soft"}),
+        ("", {"mixer": "pola"}),
+        ("", {"mixer": "retention"}),
+        ("", {"mixer": "gla"}),
+    ],
+    ids=str,
+)
+def test_readings_and_mixers_without_a_choice_of_map(seen, options):
+    options = {"feature_map": "nala"} | options if options["mixer"] == "deltanet" else options
+    agrees(awareness(**options), seen)
 
 
 def test_norm_read_scales_each_head_by_its_query():

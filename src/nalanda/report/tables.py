@@ -17,9 +17,11 @@ from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.options import SIZES
 from nalanda.report.info import info
 from nalanda.report.runs import layers
+from nalanda.testing import build, norm_awareness, normal
 
 SHAPE = {"hidden_size": 1024, "num_heads": 8, "num_hidden_layers": 1}
 LENGTH = 2048
+NORMS = "‖q‖ / ‖k‖"
 
 
 def recipe_rows() -> list[dict[str, Any]]:
@@ -61,6 +63,7 @@ def mixer_rows() -> list[dict[str, Any]]:
                 "options": options(kind),
                 "MFLOPs a token": f"{mixer.flops(LENGTH) / 1e6:.2f}",
                 "state, KiB": f"{state / 1024:,.0f}" + (" and growing" if longer > state else ""),
+                NORMS: norms(name, kind.map_name),
             }
         )
     return rows
@@ -79,10 +82,18 @@ def map_rows() -> list[dict[str, Any]]:
                 "source": made.source,
                 "features": features,
                 "φ(q)·φ(k) ≥ 0": "yes" if made.nonnegative else "no",
+                NORMS: norms("deltanet", name),
                 "options": options(kind),
             }
         )
     return rows
+
+
+def norms(mixer: str, feature_map: str | None) -> str:
+    """`norm_awareness` of an untrained layer with two heads of 64, whose queries have a spread near 1."""
+    layer: Any = build(mixer, feature_map, num_hidden_layers=1, head_dim=64).model.layers[0]
+    found = norm_awareness(layer.mixer, normal(2, 32, 24))
+    return " / ".join(f"{change:.2f}" if change >= 1e-3 else "–" for change in found)
 
 
 def options(kind: Any) -> str:
@@ -108,10 +119,10 @@ def print_tables(console: Console | None = None) -> None:
     console = console or Console()
     made, mixed, mapped = recipe_rows(), mixer_rows(), map_rows()
     _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
-    figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB"]
+    figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
     _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
     _show(console, "What they compute", mixed, ["mixer", "computes", "source"])
-    _show(console, "Feature maps", mapped, [name for name in mapped[0] if name != "options"])
+    _show(console, "Feature maps", mapped, [name for name in mapped[0] if name not in ("options", "source")])
 
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
