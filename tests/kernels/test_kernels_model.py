@@ -38,6 +38,12 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "diag_attention": {"block_attention"},
     "norm_attention": {"linear_attention", "map_features"},
 }
+NORMS = {"norm_write": True, "norm_read": True}
+ROWS = [
+    *((mixer, {}) for mixer in MIXERS),
+    ("gated_deltanet", NORMS | {"num_v_heads": 4}),
+    ("gated_deltanet", NORMS | {"qk_norm": "none"}),
+]
 
 
 class Operators(TorchDispatchMode):
@@ -59,10 +65,10 @@ unserved = pytest.mark.filterwarnings("ignore:.*a decay for each key channel", "
 
 
 @unserved
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_every_mixer(mixer, monkeypatch):
+@pytest.mark.parametrize(("mixer", "options"), ROWS, ids=str)
+def test_every_mixer(mixer, options, monkeypatch):
     """Packed documents in training, then a prompt and a step of generation."""
-    model = build(mixer, dtype=torch.float32, **SHAPE).to(DEVICE).train()
+    model = build(mixer, dtype=torch.float32, mixer_options=options, **SHAPE).to(DEVICE).train()
     tokens, served = ids(1, sum(LENGTHS)).to(DEVICE), set()
     places = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(DEVICE)
     serve = nalanda_kernels.serve
@@ -90,7 +96,8 @@ def test_every_mixer(mixer, monkeypatch):
     assert not served
     with nalanda_kernels.use_backend("triton"):
         found = results()
-    assert served - {"step"} == KERNELS[mixer] | BLOCK
+    general = {"map_features"} if options else set()  # the fused step knows no norms
+    assert served - {"step"} == KERNELS[mixer] | BLOCK | general
     slack = 2e-5 if INTERPRETED else 2e-4
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=slack * max(1.0, float(b.abs().max())))
