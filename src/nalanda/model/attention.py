@@ -23,12 +23,12 @@ class SoftmaxAttention(Mixer):
 
         o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
 
-    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without gate or norm. With `conv_size`
-    in the config, short convolutions precede q, k and v, and SiLU follows v's (default: none).
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without gate or norm.
 
     Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
     keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
-    itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation).
+    itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation);
+    `conv_size`, the taps of short convolutions of q, k and v, with SiLU behind v's (default: 0, none).
     Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
     2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
     (K + V)·itemsize bytes per token and head.
@@ -37,7 +37,6 @@ class SoftmaxAttention(Mixer):
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
     norm = None
-    conv_size = 0
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
     blocks = False
@@ -46,7 +45,7 @@ class SoftmaxAttention(Mixer):
 
     def __init__(
         self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
-        rope_theta: float | None = 10000.0,
+        rope_theta: float | None = 10000.0, conv_size: int = 0,
     ):  # fmt: skip
         H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
         if groups < 1 or H % groups:
@@ -57,7 +56,9 @@ class SoftmaxAttention(Mixer):
             raise ValueError(f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation")
         if rope_theta is not None and config.key_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
-        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups)
+        if conv_size < 0 or conv_size == 1:
+            raise ValueError(f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2")
+        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, conv_size=conv_size)
         self.reach, self.rope_theta = window, rope_theta
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
@@ -184,7 +185,6 @@ class DiagAttention(SoftmaxAttention):
 
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j within a block; or relu, then RMSNorm"
     source = "arXiv 2210.10340"
-    conv_size = None
     blocks = True
 
     def __init__(
