@@ -622,6 +622,28 @@ def study_report(directory: Folder = None) -> None:
     report(place)
 
 
+@study.command("claims")
+def study_claims(
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="folder of the records", show_default=False)
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="corpus; by default Python's documentation")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="run tiny models, in a minute")] = False,
+) -> None:
+    """Test the papers' other claims on small trained models.
+
+    Trains what claims.jsonl has no record of, then writes CLAIMS.md and its figures from the records. The
+    default folder is recipes/study/claims in a checkout, otherwise runs/claims; with --quick it is
+    runs/claims-quick.
+    """
+    from nalanda_eval.studies.claims import claims_folder, measure_claims
+    from nalanda_eval.studies.claims_report import report_claims
+
+    place = claims_folder(directory, quick=quick)
+    measure_claims(place, text=text, quick=quick)
+    report_claims(place)
+
+
 @bench.callback()
 def _bench() -> None:
     """Group of the benchmarks."""
