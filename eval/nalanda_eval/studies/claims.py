@@ -142,8 +142,8 @@ def measure_norms(mixer: Any, x: Tensor) -> dict[str, Any]:
     """Entropy of a mixer's weights against ‖q‖, for its inputs x `[B, T, D]`; every list is by head.
 
     correlation, swapped: Spearman's ρ of the entropy (less log n) and a token's own norm over the second half
-    of a row, mean over rows, with the weights as they are and with swapped norms. bins: mean entropy less
-    log n of `BINS` groups of tokens by rising norm. scaled: the same for all tokens, norms times `SCALES`.
+    of a row, mean over rows, with the weights as they are and with swapped norms. bins, bins_swapped:
+    mean entropy less log n of `BINS` groups of tokens by rising norm. scaled: the same for all tokens, norms times `SCALES`.
     norms: quantiles 5, 50 and 95 % of ‖q‖/√K.
     """
     norm = torch.empty(0)
@@ -157,15 +157,19 @@ def measure_norms(mixer: Any, x: Tensor) -> dict[str, Any]:
         with changed_norms([mixer], change):
             return -below_uniform(mixer.weights(x))
 
-    plain = entropy(keep)
+    plain, blind = entropy(keep), entropy(swapped)
     copies = plain.shape[1] // norm.shape[2]
     n = norm[:, x.shape[1] // 2 :, :, 0].transpose(1, 2).repeat_interleave(copies, 1)
     order = n.argsort(-1)[..., : n.shape[-1] // BINS * BINS]
-    binned = plain.gather(-1, order).unflatten(-1, (BINS, -1)).nanmean((0, -1))
+
+    def binned(values: Tensor) -> list[list[float]]:
+        return values.gather(-1, order).unflatten(-1, (BINS, -1)).nanmean((0, -1)).tolist()
+
     return {
         "correlation": spearman(n, plain).mean(0).tolist(),
-        "swapped": spearman(n, entropy(swapped)).mean(0).tolist(),
-        "bins": binned.tolist(),
+        "swapped": spearman(n, blind).mean(0).tolist(),
+        "bins": binned(plain),
+        "bins_swapped": binned(blind),
         "scaled": [entropy(lambda m, c=c: c * m).nanmean((0, 2)).tolist() for c in SCALES],
         "norms": (n / mixer.K**0.5).quantile(n.new_tensor([0.05, 0.5, 0.95])).tolist(),
     }
