@@ -142,8 +142,9 @@ def measure_norms(mixer: Any, x: Tensor) -> dict[str, Any]:
     """Entropy of a mixer's weights against ‖q‖, for its inputs x `[B, T, D]`; every list is by head.
 
     correlation, swapped: Spearman's ρ of the entropy (less log n) and a token's own norm over the second half
-    of a row, mean over rows, with the weights as they are and with swapped norms. bins, bins_swapped:
-    mean entropy less log n of `BINS` groups of tokens by rising norm. scaled: the same for all tokens, norms times `SCALES`.
+    of a row, mean over rows, with the weights as they are and with swapped norms. bins, bins_swapped: mean
+    entropy less log n of `BINS` groups of tokens by rising norm. scaled: the same for all tokens, norms times
+    `SCALES`.
     norms: quantiles 5, 50 and 95 % of ‖q‖/√K.
     """
     norm = torch.empty(0)
