@@ -64,6 +64,12 @@ def test_swapped_norms_matter_where_p_depends_on_them(name, keys, moves):
     assert torch.equal(layer.weights(x), before)  # the context leaves nothing behind
 
 
+def test_norms_are_swapped_between_rows():
+    norm = torch.arange(6.0).view(2, 3, 1, 1)
+    assert claims.swapped(norm).flatten().tolist() == [3, 4, 5, 0, 1, 2]
+    assert claims.mean_norm(norm).flatten().tolist() == [2.5] * 6
+
+
 def test_swapping_a_constant_p_changes_nothing():
     layer, found = mixer("nala"), []
     for change in (claims.mean_norm, lambda norm: claims.swapped(claims.mean_norm(norm))):
@@ -102,8 +108,8 @@ def test_pola_at_powers_of_one():
 
 
 def test_signs_by_hand():
-    weights = torch.tensor([[1.0, 0, 0, 0], [2, -1, 0, 0], [3, -1, -1, 0], [1, 1, 1, -2]])[None, None]
-    assert claims.signs_by_row(weights, (1, 2, 4)) == {"negative": [0, 0.5, 0.25], "norm": [1, 3, 5]}
+    weights = torch.tensor([[1.0, 0, 0, 0], [2, -1, 0, 0], [3, -1, -1, 0], [1, 1, 0, -2]])[None, None]
+    assert claims.signs_by_row(weights, (1, 2, 4)) == {"negative": [0, 0.5, 0.25], "norm": [1, 3, 4]}
 
 
 @pytest.mark.parametrize("condition", [10.0, 500.0, 1e5])

@@ -206,9 +206,8 @@ def newton_residuals(Z: Tensor, iterations: int = 20) -> dict[str, list[float]]:
 def inverse_residuals(A: Tensor, Y: Tensor) -> dict[str, list[float]]:
     A, Y = A.double(), Y.double()
     one = torch.eye(A.shape[-1], dtype=A.dtype)
-    smallest = torch.linalg.eigvalsh(A)[..., 0].clamp_min(1e-300)
     return {
-        "ratio": (A.abs().sum(-2).amax(-1) / smallest).tolist(),
+        "ratio": (A.abs().sum(-2).amax(-1) / torch.linalg.svdvals(A)[..., -1]).tolist(),
         "weighted": ((A @ Y @ A - A).norm(dim=(-2, -1)) / A.norm(dim=(-2, -1))).tolist(),
         "inverse": torch.linalg.matrix_norm(one - Y @ A, 2).tolist(),
     }

@@ -171,16 +171,13 @@ def check_speed(runs: Runs) -> list[Check]:
 
 
 def check_newton(runs: Runs) -> list[Check]:
-    def worst(kind: str, measure: str) -> list[float]:  # over training, by seed, layer and head (or matrix)
-        runs_of = [
-            [[math.log10(x) for x in layer[kind][measure]] for layer in point["newton"]]
-            for r in runs["SOFT"] for point in r["checkpoints"]
-        ]  # fmt: skip
-        each = len(runs["SOFT"][0]["checkpoints"])
-        seeds = [runs_of[i : i + each] for i in range(0, len(runs_of), each)]
-        return flat(
-            [[list(map(max, zip(*layers, strict=True))) for layers in zip(*s, strict=True)] for s in seeds]
-        )
+    def worst(kind: str, measure: str) -> list[float]:
+        return [
+            math.log10(max(matrix))
+            for r in runs["SOFT"]
+            for layers in zip(*(point["newton"] for point in r["checkpoints"]), strict=True)
+            for matrix in zip(*(layer[kind][measure] for layer in layers), strict=True)
+        ]
 
     return [
         Check(f"{kind} landmarks: log₁₀ of {formula}, worst of training, a seed, layer and matrix",
@@ -214,31 +211,36 @@ def look(i: int) -> dict[str, Any]:
 
 def line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, i: int) -> None:
     """The mean over runs with a band over their range."""
-    columns = list(zip(*by_run, strict=True))
-    axes.plot(x, list(map(fmean, columns)), label=label, **look(i))
-    axes.fill_between(
-        x, list(map(min, columns)), list(map(max, columns)), color=COLOURS[i % 7], alpha=0.12, lw=0
-    )
+    low, mean, high = (list(map(f, zip(*by_run, strict=True))) for f in (min, fmean, max))
+    axes.plot(x, mean, label=label, **look(i))
+    axes.fill_between(x, low, high, color=COLOURS[i % 7], alpha=0.12, lw=0)
+
+
+def in_octaves(axis: Any) -> None:
+    """A logarithmic axis with a plain number at every power of two."""
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=2)
+    axis.set_major_formatter("{x:g}")
 
 
 def draw_norms(axes: Any, runs: Runs) -> None:
-    left, right = axes
-    for i, name in enumerate(("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")):
-        bins = [list(map(fmean, zip(*flat_heads(r, "bins"), strict=True))) for r in runs[name]]
-        line(left, range(1, BINS + 1), [[x - fmean(b) for x in b] for b in bins], name, i)
-        scaled = [[fmean(flat([layer["scaled"][j] for layer in r["norms"]])) for j in range(len(SCALES))]
-                  for r in runs[name]]  # fmt: skip
-        line(right, SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], name, i)
-    left.set(xlabel="tokens of a row and head by rising ‖q‖, eighths", ylabel="entropy less its mean (nats)",
-             title="as trained")  # fmt: skip
-    right.set(xscale="log", xticks=SCALES, xlabel="all ‖q‖ multiplied by", title="directions and keys kept",
-              ylabel="entropy less that at factor 1 (nats)")  # fmt: skip
-    right.set_xticks(SCALES, [f"{s:g}" for s in SCALES])
-    right.minorticks_off()
+    def heads(record: Record, name: str) -> list[float]:  # means over layers and heads
+        return [fmean(c) for c in zip(*(h for layer in record["norms"] for h in layer[name]), strict=True)]
 
-
-def flat_heads(record: Record, name: str) -> list[list[float]]:
-    return [head for layer in record["norms"] for head in layer[name]]
+    curves = [(name, "bins", name) for name in ("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")]
+    for i, (name, bins, label) in enumerate([*curves, ("NaLa", "bins_swapped", "NaLa, p swapped")]):
+        groups = [heads(r, bins) for r in runs[name]]
+        line(axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, i)
+        if bins == "bins":
+            scaled = [
+                [fmean(x for layer in r["norms"] for x in layer["scaled"][j]) for j in range(len(SCALES))]
+                for r in runs[name]
+            ]
+            line(axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, i)
+    axes[0].set(title="as trained", xlabel="tokens of a row and head by rising ‖q‖, eighths")
+    axes[0].set_ylabel("entropy less its mean (nats)")
+    axes[1].set(title="directions and keys kept", xlabel="all ‖q‖ multiplied by (log)")
+    axes[1].set_ylabel("entropy less that at factor 1 (nats)")
+    in_octaves(axes[1].xaxis)
 
 
 def draw_signs(axes: Any, runs: Runs) -> None:
@@ -257,8 +259,8 @@ def draw_signs(axes: Any, runs: Runs) -> None:
             line(panel, runs[name][0]["rows"], rows, label, i)
         length = runs["MALA"][0]["settings"]["data"]["seq_len"]
         panel.axvline(length, color=GREY, linewidth=0.8, label="training length")
-        panel.set(xscale="log", xlabel="position t of the row (log)")
-        panel.set_xscale("log", base=2)
+        panel.set(xlabel="position t of the row (log)")
+        in_octaves(panel.xaxis)
     axes[0].set(ylabel="negative weights of the row (%)", ylim=(0, None))
     axes[1].set(ylabel="‖w‖₁ of the row (log)", yscale="log")
 
@@ -296,8 +298,8 @@ def draw_speed(axes: Any, runs: Runs) -> None:
             found = list(zip(*(speedups(runs, t, kind, name) for t in lengths), strict=True))
             line(panel, list(map(int, lengths)), found, name, i)
         panel.axhline(1, color=COLOURS[0], linewidth=1, label="softmax")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
+        in_octaves(panel.xaxis)
+        in_octaves(panel.yaxis)
         panel.set(xlabel="length T (tokens, log)", ylabel="speed over softmax's (log)",
                   title="forward" if kind == "forward" else "forward + backward")  # fmt: skip
 
@@ -308,15 +310,10 @@ def draw_newton(axes: Any, runs: Runs) -> None:
             (p["step"], layer[kind]) for r in runs["SOFT"] for p in r["checkpoints"] for layer in p["newton"]
         ]
         for j, measure in enumerate(("inverse", "weighted")):
-            style = {
-                "color": COLOURS[2 * j + i],
-                "marker": MARKERS[2 * j + i],
-                "linestyle": "",
-                "markersize": 3,
-            }
+            style = look(2 * j + i) | {"linestyle": "", "markersize": 3}
             label = f"{('‖I − YA‖₂', '‖AYA − A‖/‖A‖')[j]}, {kind}"
             x, y = flat([p["ratio"] for _, p in points]), flat([p[measure] for _, p in points])
-            axes[0].plot(x, y, label=label, **style)
+            axes[0].plot(x, y, **style)
             steps = sorted({step for step, _ in points})
             worst = [[max(p[measure]) for step, p in points if step == s] for s in steps]
             line(axes[1], steps, list(zip(*worst, strict=True)), label, 2 * j + i)
