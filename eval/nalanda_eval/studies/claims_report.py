@@ -240,6 +240,11 @@ def draw_norms(axes: Any, runs: Runs) -> None:
     axes[0].set_ylabel("entropy less its mean (nats)")
     axes[1].set(title="directions and keys kept", xlabel="all ‖q‖ multiplied by (log)")
     axes[1].set_ylabel("entropy less that at factor 1 (nats)")
+    ticks = [sign * tick for tick in (0.05, 0.1, 0.5, 1) for sign in (-1, 1)]
+    for panel in axes:  # softmax moves ten times as far as the others
+        panel.set_yscale("symlog", linthresh=0.1)
+        panel.set_yticks([0, *ticks], [f"{tick:g}" for tick in (0, *ticks)])
+        panel.minorticks_off()
     in_octaves(axes[1].xaxis)
 
 
@@ -271,8 +276,9 @@ def draw_gradients(axes: Any, runs: Runs) -> None:
             window = runs[name][0]["settings"]["window"]
             found = [r["gradients"][layer] for r in runs[name]]
             line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, i)
-        panel.set(xlabel="training step", title=f"layer {layer + 1}", yscale="log",
-                  ylabel="RSD of gradient norms in windows (log)")  # fmt: skip
+        panel.set(xlabel="training step", title=f"layer {layer + 1}")
+        panel.set_ylabel("RSD of gradient norms in windows (log)")
+        in_octaves(panel.yaxis)
 
 
 def draw_local(axes: Any, runs: Runs) -> None:
@@ -341,7 +347,7 @@ def draw_pola(axes: Any, runs: Runs) -> None:
                 "o",
                 color=COLOURS[5],
                 markersize=4,
-                label="" if i else "a head and seed",
+                label="" if i else "head",
             )
             panel.plot(fmean(heads), i, "D", color=COLOURS[1], markersize=6, label="" if i else "mean")
         panel.set(xlabel="nats below log n: spikier →", title=f"layer {layer + 1}", xlim=(0, None))
@@ -378,6 +384,7 @@ PAGES = {
         "direction and keys kept; the loss so; and the entropy with all norms multiplied. A negative ρ "
         "that survives the swap comes from directions, not from norms.",
         check_norms, draw_norms, ("softmax", "1+ELU", "ReLU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA"),
+        SEEDS + "; heights are linear between −0.1 and 0.1 and logarithmic beyond",
     ),
     "mala": Page(
         "MALA: no negative weights, and a scale that does not depend on the length",
@@ -431,7 +438,8 @@ PAGES = {
         "attention (arXiv 2501.15061); its theorem says that such functions exist.",
         "Nats below log n, the entropy of equal weights, in the second half of each row, by head; PolaFormer "
         "also with its exponents set to 1 after training.",
-        check_pola, draw_pola, ("softmax", "1+ELU", "ReLU", "PolaFormer"), "{n} seeds",
+        check_pola, draw_pola, ("softmax", "1+ELU", "ReLU", "PolaFormer"),
+        "dots: a head of one of {n} seeds (PolaFormer's have two streams); diamonds: means",
     ),
 }  # fmt: skip
 
