@@ -159,7 +159,7 @@ def measured(tmp_path_factory) -> Path:
 
 def test_records_alone_make_the_same_files(measured, tmp_path):
     found = records(measured / "claims.jsonl")
-    assert list(found) == [claims.key(asked) for asked in claims.run_settings(claims.QUICK)]
+    assert list(found) == [claims.key(asked) for asked in claims.claim_settings(claims.QUICK)]
     assert all(record["cpu"] and record["threads"] == 1 for record in found.values())
     assert str(measured.parent) not in (measured / "claims.jsonl").read_text()
     first = {path.name: path.read_bytes() for path in report_claims(measured)}

@@ -7,8 +7,6 @@
 import contextlib
 import json
 import math
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,6 +33,7 @@ from nalanda.train.log import versions
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.analysis import local_score, positive_entropy, relative_std
+from nalanda_eval.studies.paired import cpu_model
 from nalanda_eval.studies.run import prepare_text, text_facts
 from nalanda_eval.sweep import Record, follow, key, records
 
@@ -285,7 +284,7 @@ def at_end(name: str, model: Any, rows: Tensor, long: Tensor) -> dict[str, Any]:
     return found
 
 
-def run_settings(size: dict[str, Any]) -> list[dict[str, Any]]:
+def claim_settings(size: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of all records of a size, runs first."""
     lm = {
         **size["lm"],
@@ -383,16 +382,10 @@ def time_mixers(asked: dict[str, Any]) -> Record:
 def facts_of_run(start: float) -> dict[str, Any]:
     return {
         "seconds": round(time.perf_counter() - start, 1),
-        "cpu": _cpu(),
+        "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-
-
-def _cpu() -> str:
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", file.read_text()) if file.is_file() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def rounded(value: Any) -> Any:
@@ -419,7 +412,7 @@ def measure_claims(directory: Path, *, text: str | None = None, quick: bool = Fa
     text: a corpus, as `data.source` of a recipe; by default Python's documentation.
     """
     size, file = QUICK if quick else FULL, output_folder(directory, "DIR") / "claims.jsonl"
-    known, asked = records(file), run_settings(size)
+    known, asked = records(file), claim_settings(size)
     if all(key(settings) in known for settings in asked):
         return
     prepared = prepare_text(size["lm"], text, directory / "work", 1)
@@ -434,10 +427,10 @@ def measure_claims(directory: Path, *, text: str | None = None, quick: bool = Fa
         else partial(train_and_measure, s, size["lm"], prepared)
         for s in asked
     }
-    follow(jobs, file, 1, Console(), describe_run)
+    follow(jobs, file, 1, Console(), describe_claim_run)
 
 
-def describe_run(record: Record) -> str:
+def describe_claim_run(record: Record) -> str:
     asked = record["settings"]
     if "speed" in asked:
         return f"speed, {record['seconds']:.0f} s"

@@ -209,7 +209,7 @@ def look(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % 7], "linestyle": LINES[i % 7], "marker": MARKERS[i % 7]}
 
 
-def line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, i: int) -> None:
+def draw_line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, i: int) -> None:
     """The mean over runs with a band over their range."""
     low, mean, high = (list(map(f, zip(*by_run, strict=True))) for f in (min, fmean, max))
     axes.plot(x, mean, label=label, **look(i))
@@ -229,13 +229,13 @@ def draw_norms(axes: Any, runs: Runs) -> None:
     curves = [(name, "bins", name) for name in ("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")]
     for i, (name, bins, label) in enumerate([*curves, ("NaLa", "bins_swapped", "NaLa, p swapped")]):
         groups = [heads(r, bins) for r in runs[name]]
-        line(axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, i)
+        draw_line(axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, i)
         if bins == "bins":
             scaled = [
                 [fmean(x for layer in r["norms"] for x in layer["scaled"][j]) for j in range(len(SCALES))]
                 for r in runs[name]
             ]
-            line(axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, i)
+            draw_line(axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, i)
     axes[0].set(title="as trained", xlabel="tokens of a row and head by rising ‖q‖, eighths")
     axes[0].set_ylabel("entropy less its mean (nats)")
     axes[1].set(title="directions and keys kept", xlabel="all ‖q‖ multiplied by (log)")
@@ -261,7 +261,7 @@ def draw_signs(axes: Any, runs: Runs) -> None:
                 [scale * fmean(x[what][j] for x in r[when]) for j in range(len(r["rows"]))]
                 for r in runs[name]
             ]
-            line(panel, runs[name][0]["rows"], rows, label, i)
+            draw_line(panel, runs[name][0]["rows"], rows, label, i)
         length = runs["MALA"][0]["settings"]["data"]["seq_len"]
         panel.axvline(length, color=GREY, linewidth=0.8, label="training length")
         panel.set(xlabel="position t of the row (log)")
@@ -275,7 +275,7 @@ def draw_gradients(axes: Any, runs: Runs) -> None:
         for i, name in enumerate(("softmax", "1+ELU", "NormAttention", "TransNormer T2")):
             window = runs[name][0]["settings"]["window"]
             found = [r["gradients"][layer] for r in runs[name]]
-            line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, i)
+            draw_line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, i)
         panel.set(xlabel="training step", title=f"layer {layer + 1}")
         panel.set_ylabel("RSD of gradient norms in windows (log)")
         in_octaves(panel.yaxis)
@@ -283,10 +283,10 @@ def draw_gradients(axes: Any, runs: Runs) -> None:
 
 def draw_local(axes: Any, runs: Runs) -> None:
     for i, name in enumerate(("softmax", "1+ELU", "NormAttention", "TransNormer T2")):
-        line(axes[0], WINDOWS, [r["checkpoints"][-1]["local"][0] for r in runs[name]], name, i)
+        draw_line(axes[0], WINDOWS, [r["checkpoints"][-1]["local"][0] for r in runs[name]], name, i)
         steps = [point["step"] for point in runs[name][0]["checkpoints"]]
         by_run = list(zip(*(local(runs, name, 0, j) for j in range(len(steps))), strict=True))
-        line(axes[1], steps, by_run, name, i)
+        draw_line(axes[1], steps, by_run, name, i)
     T = runs["softmax"][0]["settings"]["data"]["seq_len"]
     even = [[min(t, math.floor(w * T + 1e-9) + 1) / t for t in range(1, T + 1)] for w in WINDOWS]
     axes[0].plot(WINDOWS, list(map(fmean, even)), color=GREY, linewidth=1, label="equal weights")
@@ -302,7 +302,7 @@ def draw_speed(axes: Any, runs: Runs) -> None:
     for panel, kind in zip(axes, ("forward", "training"), strict=True):
         for i, name in enumerate(TIMED[1:], 1):
             found = list(zip(*(speedups(runs, t, kind, name) for t in lengths), strict=True))
-            line(panel, list(map(int, lengths)), found, name, i)
+            draw_line(panel, list(map(int, lengths)), found, name, i)
         panel.axhline(1, color=COLOURS[0], linewidth=1, label="softmax")
         in_octaves(panel.xaxis)
         in_octaves(panel.yaxis)
@@ -322,7 +322,7 @@ def draw_newton(axes: Any, runs: Runs) -> None:
             axes[0].plot(x, y, **style)
             steps = sorted({step for step, _ in points})
             worst = [[max(p[measure]) for step, p in points if step == s] for s in steps]
-            line(axes[1], steps, list(zip(*worst, strict=True)), label, 2 * j + i)
+            draw_line(axes[1], steps, list(zip(*worst, strict=True)), label, 2 * j + i)
     ratio = [10 ** (k / 20) for k in range(20, 121)]
     theory = [max((1 - r**-2) ** (2**20), 1e-16) for r in ratio]
     shown = [(r, t) for r, t in zip(ratio, theory, strict=True) if t > 1e-7]
