@@ -13,7 +13,21 @@ __all__ = ["VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows"]
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
     "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},
-    "convolved": {"mixer": "softmax", "mixer_options": {"window": 5, "conv_size": 3}},
+    "convolved": {"mixer": "softmax", "mixer_options": {"window": 5, "conv_size": 3, "gate": "head"}},
+    "gated": {
+        "mixer": ["gated_deltanet", "softmax"],
+        "mixer_options": {
+            "softmax": {
+                "num_heads": 3,
+                "num_kv_heads": 1,
+                "head_dim": 6,
+                "rotary_dim": 4,
+                "window": 9,
+                "qk_norm": True,
+                "gate": "channel",
+            }
+        },
+    },
     "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
     "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
     "transnormer": {

@@ -729,6 +729,21 @@ def test_tied_embeddings_stay_tied(tmp_path):
 # Config
 
 
+def test_a_pattern_repeats_over_the_layers(tmp_path):
+    names = ["gated_deltanet", "gated_deltanet", "softmax"]
+    options = {"softmax": {"num_heads": 2, "head_dim": 8, "gate": "head", "qk_norm": True}}
+    config = NalandaConfig(mixer={"pattern": names}, num_hidden_layers=5, hidden_size=32, num_heads=4,
+                           mixer_options=options)  # fmt: skip
+    assert config.mixer == config.layer_mixers == [*names, *names[:2]]
+    config.save_pretrained(tmp_path)
+    assert NalandaConfig.from_pretrained(tmp_path).mixer == config.mixer
+    softmax = NalandaForCausalLM(config).model.layers[2].mixer
+    assert (softmax.num_heads, softmax.K, softmax.V) == (2, 8, 8)
+    assert softmax.g_proj.weight.shape == (2, 32)
+    assert softmax.q_norm.weight.shape == (8,)
+    assert config.num_heads == 4  # of the other layers
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -759,6 +774,10 @@ def test_tied_embeddings_stay_tied(tmp_path):
         ({"mixer": "softmax", "feature_map": "nala"}, "softmax does not use it"),
         ({"mixer": "softmax", "conv_size": 4}, "softmax does not use it"),
         ({"mixer": "softmax", "mixer_options": {"conv_size": 1}}, "at least 2"),
+        ({"mixer": "softmax", "mixer_options": {"rotary_dim": 3}}, "must be even"),
+        ({"mixer": "softmax", "mixer_options": {"gate": "row"}}, "must be head or channel"),
+        ({"mixer": {"pattern": []}}, r"\{pattern: \[names\]\} to repeat"),
+        ({"mixer": {"pattern": ["softmax"], "every": 4}}, r"\{pattern: \[names\]\} to repeat"),
         ({"mixer": "norm_attention", "use_gate": True}, "norm_attention does not use it"),
         ({"mixer": "retention", "feature_map_options": {"power": 3}}, "retention does not use it"),
         ({"mixer_options": {"gla": {"gate_rank": 4}}}, "'gla', which no layer has"),

@@ -4,15 +4,16 @@ The state is the last R keys and values of each sequence, the latest last (`Sequ
 of each follows from the sequence's length.
 """
 
+import copy
 import functools
 import re
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import rotary_angles, rotate
+from .layers import RMSNorm, rotary_angles, rotate
 from .ops import by_kernel
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
@@ -23,12 +24,17 @@ class SoftmaxAttention(Mixer):
 
         o_t = Σ_{j≤t} softmax_j(K^-½ q_t·k_j) v_j
 
-    with rotary positions (RoFormer, arXiv 2104.09864) on q and k, and without gate or norm.
+    with rotary positions (RoFormer, arXiv 2104.09864) on q and k.
 
     Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
     keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
     itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation);
-    `conv_size`, the taps of short convolutions of q, k and v, with SiLU behind v's (default: 0, none).
+    `rotary_dim`, the entries of a head that rotate, its first (default: all).
+    `qk_norm`, an RMSNorm of each head's q and k before the rotation, with one weight for all heads (Henry et
+    al. 2020, arXiv 2010.04245; default: none); `gate`, o ⊙ σ(W x) with a factor for each "head" or each
+    "channel" (arXiv 2505.06708; default: none); `conv_size`, the taps of short convolutions of q, k and v,
+    with SiLU behind v's (default: 0, none). In hybrids, `num_heads` and `head_dim` may differ from those of
+    the other mixers, which the config has.
     Cost per token and head: (K + V)·T FLOPs at length T, half of T × T; with a window w < T,
     2(K + V)·w·(1 − w/2T). State: T (or `window`) keys and values of each of the `num_kv_heads`,
     (K + V)·itemsize bytes per token and head.
@@ -42,11 +48,17 @@ class SoftmaxAttention(Mixer):
     blocks = False
     """Whether a token sees only those of its own block of `reach` tokens."""
     scores = "softmax"
+    qk_norm = False
+    gate: str | None = None
 
     def __init__(
         self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
-        rope_theta: float | None = 10000.0, conv_size: int = 0,
+        rope_theta: float | None = 10000.0, rotary_dim: int | None = None, qk_norm: bool = False,
+        gate: str | None = None, conv_size: int = 0, num_heads: int | None = None,
+        head_dim: int | None = None,
     ):  # fmt: skip
+        if num_heads is not None or head_dim is not None:
+            config = resized(config, num_heads or config.num_heads, head_dim)
         H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
         if groups < 1 or H % groups:
             raise ValueError(f"softmax: num_kv_heads={num_kv_heads} must divide num_heads={H}")
@@ -56,17 +68,41 @@ class SoftmaxAttention(Mixer):
             raise ValueError(f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation")
         if rope_theta is not None and config.key_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+        if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
+            raise ValueError(
+                f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
+            )
+        if gate not in (None, "head", "channel"):
+            raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
             raise ValueError(f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2")
-        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, conv_size=conv_size)
-        self.reach, self.rope_theta = window, rope_theta
+        super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
+        self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
+        if qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
+        self.qk_norm, self.gate = qk_norm, gate
+        if gate:
+            self.g_proj = nn.Linear(config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | ({"gate": self.g_proj} if self.gate else {})
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        if self.rope_theta is None:
-            return heads
-        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta, x.dtype)
-        return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles)}
+        q, k = heads["q"], heads["k"]
+        if self.qk_norm:
+            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
+        if self.rope_theta is not None:
+            places = seq.positions(x.shape[1], x.device)
+            angles = rotary_angles(places, self.rotary_dim, self.rope_theta, x.dtype)
+            q, k = rotate(q, angles), rotate(k, angles)
+        return heads | {"q": q, "k": k}
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        if not self.gate:
+            return super().read_out(o, heads, x)
+        factor = heads["gate"].sigmoid().unflatten(-1, (self.num_heads, -1))
+        return self.o_proj((o.to(x.dtype) * factor.to(x.dtype)).flatten(-2))
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
@@ -162,6 +198,15 @@ class SoftmaxAttention(Mixer):
         """How many tokens a token sees, the mean over length T: T/2, or up to the window."""
         w = T if self.reach is None else min(T, self.reach)
         return w - w * w / (2 * T)
+
+
+def resized(config, num_heads: int, head_dim: int | None):
+    """The config with other heads, of the config's sizes or with keys and values of head_dim."""
+    config = copy.copy(config)
+    config.num_heads = num_heads
+    if head_dim is not None:
+        config.head_dim, config.expand_k, config.expand_v = head_dim, 1.0, 1.0
+    return config
 
 
 def split_states(state: State) -> tuple[State, State]:

@@ -113,10 +113,10 @@ class Mixer(FusedLinears):
 
     def __init__(
         self, config, layer_idx: int, *, k_heads: int | None = None, v_heads: int | None = None,
-        conv_size: int | None = None,
+        taps: int | None = None,
     ):  # fmt: skip
-        """k_heads, v_heads: by default those of q. conv_size: of a mixer with such an option; by default the
-        config decides, and the class attribute."""
+        """k_heads, v_heads: by default those of q. taps: of the convolutions; by default the config decides,
+        and the class attribute."""
         super().__init__()
         D, H, bias = config.hidden_size, config.num_heads, config.use_bias
         HK, HV = k_heads or H, v_heads or H
@@ -126,9 +126,9 @@ class Mixer(FusedLinears):
         if not self.shared_qk:
             self.k_proj = nn.Linear(D, HK * self.K, bias=bias)
         self.v_proj = nn.Linear(D, HV * self.V, bias=bias)
-        if conv_size is None and self.conv_size is not None:
-            conv_size = self.conv_size if config.conv_size is None else config.conv_size
-        self.conv_size = conv_size
+        if taps is None and self.conv_size is not None:
+            taps = self.conv_size if config.conv_size is None else config.conv_size
+        self.conv_size = taps
         if self.conv_size:
             self.q_conv1d = ShortConv(H * self.K, self.conv_size)
             if not self.shared_qk:

@@ -50,6 +50,16 @@ _POSITIVE = (
 )
 
 
+def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
+    """One name per layer from `{"pattern": names}`."""
+    pattern = mixer.get("pattern")
+    if mixer.keys() != {"pattern"} or not isinstance(pattern, (list, tuple)) or not pattern:
+        raise ValueError(f"mixer={mixer!r}: give a name, a list of names, or {{pattern: [names]}} to repeat")
+    if type(layers) is not int:
+        raise TypeError(f"num_hidden_layers={layers!r} must be an int")
+    return [pattern[i % len(pattern)] for i in range(layers)]
+
+
 class NalandaConfig(PreTrainedConfig):
     """Configuration of a `NalandaForCausalLM`. Unknown keys are refused.
 
@@ -57,7 +67,8 @@ class NalandaConfig(PreTrainedConfig):
     num_heads (or num_attention_heads): heads of the mixer; head_dim defaults to hidden_size // num_heads.
     expand_k, expand_v: a head's key and value sizes, K = head_dim·expand_k, V = head_dim·expand_v.
     intermediate_size: of the GLU; default ⌈8/3·hidden_size⌉ rounded up to a multiple of 256.
-    mixer: a name from `MIXERS`, or one name per layer; mixer_options: options of the mixer, or of each mixer
+    mixer: a name from `MIXERS`, or one name per layer, or {pattern: names}, repeated over the layers and kept
+        as one name per layer; mixer_options: options of the mixer, or of each mixer
         by its name.
     feature_map: a name from `FEATURE_MAPS`; feature_map_options: options of the map.
     conv_size: taps of the short convolutions, 0 for none.
@@ -107,6 +118,8 @@ class NalandaConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
+        if isinstance(self.mixer, dict):
+            self.mixer = repeated(self.mixer, self.num_hidden_layers)
         types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
         given = {name: getattr(self, name) for name in types}
         for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):

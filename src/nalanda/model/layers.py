@@ -125,14 +125,15 @@ def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates the pairs (x_i, x_{i+K/2}) of each head by its token's angles, in fp32 at least.
+    """Rotates the pairs (x_i, x_{i+R/2}) of a head's first R entries by its token's angles, in fp32 at least.
 
-    x `[B, T, H, K]`, angles `[B or 1, T, K/2]`. Pairs span the halves as in transformers and Llama's weights.
+    x `[B, T, H, K]`, angles `[B or 1, T, R/2]`, R ≤ K. Pairs span the halves as in transformers and Llama's
+    weights.
     """
-    wide = at_least_fp32(x)
-    cos, sin = (f(angles)[..., None, :].to(wide.dtype) for f in (torch.cos, torch.sin))
-    a, b = wide.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    half = angles.shape[-1]
+    a, b, rest = at_least_fp32(x).split([half, half, x.shape[-1] - 2 * half], -1)
+    cos, sin = (f(angles)[..., None, :].to(a.dtype) for f in (torch.cos, torch.sin))
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
 
 
 def _blocks(x: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

@@ -31,16 +31,22 @@ def check_types(values: dict, annotations: dict, where: str = "") -> None:
             raise ValueError(f"{where}{name}={value!r} must be {words}")
 
 
-SIZES = ("k_heads", "v_heads", "num_heads", "head_dim")
-"""Keyword-only parameters that subclasses and builders set; not options."""
+OF_SUBCLASSES = ("k_heads", "v_heads", "taps")
+"""Keyword-only parameters that subclasses set; not options."""
+
+
+def is_option(parameter: inspect.Parameter) -> bool:
+    """Whether users may set it: keyword-only, with a default. Without one, the builder gives it."""
+    named = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+    return named and parameter.name not in OF_SUBCLASSES
 
 
 def check_names(options: dict, function) -> None:
-    """Raises TypeError for the first of `options` that is not a keyword-only parameter of `function`."""
+    """Raises TypeError for the first of `options` that is no option of `function`."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in SIZES]
+    known = [p.name for p in parameters if is_option(p)]
     for name in options:
         if name not in known:
             there = f"; there are {', '.join(known)}" if known else "; it has none"

@@ -14,7 +14,7 @@ from rich.table import Table
 from nalanda.common.text import size
 from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
-from nalanda.model.options import SIZES
+from nalanda.model.options import is_option
 from nalanda.report.info import info
 from nalanda.report.runs import layers
 from nalanda.testing import build, norm_awareness, normal
@@ -99,7 +99,7 @@ def norms(mixer: str, feature_map: str | None) -> str:
 def options(kind: Any) -> str:
     """The keyword-only options of a constructor, each with its default."""
     found = inspect.signature(kind).parameters.values()
-    own = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in SIZES]
+    own = [p for p in found if is_option(p)]
     return ", ".join(f"{p.name}={p.default}" for p in own) or "–"
 
 
