@@ -29,6 +29,7 @@ from nalanda_eval.studies.plan import (
     best_recall_rate,
     bigram_settings,
     chosen_rate,
+    final_loss,
     final_settings,
     recall_models,
     recall_run,
@@ -231,6 +232,10 @@ def verdicts(results: Results) -> list[str]:
 # ------------------------------ tables
 
 
+def table_of(header: list[str], lines: list[list[str]], left: int = 2) -> str:
+    return markdown_table(header, lines, left=left) if lines else "Not measured yet."
+
+
 def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
@@ -259,7 +264,7 @@ def endpoint_table(results: Results) -> str:
         mixer = "–" if system.group == BESIDE else system.group
         rate = f"{results.rates[system]:g}"
         lines.append([system.size, mixer, system.form, rate, *map(number, losses), *cells])
-    return markdown_table(header, lines, left=3)
+    return table_of(header, lines, left=3)
 
 
 def calibration_table(results: Results) -> str:
@@ -284,9 +289,28 @@ def calibration_table(results: Results) -> str:
             ]
         )
     budgets = [f"{b:,}" for b in results.study.budgets]
-    return markdown_table(
-        ["form", "rate", *budgets, *(f"gap, {b}" for b in budgets), "published"], lines, left=1
-    )
+    return table_of(["form", "rate", *budgets, *(f"gap, {b}" for b in budgets), "published"], lines, left=1)
+
+
+def rate_table(results: Results) -> str:
+    """The losses that choose each system's rate: of the last rung that a rate took part in."""
+    study, lines = results.study, []
+    for system, chosen in results.rates.items():
+        losses: dict[float, Record] = {}
+        for settings in chosen_rate(system, study, results.lm, results.found)[1]:
+            if (record := results.found.get(key(settings))) is not None:
+                losses[settings["rate"]] = record
+        if losses:
+            cells = [
+                f"{final_loss(losses[rate]):.3f}, {losses[rate]['settings']['budgets'][-1] // 1000} K"
+                if rate in losses
+                else "–"
+                for rate in study.rates.values
+            ]
+            edge = ", an edge" if chosen in (min(study.rates.values), max(study.rates.values)) else ""
+            shown = "–" if chosen is None else f"{chosen:g}{edge}"
+            lines.append([system.size, system.name, *cells, shown])
+    return table_of(["size", "system", *(f"{rate:g}" for rate in study.rates.values), "chosen"], lines)
 
 
 def bigram_table(results: Results) -> str:
@@ -300,7 +324,7 @@ def bigram_table(results: Results) -> str:
         ahead = sum(value < loss for value, _ in ranked)
         best = f"{ranked[0][1]}, {ranked[0][0]:.3f}" if ranked else "–"
         lines.append([f"{budget:,}", number(loss), best, f"{ahead} of {len(ranked)}"])
-    return markdown_table(["tokens", "bigrams", "best system", "systems ahead of the bigrams"], lines, left=1)
+    return table_of(["tokens", "bigrams", "best system", "systems ahead of the bigrams"], lines, left=1)
 
 
 def position_table(results: Results) -> str:
@@ -312,7 +336,7 @@ def position_table(results: Results) -> str:
         means = np.mean([[loss for _, loss in record["lengths"]] for record in got], axis=0)
         lines.append([system.size, system.name, *map(number, means)])
     spans = [f"{a}–{b - 1}" for a, b in itertools.pairwise([0, *ends])]
-    return markdown_table(["size", "system", *spans], lines)
+    return table_of(["size", "system", *spans], lines)
 
 
 def recall_table(results: Results) -> str:
@@ -331,21 +355,25 @@ def recall_table(results: Results) -> str:
         accuracy = fmean(record["score"] for record in got)
         lines.append([name, f"{rate:g}", *shown, f"{100 * accuracy:.1f}"])
     header = ["system", "rate", f"steps to {RECALLED:.0%}, median", "fewest", "most", "% right at the end"]
-    return markdown_table(header, lines, left=1)
+    return table_of(header, lines, left=1)
 
 
 def run_table(results: Results) -> str:
+    """The judging runs that are recorded, also of systems that lack some."""
     lines = []
-    for system, got in results.runs.items():
-        for record in got:
+    for system, rate in results.rates.items():
+        if rate is None:
+            continue
+        for seed in results.study.seeds:
+            settings = final_settings(system, rate, seed, results.study, results.lm)
+            if (record := results.found.get(key(settings))) is None:
+                continue
             losses = " ".join(f"{row['loss']:.4f}" for row in record["budgets"])
-            asked = record["settings"]
-            lines.append([
-                system.size, system.name, f"{asked['rate']:g}", str(asked["seed"]), losses,
-                f"{record['parameters']:,}", bytes_text(record["state_bytes"]), f"{record['seconds']:.0f}",
-            ])  # fmt: skip
+            shown = [system.size, system.name, f"{rate:g}", str(seed), record.get("failed", losses)]
+            shown += [f"{record['parameters']:,}", bytes_text(record["state_bytes"])]
+            lines.append([*shown, f"{record['seconds']:.0f}"])
     header = ["size", "system", "rate", "seed", "nats a token by budget", "parameters", "state", "s"]
-    return markdown_table(header, lines)
+    return table_of(header, lines)
 
 
 def facts(found: dict[str, Record]) -> str:
@@ -493,6 +521,10 @@ def report(directory: Path) -> list[Path]:
     if study.calibration:
         picture = [drawn["calibration"]] if "calibration" in drawn else []
         blocks += ["## Calibration", f"{study.calibration.source}.", *picture, calibration_table(results)]
+    told = (
+        f"Nats a token, and the tokens, of the last rung that a rate took part in; seed {study.rates.seed}."
+    )
+    blocks += ["## Rates", told, rate_table(results)]
     blocks += ["## Bigrams of as many tokens", bigram_table(results)]
     if study.lengths:
         told = (
