@@ -426,7 +426,7 @@ def draw_gaps(results: Results, file: Path) -> None:
                 if pair is not None:
                     band(a, study.budgets, [results.at(*pair, i) for i in range(len(study.budgets))], i, form)
             a.set_title(f"{panel[1]}, {panel[0]} parameters")
-            a.set(xscale="log", xlabel="training tokens")
+            budget_axis(a, study.budgets)
         for a in axes[:, 0]:
             a.set_ylabel(f"loss less that of {study.reference} (nats a token)")
         handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -436,6 +436,14 @@ def draw_gaps(results: Results, file: Path) -> None:
             fontsize=9, x=0.01, ha="left",
         )  # fmt: skip
         figure.savefig(file)
+
+
+def budget_axis(axes: Any, budgets: Sequence[int]) -> None:
+    """A logarithmic axis of tokens with a mark for each budget."""
+    axes.set(xscale="log", xlabel="training tokens (log)")
+    named = [f"{b / 1e6:.1f} M" if b >= 1e5 else f"{b / 1e3:.0f} K" for b in budgets]
+    axes.set_xticks(budgets, labels=named)
+    axes.set_xticks([], minor=True)
 
 
 def band(axes: Any, x: Sequence[float], gaps: Iterable[Gap], i: int, label: str) -> None:
@@ -471,9 +479,8 @@ def draw_calibration(results: Results, file: Path) -> None:
                 name,
             )
             a.axhline(published, color=COLOURS[i], lw=1, ls=":")
+        budget_axis(a, results.study.budgets)
         a.set(
-            xscale="log",
-            xlabel="training tokens",
             ylabel=f"loss less that of {results.study.reference} (nats)",
         )
         a.set_title("Bars: 95 % intervals. Dotted: the published gaps", fontsize=9)
