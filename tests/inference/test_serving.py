@@ -1,11 +1,13 @@
 """`transformers serve` with one of our checkpoints and OpenAI's client."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -46,8 +48,14 @@ def folder(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(folder, tmp_path_factory):
-    """The server does not import this package, and is asked for batching that our states do not support."""
+def client(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory):
+    """A client and the server, which does not import this package. It is asked for batching, which our states
+    do not support."""
     home = tmp_path_factory.mktemp("home")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -70,7 +78,8 @@ def client(folder, tmp_path_factory):
                 assert server.poll() is None, (home / "log").read_text()[-3000:]
                 assert time.monotonic() < deadline, (home / "log").read_text()[-3000:]
             time.sleep(0.1)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
+        url = f"http://127.0.0.1:{port}/v1"
+        yield openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0), server
     finally:
         server.kill()
         server.wait()
@@ -107,3 +116,39 @@ def test_plain_completions_need_no_template_and_stop_at_words(client, folder, to
     word = expected[6:8]
     stopped = client.completions.create(**asked, stop=[word]).choices[0].text
     assert stopped == expected[: expected.index(word) + 2]
+
+
+def test_32_clients_at_once_get_what_each_gets_alone(client, folder, tokenizer):
+    """Some ask for streams and leave after the first words."""
+    prompts = [" ".join(["state", "gate", "decay"][i % 3 :] * (1 + i % 7)) + str(i) for i in range(32)]
+
+    def ask(i: int) -> str:
+        asked = {"model": str(folder), "prompt": prompts[i], "max_tokens": 12, "temperature": 0}
+        if i % 4 == 1:
+            with client.completions.create(**asked, stream=True) as stream:
+                return next(iter(stream)).choices[0].text
+        return client.completions.create(**asked).choices[0].text
+
+    with ThreadPoolExecutor(32) as clients:
+        answers = list(clients.map(ask, range(32)))
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        alone = greedy(folder, tokenizer, f"<|endoftext|>{prompt}", max_new_tokens=12)
+        assert alone.startswith(answer) if i % 4 == 1 else answer == alone
+
+
+def test_a_prompt_beyond_the_training_length_is_answered(client, folder, tokenizer):
+    """The states do not limit the length, nor do rotary positions."""
+    prompt = "gate " * 1200
+    asked = {"model": str(folder), "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    expected = greedy(folder, tokenizer, f"<|endoftext|>{prompt}", max_new_tokens=4)
+    assert client.completions.create(**asked).choices[0].text == expected
+
+
+def test_the_server_ends_when_it_is_told_to(served, folder):
+    client, server = served
+    asked = {"model": str(folder), "prompt": "state", "max_tokens": 8, "temperature": 0}
+    client.completions.create(**asked)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(timeout=30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    with pytest.raises(openai.APIConnectionError):
+        client.completions.create(**asked)
