@@ -681,6 +681,21 @@ def bench_training(
     bench_train(threads=threads, rounds=rounds, against=against, json=json)
 
 
+@bench.command("serve")
+def bench_serving(
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the server")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="new tokens of a request")] = 64,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """Time `transformers serve` on this CPU with 1, 8 and 32 clients.
+
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
+    """
+    from nalanda.bench.serve import bench_serve
+
+    bench_serve(threads=threads, tokens=tokens, json=json)
+
+
 @bench.command()
 def decode(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,

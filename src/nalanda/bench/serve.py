@@ -1,0 +1,166 @@
+"""Measures what `transformers serve` gives many clients at once, with our models and transformers' Llama."""
+
+import contextlib
+import importlib.util
+import json as jsonlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nalanda.common.errors import InputError, output_file
+from nalanda.model import NalandaConfig, NalandaForCausalLM
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+}
+"""The shape of recipes/demo.yaml, 2.4 M parameters with tied embeddings."""
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "gated_deltanet": {"mixer": "gated_deltanet", "expand_k": 0.5},
+    "gated_deltanet, nala": {"mixer": "gated_deltanet", "expand_k": 0.5, "feature_map": "nala"},
+}
+PEER = "Llama"
+PROMPT = "The state of a recurrent layer has a fixed size. " * 8
+PATIENCE = 300.0
+"""Seconds until a server must answer, and a request."""
+
+
+def bench_serve(
+    *,
+    clients: tuple[int, ...] = (1, 8, 32),
+    tokens: int = 64,
+    threads: int = 2,
+    json: str | Path | None = None,
+) -> dict:
+    """Serves random models of the demo's size on this CPU and prints the tokens a second that n clients get.
+
+    Each client sends one request of 400 characters, a token each, and takes `tokens` tokens.
+
+    Args:
+        clients: numbers of clients, in turn.
+        tokens: new tokens of a request.
+        threads: threads of the server.
+        json: a file for the figures.
+
+    Raises:
+        InputError: the server's packages are missing, or it does not start.
+    """
+    file = None if json is None else output_file(json, "--json")
+    if importlib.util.find_spec("uvicorn") is None:
+        raise InputError("transformers serve needs more packages: pip install 'nalanda[serving]'")
+    console, found = Console(highlight=False), {}
+    console.print(
+        f"transformers serve, fp32, {SIZES}, {threads} threads, {platform.machine()}, "
+        f"torch {torch.__version__}, transformers {version('transformers')}",
+        soft_wrap=True,
+    )
+    with tempfile.TemporaryDirectory() as place:
+        for name in (*SYSTEMS, PEER):
+            folder = Path(place) / name.replace(", ", "-")
+            save_random(name, folder)
+            with serving(folder, threads) as url:
+                answer(url, folder, 2)
+                found[name] = {n: measure(url, folder, n, tokens) for n in clients}
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("tokens/s", no_wrap=True)
+    for n in clients:
+        table.add_column(f"{n} client{'s' * (n > 1)}", justify="right", no_wrap=True)
+    for name, speeds in found.items():
+        table.add_row(name, *(f"{speed:,.0f}  {speed / found[PEER][n]:.2f}×" for n, speed in speeds.items()))
+    console.print(table)
+    console.print(f"×: of {PEER}'s")
+    figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": found}
+    if file is not None:
+        file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def save_random(name: str, folder: Path) -> None:
+    """A random model that never ends its text, and a tokenizer of bytes."""
+    torch.manual_seed(0)
+    shared = SIZES | {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    if name == PEER:
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(**shared, num_attention_heads=2, max_position_embeddings=4096)
+        )
+    else:
+        model = NalandaForCausalLM(NalandaConfig(**shared, num_heads=2, **SYSTEMS[name]))
+    model.generation_config.suppress_tokens = [0, *range(257, SIZES["vocab_size"])]
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({"<|end|>": 0} | {c: i + 1 for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|end|>", eos_token="<|end|>"
+    ).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, threads: int) -> Iterator[str]:
+    """The address of a server of `folder`, which ends with the context. Raises `InputError`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    command += ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "NO_PROXY": "*",
+        "HF_HOME": str(folder / "home"),
+    }  # fmt: skip
+    log = folder / "log"
+    with log.open("w") as stream:
+        server = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=stream, stderr=subprocess.STDOUT
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            if server.poll() is not None or time.monotonic() > deadline:
+                last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+                raise InputError(f"transformers serve does not start: {last}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def answer(url: str, folder: Path, tokens: int) -> str:
+    """The text of one request."""
+    asked = {"model": str(folder), "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+    data, headers = jsonlib.dumps(asked).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        return jsonlib.load(response)["choices"][0]["text"]
+
+
+def measure(url: str, folder: Path, clients: int, tokens: int) -> float:
+    """Tokens a second of `clients` simultaneous requests, together."""
+    with ThreadPoolExecutor(clients) as pool:
+        start = time.perf_counter()
+        list(pool.map(lambda _: answer(url, folder, tokens), range(clients)))
+        return clients * tokens / (time.perf_counter() - start)
