@@ -23,7 +23,7 @@ def test_tokens_a_second_of_each_model_and_number_of_clients(tmp_path, monkeypat
 
 def test_a_server_that_does_not_start_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(serve.sys, "executable", "false")  # a program that fails
-    with pytest.raises(InputError, match="^transformers serve does not start: no output$"):
+    with pytest.raises(InputError, match=r"^transformers serve does not start: no output$"):
         serve.serving(tmp_path, 1).__enter__()
 
 
