@@ -317,18 +317,21 @@ def convert(
     source: Annotated[str, typer.Argument(help="a model folder or hub id")],
     destination: Annotated[str, typer.Argument(help="the folder to make")],
     to: Annotated[
-        str | None, typer.Option(help="nalanda, fla or llama; required where more than one is possible")
+        str | None,
+        typer.Option(help="nalanda, fla, llama, qwen3_5; required where more than one is possible"),
     ] = None,
+    check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
-    Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, and transformers' Llama.
-    The logits stay equal; what the other format cannot express is an error.
+    Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, transformers' Llama and
+    Qwen3.5. What the other format cannot express is an error. Both models compute on a CPU, and no folder is
+    made if they differ; the differences go into its README.md.
     """
     _check_models([source])
     from nalanda.convert.convert import convert
 
-    print(convert(source, destination, to))
+    print(convert(source, destination, to, check))
 
 
 @app.command()

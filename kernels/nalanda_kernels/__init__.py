@@ -4,11 +4,13 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 API = 2  # increased when callers must change; copies of the ops with another number use their torch path
 ENVIRONMENT = "NALANDA_BACKEND"  # what `backend="auto"` means in this process
@@ -202,6 +204,32 @@ def keep_model_types() -> None:
     for kind in {str(getattr(model, "model_type", None)) for model in models} & CONFIG_MAPPING_NAMES.keys():
         own = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
         transformers.CONFIG_MAPPING.register(kind, own, exist_ok=True)
+
+
+def take_torch_path(module: ModuleType) -> None:
+    """Lets a modeling module of transformers compute on a CPU although flash-linear-attention is installed.
+
+    transformers chooses the kernels of that and similar packages when the module is imported. They need a
+    GPU: tensors on a CPU now take the functions in torch beside them, which the first call says.
+    """
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", *_CONVOLUTIONS):
+        chosen = getattr(module, name, None)
+        if callable(plain := inspect.unwrap(chosen) if chosen else None) and plain is not chosen:
+            setattr(module, name, _by_device(chosen, plain))
+
+
+_CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+def _by_device(chosen: Callable, plain: Callable) -> Callable:
+    def call(x, *args, **kwargs):
+        if x.device.type != "cpu":
+            return chosen(x, *args, **kwargs)
+        if _installed("fla"):
+            _say_once(f"{plain.__module__.split('.')[-1]} computes with torch: fla's kernels need a GPU")
+        return plain(x, *args, **kwargs)
+
+    return call
 
 
 @functools.cache

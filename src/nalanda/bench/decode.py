@@ -1,6 +1,5 @@
 """Measures decoding time per token at growing contexts, beside transformers' Qwen3-Next and softmax."""
 
-import inspect
 import json as jsonlib
 import platform
 import statistics
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nalanda_kernels import take_torch_path
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -178,12 +178,7 @@ def _peer() -> tuple[Step, int]:
     from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    # The public names use GPU kernels where installed, even on a CPU.
-    for name in ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"):
-        setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
-    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
-        if callable(getattr(qwen3_next, name, None)):
-            setattr(qwen3_next, name, inspect.unwrap(getattr(qwen3_next, name)))
+    take_torch_path(qwen3_next)
     config = Qwen3NextConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
         layer_types=["linear_attention"] * LAYERS, mlp_only_layers=list(range(LAYERS)), num_experts=0,

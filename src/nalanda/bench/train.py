@@ -1,7 +1,6 @@
 """Measures training steps on the CPU, beside transformers' Qwen3.5 and Llama and beside an earlier commit."""
 
 import contextlib
-import inspect
 import json as jsonlib
 import os
 import platform
@@ -16,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import nalanda_kernels
 import numpy as np
 import torch
 from rich import box
@@ -141,10 +141,7 @@ def _peers() -> dict[str, Step]:
         from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
         from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-    # The public names use GPU kernels where installed, even on a CPU.
-    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-        if callable(getattr(qwen3_5, name, None)):
-            setattr(qwen3_5, name, inspect.unwrap(getattr(qwen3_5, name)))
+    nalanda_kernels.take_torch_path(qwen3_5)
     config = Qwen3_5TextConfig(
         **SIZES, layer_types=["linear_attention"] * LAYERS,
         linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,16 +19,19 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
-from nalanda.convert import fla, llama
-from nalanda.convert.formats import Config
+from nalanda.convert import fla, llama, qwen3_5
+from nalanda.convert.certificate import card, compare, unchecked
+from nalanda.convert.formats import Config, Format, Tensors, unsupported
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
 
-LIBRARIES = {"fla": fla.FORMATS, "llama": llama.FORMATS}
+LIBRARIES = {"fla": fla.FORMATS, "llama": llama.FORMATS, "qwen3_5": qwen3_5.FORMATS}
 """Other libraries' formats by `model_type`, under the name of the library for `--to`."""
 
 FORMATS = {kind: format for formats in LIBRARIES.values() for kind, format in formats.items()}
+
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text"}  # its text model alone is read
 
 _SIDE_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -81,66 +86,97 @@ def _split_glu(stored: dict[str, Stored], width: int) -> None:
             stored[up] = dataclasses.replace(half, rows=slice(width, None))
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of ours within a stored one."""
+
+    whole: Stored
+    split: Callable[[torch.Tensor], torch.Tensor]
+
+    def read(self) -> torch.Tensor:
+        return self.split(self.whole.read())
+
+
+def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of our tensors by name."""
+    with torch.device("meta"):
+        shapes = {n: tuple(t.shape) for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
 def _matched(
-    stored: dict[str, Stored], config: NalandaConfig, theirs: Callable[[str], str]
-) -> dict[str, Stored]:
-    """The stored tensors by our names; `theirs` maps our names to those in the files.
+    stored: dict[str, Stored], config: NalandaConfig, tensors: Callable[[Iterable[str]], list[Tensors]]
+) -> dict[str, Part]:
+    """What is stored, by our names; `tensors` has theirs for our names.
 
     Raises:
         InputError: a tensor is missing, unknown, or has the wrong shape.
     """
     stored = {name: tensor for name, tensor in stored.items() if not _COMPUTED.search(name)}
     _split_glu(stored, config.intermediate_size)
-    with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    shapes = _shapes(config)
     if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-        head, embedding = (stored.get(theirs(n)) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+        both = ("lm_head.weight", "model.embed_tokens.weight")
+        head, embedding = (stored.get(t.theirs) for n in both for t in tensors([n]) if t.ours == (n,))
         if head and embedding:
             if not torch.equal(head.read(), embedding.read()):
                 raise InputError(f"tie_word_embeddings=True, but {head.name} and {embedding.name} differ")
             del stored[head.name]
     found = {}
-    for name, shape in shapes.items():
-        tensor = stored.pop(theirs(name), None)
+    for theirs in tensors(shapes):
+        tensor = stored.pop(theirs.theirs, None)
         if tensor is None:
-            raise InputError(f"tensor {theirs(name)} is missing")
+            raise InputError(f"tensor {theirs.theirs} is missing")
+        rows = [shapes[name][0] for name in theirs.ours]
+        shape = (sum(rows), *shapes[theirs.ours[0]][1:])
         if tensor.shape != shape:
-            raise InputError(f"tensor {theirs(name)} is {list(tensor.shape)}, the config says {list(shape)}")
-        found[name] = tensor
+            raise InputError(f"tensor {theirs.theirs} is {list(tensor.shape)}, the config says {list(shape)}")
+        for i, name in enumerate(theirs.ours):
+            found[name] = Part(tensor, partial(_part, theirs, rows, i))
     if stored:
         raise InputError(f"{len(stored)} tensors have no counterpart, {min(stored)} for one")
     return found
 
 
-def _save(tensors: dict[str, Stored], folder: Path) -> None:
-    """Writes the renamed tensors, keeping the names of the files and which tensors each holds."""
-    files: dict[str, dict[str, Stored]] = {}
-    for name, tensor in tensors.items():
-        files.setdefault(tensor.file.name, {})[name] = tensor
+def _part(tensor: Tensors, rows: list[int], i: int, whole: torch.Tensor) -> torch.Tensor:
+    return tensor.split(whole, rows)[i]
+
+
+def _save(found: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
+    """Writes `tensors` from ours, keeping the names of the files and which tensors each holds."""
+    files: dict[str, list[Tensors]] = {}
+    last = max(part.whole.file.name for part in found.values())
+    for tensor in tensors:
+        file = found[tensor.ours[0]].whole.file.name if tensor.ours else last
+        files.setdefault(file, []).append(tensor)
     total = 0
     for file, group in sorted(files.items()):  # one file in memory at a time
-        content = {name: tensor.read().contiguous() for name, tensor in group.items()}
+        content = {t.theirs: t.join([found[n].read() for n in t.ours]).contiguous() for t in group}
         save_file(content, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in content.values())
     if set(files) != {"model.safetensors"}:
-        places = {name: tensor.file.name for name, tensor in sorted(tensors.items())}
+        places = dict(sorted((tensor.theirs, file) for file, group in files.items() for tensor in group))
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def convert(source: str, destination: str, to: str | None = None) -> Path:
+def convert(source: str, destination: str, to: str | None = None, check: bool = True) -> Path:
     """Converts the model of `source` to another format and returns its folder, `destination`.
 
     Args:
         source: a model folder or a Hugging Face hub id, in our format or one of FORMATS.
         destination: a new folder, which appears only when complete.
-        to: nalanda, fla or llama; required where more than one is possible.
+        to: nalanda, fla, llama or qwen3_5; required where more than one is possible.
+        check: compare both models, see `certificate.compare`; one is in memory at a time, in fp32.
 
     Weights keep their dtype and shards. The tokenizer and generation config are copied, see `pad_batches`.
+    The model card, README.md, has what the comparison found, which is printed on stderr too.
 
     Raises:
-        InputError: names what the target format cannot express; nothing is written.
+        InputError: names what the target format cannot express, or how far the models differ; nothing is
+            written.
     """
     out, folder = Path(destination), _folder(source)
     if os.path.lexists(out):
@@ -150,19 +186,24 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: no readable config.json ({error})") from None
     kind = given.get("model_type")
-    if kind not in FORMATS and kind != "nalanda":
-        raise InputError(f"{folder}: model_type {kind!r} is not one of nalanda, {', '.join(FORMATS)}")
+    kind = _MULTIMODAL.get(kind, kind)
     target = ""
     try:
-        config = NalandaConfig.from_pretrained(folder) if kind == "nalanda" else FORMATS[kind].ours(given)
+        _refuse(kind, given)
+        stored: dict[str, Stored] = {}
+        if kind == "nalanda":
+            config = NalandaConfig.from_pretrained(folder)
+        else:
+            if type(FORMATS[kind]).text_model is not Format.text_model:
+                given, stored = FORMATS[kind].text_model(given, _stored(folder))
+            config = FORMATS[kind].ours(given)
         target = _target(kind, config, to)
+        dtype = given.get("dtype", given.get("torch_dtype"))
         theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
-        found = _matched(_stored(folder), config, _names(kind, given))
+        found = _matched(stored or _stored(folder), config, _tensors(kind, given))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
-    dtype = given.get("dtype", given.get("torch_dtype"))
-    names = _names(target, theirs)
     with new_folder(out) as part:
         if target == "nalanda":
             _save_config(config, dtype, part)
@@ -171,10 +212,14 @@ def convert(source: str, destination: str, to: str | None = None) -> Path:
             about |= {"dtype": dtype} if dtype else {}
             text = json.dumps(theirs | about, indent=2, sort_keys=True)
             (part / "config.json").write_text(text + "\n", encoding="utf-8")
-        _save({names(name): tensor for name, tensor in found.items()}, part)
+        _save(found, _tensors(target, theirs | {"dtype": dtype})(_shapes(config)), part)
         for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
             (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
         pad_batches(part)
+        libraries = [_library(kind), _library(target)]
+        found = compare(folder, part, libraries) if check else unchecked("asked for with --no-check")
+        print(found, file=sys.stderr)
+        (part / "README.md").write_text(card(out.name, source, libraries, found), encoding="utf-8")
     return out
 
 
@@ -192,7 +237,7 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
         library: name
         for library, formats in LIBRARIES.items()
         for name, format in formats.items()
-        if mixers == {format.mixer}
+        if format.takes(mixers)
     }
     kinds = {library: name for library, name in kinds.items() if name != kind}
     if to is None and (kind != "nalanda" or len(kinds) == 1):
@@ -203,8 +248,27 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
     return kinds[to]
 
 
-def _names(kind: str, config: Config) -> Callable[[str], str]:
-    return (lambda name: name) if kind == "nalanda" else (lambda name: FORMATS[kind].tensor(name, config))
+def _tensors(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:
+    """The stored tensors of a model of that kind and config, for the names of ours."""
+    if kind == "nalanda":
+        return lambda names: [Tensors(name, (name,)) for name in names]
+    return lambda names: FORMATS[kind].tensors(names, config)
+
+
+def _library(kind: str) -> str:
+    return next((library for library, formats in LIBRARIES.items() if kind in formats), kind)
+
+
+def _refuse(kind: str, given: Config) -> None:
+    """Raises InputError for a kind of model that is not in FORMATS."""
+    if kind in FORMATS or kind == "nalanda":
+        return
+    for config in (given, given.get("text_config") or {}):
+        if config.get("num_experts"):
+            raise unsupported("num_experts", config["num_experts"])
+    if kind == "olmo_hybrid":
+        raise InputError("layer_types: its full_attention layers norm their output, ours their input")
+    raise InputError(f"model_type {kind!r} is not one of nalanda, {', '.join(FORMATS)}")
 
 
 def _save_config(config: NalandaConfig, dtype: str | None, folder: Path) -> None:

@@ -1,18 +1,21 @@
-"""How another library's config and tensor names map to ours.
+"""How another library's config and tensors map to ours.
 
-All formats store weights alike, RoPE's halves included, so conversion renames tensors and changes no values.
-A `Format` checks that two configs mean the same model, and refuses those that do not.
+A `Format` checks that two configs mean the same model, and refuses those that do not. It names the tensors
+of ours that each of theirs holds. Most formats store weights alike, RoPE's halves included, so only names
+differ.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from nalanda.common.errors import InputError
-from nalanda.model import NalandaConfig
+from nalanda.model import MIXERS, NalandaConfig
 
 Config = dict[str, Any]
 
@@ -40,13 +43,32 @@ def only(*values: Any) -> Field:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tensors:
+    """A tensor of theirs, and the tensors of ours that it holds."""
+
+    theirs: str
+    """Name of theirs."""
+    ours: tuple[str, ...]
+    """Names of ours; none: a constant."""
+    join: Callable[[list[Tensor]], Tensor] = lambda parts: parts[0]
+    """Ours to theirs."""
+    split: Callable[[Tensor, list[int]], list[Tensor]] = lambda whole, rows: [whole]
+    """Theirs to ours, which have that many rows each."""
+
+
+def stacked(theirs: str, ours: tuple[str, ...]) -> Tensors:
+    """The rows of ours, one after the other."""
+    return Tensors(theirs, ours, torch.cat, lambda whole, rows: list(whole.split(rows)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Format:
-    """Another library's format of a model whose layers all have the same mixer."""
+    """Another library's format of a model."""
 
     architecture: str
     """Class name of the model, for config.json."""
     mixer: str
-    """Equivalent mixer of ours."""
+    """Equivalent mixer of ours, in all layers."""
     fields: dict[str, Field]
     """Fields of its config, by name."""
     read: Callable[[Config, Config], None]
@@ -55,6 +77,14 @@ class Format:
     """`write(ours, theirs)` fills in their fields; `ours` is as `resolved` returns it."""
     names: dict[str, str]
     """Parts of our tensor names, and what replaces them in theirs."""
+
+    def takes(self, mixers: set[str]) -> bool:
+        """Whether it has models of these mixers."""
+        return mixers == {self.mixer}
+
+    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Config and tensors by name, without parts that have no influence on the next token of a text."""
+        return given, files
 
     def ours(self, given: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
@@ -78,19 +108,25 @@ class Format:
 
     def theirs(self, config: NalandaConfig) -> Config:
         """Their equivalent config. Raises InputError where reading it back would give a different model."""
-        if {self.mixer} != set(config.layer_mixers):
+        if not self.takes(set(config.layer_mixers)):
             raise InputError(f"mixer={config.mixer!r} cannot be expressed there")
         ours, theirs = resolved(config), {}
         for name, known in self.fields.items():
-            table = ours["mixer_options"] if known.means.startswith(".") else ours
+            table = ours["mixer_options"][self.mixer] if known.means.startswith(".") else ours
             theirs[name] = table[known.means.lstrip(".")] if known.means else known.default
         self.write(ours, theirs)
         back = resolved(self.ours(theirs))
-        for before, after in ((ours["mixer_options"], back["mixer_options"]), (ours, back)):
+        options, options_back = ours.pop("mixer_options"), back.pop("mixer_options")
+        tables = [(mixer, options[mixer], options_back[mixer]) for mixer in options]
+        for mixer, before, after in [*tables, (self.mixer, ours, back)]:
             for name, value in before.items():
                 if after[name] != value:
-                    raise InputError(f"{name}={value!r} of mixer {self.mixer!r} cannot be expressed there")
+                    raise InputError(f"{name}={value!r} of mixer {mixer!r} cannot be expressed there")
         return theirs
+
+    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+        """Their tensors in a model with that config, whose tensors have these names here."""
+        return [Tensors(self.tensor(name, theirs), (name,)) for name in names]
 
     def tensor(self, name: str, theirs: Config) -> str:
         """Their name of our tensor `name`."""
@@ -105,21 +141,32 @@ def unsupported(name: str, value: Any) -> InputError:
 
 
 def resolved(config: NalandaConfig) -> Config:
-    """Every setting that affects the model's output, with the mixer's defaults for those left open."""
-    (mixer,) = config.distinct_mixers().values()
-    keys = inspect.signature(type(mixer).__init__).parameters.values()
-    options = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
+    """Every setting that affects the model's output, with the defaults for those left open. `mixer_options`
+    has those of each mixer by its name."""
+    mixers, options = config.distinct_mixers(), {}
+    for name, mixer in mixers.items():
+        keys = inspect.signature(type(mixer).__init__).parameters.values()
+        options[name] = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
+        options[name] |= mixer_options(config, name)
+    main = next((mixer for mixer in mixers.values() if mixer.map_name), next(iter(mixers.values())))
     fields = [f.name for f in dataclasses.fields(config) if f.name in NalandaConfig.__annotations__]
     # key_dim and value_dim stand for expand_k, expand_v and head_dim.
     left_out = {"expand_k", "expand_v", "head_dim", "initializer", "mixer"}
     return {name: getattr(config, name) for name in fields if name not in left_out} | {
+        "layers": config.layer_mixers,
         "key_dim": config.key_dim,
         "value_dim": config.value_dim,
-        "mixer_options": options | config.mixer_options.get(config.layer_mixers[0], config.mixer_options),
-        "feature_map": mixer.map_name,
-        "conv_size": mixer.conv_size,
-        "use_gate": mixer.gated,
+        "mixer_options": options,
+        "feature_map": main.map_name,
+        "conv_size": main.conv_size,
+        "use_gate": main.gated,
     }
+
+
+def mixer_options(config: NalandaConfig, mixer: str) -> Config:
+    """The options of a mixer that the config gives."""
+    by_name = MIXERS.keys() & config.mixer_options.keys()
+    return config.mixer_options.get(mixer, {}) if by_name else config.mixer_options
 
 
 # Fields that all formats share, with flash-linear-attention's defaults.

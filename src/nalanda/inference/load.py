@@ -1,11 +1,12 @@
 """Loads a model and its tokenizer for inference."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from nalanda_kernels import keep_model_types
+from nalanda_kernels import keep_model_types, take_torch_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained, out_of_memory
@@ -43,6 +44,7 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        take_torch_path(sys.modules[type(model).__module__])
         model = model.to(device)
     except Exception as error:  # tokenizers, safetensors and transformers share no exception class
         if out_of_memory(error):

@@ -1,0 +1,285 @@
+"""The dense text models of Qwen3.5 in transformers: Gated DeltaNet and gated softmax attention."""
+
+import copy
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nalanda.common.errors import InputError
+from nalanda.convert.formats import (
+    SHARED,
+    Config,
+    Field,
+    Format,
+    Tensors,
+    mixer_options,
+    only,
+    stacked,
+    unsupported,
+)
+from nalanda.model import NalandaConfig
+
+_LAYER_TYPES = {"gated_deltanet": "linear_attention", "softmax": "full_attention"}
+_DROPPED = ("model.visual.", "visual.", "mtp.")  # images, and predictions further ahead
+_NULL_HEAD_DIM = 64  # of the null layer's only head: the least that engines have kernels for
+
+
+def shifted(theirs: str, ours: str, dtype: torch.dtype) -> Tensors:
+    """A norm's weight w, which they store as w − 1. That is in fp32, where it is exact for all w ≥ ½ and for
+    all of bf16 but the tiniest; `dtype` is that of ours, where it can hold w."""
+
+    def add(w: Tensor, rows: list[int]) -> list[Tensor]:
+        wide = w.float() + 1
+        return [narrow if torch.equal((narrow := wide.to(dtype)).float(), wide) else wide]
+
+    return Tensors(theirs, (ours,), lambda parts: parts[0].float() - 1, add)
+
+
+def _per_head(theirs: str, ours: tuple[str, ...], heads: int) -> Tensors:
+    """Of each head, the rows of one of ours and then those of the other."""
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], 1).flatten(0, 1)
+
+    def split(whole: Tensor, rows: list[int]) -> list[Tensor]:
+        by_head = whole.unflatten(0, (heads, -1))
+        return [x.flatten(0, 1) for x in by_head.split([n // heads for n in rows], 1)]
+
+    return Tensors(theirs, ours, join, split)
+
+
+class Qwen3_5(Format):
+    """Every layer is `gated_deltanet` or `softmax`.
+
+    The engines' caches need a layer of attention. A model without one gets a null layer at its end, whose
+    output projections are zero: an exact identity, which reading recognises and drops.
+    """
+
+    def takes(self, mixers: set[str]) -> bool:
+        return "gated_deltanet" in mixers and mixers <= _LAYER_TYPES.keys()
+
+    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Of a multimodal model, its text model. Says on stderr what is dropped."""
+        if "text_config" in given:
+            shared = {name: given[name] for name in ("tie_word_embeddings", "dtype") if name in given}
+            given = given["text_config"] | shared
+        dropped = [name for name in files if name.startswith(_DROPPED)]
+        if dropped:
+            print(
+                f"dropped {len(dropped)} tensors that no text needs, {min(dropped)} for one", file=sys.stderr
+            )
+        kept = {name: tensor for name, tensor in files.items() if name not in dropped}
+        kept = {n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()}
+        types = _layer_types(given)
+        last = f"model.layers.{len(types) - 1}."
+        outputs = [kept.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")]
+        only_last = types.count("full_attention") == 1 and types[-1] == "full_attention"
+        if only_last and all(x is not None and not x.read().any() for x in outputs):
+            kept = {name: tensor for name, tensor in kept.items() if not name.startswith(last)}
+            given = given | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
+        return given, kept
+
+    def theirs(self, config: NalandaConfig) -> Config:
+        config = _explicit(config)
+        theirs = super().theirs(config)
+        if "softmax" not in config.layer_mixers:
+            theirs["layer_types"] = [*theirs["layer_types"], "full_attention"]
+            theirs["num_hidden_layers"] += 1
+        interval = theirs["layer_types"].index("full_attention") + 1
+        regular = _layer_types(theirs | {"layer_types": None, "full_attention_interval": interval})
+        theirs["full_attention_interval"] = interval if regular == theirs["layer_types"] else None
+        return theirs
+
+    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+        there = set(names)
+        dtype = getattr(torch, theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
+        found = [Tensors(n, (n,)) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in there]
+        found.append(shifted("model.norm.weight", "model.norm.weight", dtype))
+        for i, kind in enumerate(_layer_types(theirs)):
+            layer = f"model.layers.{i}."
+            if layer + "mixer_norm.weight" in there:
+                found += _layer(layer, kind, theirs["num_attention_heads"], dtype)
+            else:
+                found += _null_layer(layer, theirs)
+        return found
+
+
+def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensors]:
+    ours, theirs = layer + "mixer.", layer + ("linear_attn." if kind == "linear_attention" else "self_attn.")
+
+    def of(*names: str) -> tuple[str, ...]:
+        return tuple(f"{ours}{name}.weight" for name in names)
+
+    found = [
+        Tensors(f"{layer}mlp.{n}_proj.weight", (f"{layer}mlp.{n}_proj.weight",))
+        for n in ("gate", "up", "down")
+    ]
+    found.append(shifted(layer + "input_layernorm.weight", layer + "mixer_norm.weight", dtype))
+    found.append(shifted(layer + "post_attention_layernorm.weight", layer + "mlp_norm.weight", dtype))
+    if kind == "full_attention":
+        same = {f"{n}_proj": f"{n}_proj" for n in "kvo"}
+        found.append(_per_head(theirs + "q_proj.weight", of("q_proj", "g_proj"), heads))
+        found += [shifted(f"{theirs}{n}_norm.weight", *of(f"{n}_norm"), dtype=dtype) for n in "qk"]
+    else:
+        same = {"in_proj_z": "g_proj", "in_proj_b": "b_proj", "in_proj_a": "a_proj"}
+        same |= {"norm": "o_norm", "out_proj": "o_proj"}
+        found.append(stacked(theirs + "in_proj_qkv.weight", of("q_proj", "k_proj", "v_proj")))
+        found.append(stacked(theirs + "conv1d.weight", of("q_conv1d", "k_conv1d", "v_conv1d")))
+        found += [Tensors(theirs + n, (f"{ours}decay.{n}",)) for n in ("A_log", "dt_bias")]
+    return found + [Tensors(f"{theirs}{there}.weight", of(here)) for there, here in same.items()]
+
+
+def _null_layer(layer: str, theirs: Config) -> list[Tensors]:
+    D, width, K = theirs["hidden_size"], theirs["intermediate_size"], theirs["head_dim"]
+    H, groups = theirs["num_attention_heads"], theirs["num_key_value_heads"]
+    shapes = {
+        **{"input_layernorm": (D,), "post_attention_layernorm": (D,)},
+        **{"mlp.gate_proj": (width, D), "mlp.up_proj": (width, D), "mlp.down_proj": (D, width)},
+        **{"self_attn.q_proj": (2 * H * K, D), "self_attn.o_proj": (D, H * K)},
+        **{f"self_attn.{n}_proj": (groups * K, D) for n in "kv"},
+        **{f"self_attn.{n}_norm": (K,) for n in "qk"},
+    }
+    dtype = getattr(torch, theirs.get("dtype") or "float32")
+    return [
+        Tensors(f"{layer}{name}.weight", (), lambda _, shape=shape: torch.zeros(shape, dtype=dtype))
+        for name, shape in shapes.items()
+    ]
+
+
+def _layer_types(theirs: Config) -> list[str]:
+    if theirs.get("layer_types"):
+        return theirs["layer_types"]
+    every = theirs.get("full_attention_interval") or 4
+    kinds = ("full_attention", "linear_attention")
+    return [kinds[bool((i + 1) % every)] for i in range(theirs.get("num_hidden_layers", 32))]
+
+
+def _explicit(config: NalandaConfig) -> NalandaConfig:
+    """The config with the options of its mixers that follow from others."""
+    if not {*config.layer_mixers} <= _LAYER_TYPES.keys():
+        return config
+    mixers, options = config.distinct_mixers(), {}
+    if "gated_deltanet" in mixers:
+        options["gated_deltanet"] = {"num_v_heads": mixers["gated_deltanet"].num_v_heads}
+    if "softmax" in mixers:
+        full: Any = mixers["softmax"]
+        if full.K != full.V:
+            raise InputError(
+                f"expand_v={config.expand_v} of mixer 'softmax' cannot be expressed there: K = V"
+            )
+        options["softmax"] = {
+            "num_heads": full.num_heads,
+            "num_kv_heads": full.num_v_heads,
+            "head_dim": full.K,
+            "rotary_dim": full.rotary_dim,
+        }
+    changed = copy.copy(config)
+    changed.mixer_options = {name: mixer_options(config, name) | table for name, table in options.items()}
+    return changed
+
+
+def _read(theirs: Config, ours: Config) -> None:
+    types = _layer_types(theirs)
+    known = {kind: mixer for mixer, kind in _LAYER_TYPES.items()}
+    for kind in types:
+        if kind not in known:
+            raise unsupported("layer_types", kind)
+    if len(types) != theirs["num_hidden_layers"]:
+        raise InputError(
+            f"layer_types names {len(types)} layers, num_hidden_layers is {theirs['num_hidden_layers']}"
+        )
+    K, V = theirs["linear_key_head_dim"], theirs["linear_value_head_dim"]
+    ours |= {"mixer": [known[kind] for kind in types], "head_dim": K, "expand_v": V / K}
+    ours |= {"feature_map": "silu", "use_gate": True}
+    options = {"gated_deltanet": ours["mixer_options"]}
+    if "full_attention" in types:
+        rope = dict(theirs["rope_parameters"] or {})
+        if (kind := rope.get("rope_type", "default")) != "default":
+            raise unsupported("rope_type", kind)
+        factor = rope.get("partial_rotary_factor", theirs["partial_rotary_factor"])
+        options["softmax"] = {
+            "num_heads": theirs["num_attention_heads"],
+            "num_kv_heads": theirs["num_key_value_heads"],
+            "head_dim": theirs["head_dim"],
+            "rotary_dim": int(theirs["head_dim"] * factor),
+            "rope_theta": rope.get("rope_theta", theirs["rope_theta"]),
+            "qk_norm": True,
+            "gate": "channel",
+        }
+    if set(types) == {"linear_attention"}:
+        ours["mixer"] = "gated_deltanet"
+    else:
+        ours["mixer_options"] = {name: table for name, table in options.items() if name in ours["mixer"]}
+
+
+def _write(ours: Config, theirs: Config) -> None:
+    if not ours["conv_size"]:
+        raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
+    full = ours["mixer_options"].get("softmax")
+    if full and full["rope_theta"] is None:
+        raise InputError("rope_theta=None of mixer 'softmax' cannot be expressed there")
+    full = full or {"num_heads": 1, "num_kv_heads": 1, "head_dim": _NULL_HEAD_DIM, "rotary_dim": 16} | {
+        "rope_theta": 10000.0
+    }
+    third = full["rotary_dim"] // 6  # of the rotary pairs; the axes of an image, which are equal in text
+    theirs |= {
+        "layer_types": [_LAYER_TYPES[mixer] for mixer in ours["layers"]],
+        "linear_key_head_dim": ours["key_dim"],
+        "linear_value_head_dim": ours["value_dim"],
+        "num_attention_heads": full["num_heads"],
+        "num_key_value_heads": full["num_kv_heads"],
+        "head_dim": full["head_dim"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": full["rope_theta"],
+            "partial_rotary_factor": full["rotary_dim"] / full["head_dim"],
+            "mrope_interleaved": True,
+            "mrope_section": [full["rotary_dim"] // 2 - 2 * third, third, third],
+        },
+    }
+    del theirs["partial_rotary_factor"], theirs["rope_theta"]
+
+
+FORMATS = {
+    "qwen3_5_text": Qwen3_5(
+        "Qwen3_5ForCausalLM",
+        "gated_deltanet",
+        SHARED
+        | {
+            "vocab_size": Field(248320, "vocab_size"),
+            "hidden_size": Field(4096, "hidden_size"),
+            "intermediate_size": Field(12288, "intermediate_size"),
+            "num_hidden_layers": Field(32, "num_hidden_layers"),
+            "max_position_embeddings": Field(32768, "max_position_embeddings"),
+            "bos_token_id": Field(None, "bos_token_id"),
+            "eos_token_id": Field(None, "eos_token_id"),
+            "rms_norm_eps": Field(1e-6, "norm_eps"),
+            "hidden_act": only("silu", "swish"),
+            "layer_types": Field(None),
+            "full_attention_interval": Field(None),
+            "linear_num_key_heads": Field(16, "num_heads"),
+            "linear_num_value_heads": Field(32, ".num_v_heads"),
+            "linear_key_head_dim": Field(128),
+            "linear_value_head_dim": Field(128),
+            "linear_conv_kernel_dim": Field(4, "conv_size"),
+            "num_attention_heads": Field(16),
+            "num_key_value_heads": Field(4),
+            "head_dim": Field(256),
+            "attn_output_gate": only(True),
+            "attention_bias": only(False),
+            "attention_dropout": only(0.0),
+            "rope_parameters": Field(None),
+            "rope_theta": Field(10000.0),
+            "partial_rotary_factor": Field(0.25),
+            "mamba_ssm_dtype": Field("float32"),
+            "mtp_num_hidden_layers": Field(0),
+            "mtp_use_dedicated_embeddings": Field(False),
+        },
+        _read,
+        _write,
+        {},
+    ),
+}
