@@ -214,7 +214,7 @@ def take_torch_path(module: ModuleType) -> None:
     """
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", *_CONVOLUTIONS):
         chosen = getattr(module, name, None)
-        if callable(plain := inspect.unwrap(chosen) if chosen else None) and plain is not chosen:
+        if chosen is not None and (plain := inspect.unwrap(chosen)) is not chosen:
             setattr(module, name, _by_device(chosen, plain))
 
 

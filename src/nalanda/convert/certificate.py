@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub import ModelCardData
 from nalanda_kernels import take_torch_path
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, first_line
 
@@ -107,7 +107,7 @@ def compute(folder: Path, ids: Tensor) -> Computed:
             done = model.generate(prompt, attention_mask=torch.ones_like(prompt))
     except Exception as error:  # transformers' models share no exception class
         name = folder.name.removeprefix(".tmp-")
-        raise InputError(f"cannot compute with the model of {name}: {first_line(error)}") from error
+        raise InputError(f"{name}: cannot compute ({first_line(error)}); --no-check skips this") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
         transformers.logging.enable_progress_bar()
@@ -122,7 +122,8 @@ def _tokens(folder: Path) -> tuple[Tensor, str]:
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     if any(folder.glob("tokenizer*")):
         text = topics["naming"]  # of Python's manual, as text of any kind will do
-        ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids[:TOKENS]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)  # pyrefly: ignore
+        ids = tokenizer(text, add_special_tokens=False).input_ids[:TOKENS]
         if len(ids) == TOKENS and max(ids) < vocabulary:
             return torch.tensor(ids), "English"
     return torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)), "random"

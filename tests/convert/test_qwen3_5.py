@@ -1,0 +1,280 @@
+"""Qwen3.5's text models: conversion both ways, refusals, and the proof that both models compute the same."""
+
+import json
+import shutil
+import typing
+
+import pytest
+import torch
+import typer.testing
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+import nalanda_cli
+from nalanda import NalandaConfig
+from nalanda.common.errors import InputError
+from nalanda.convert import certificate
+from nalanda.convert.convert import convert
+from nalanda.inference.load import load_model
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_heads": 2, "head_dim": 8, "initializer_range": 0.2, "feature_map": "silu"}
+FULL = {
+    "qk_norm": True,
+    "gate": "channel",
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 12,
+    "rotary_dim": 4,
+}
+HYBRID: dict[str, typing.Any] = {
+    "num_hidden_layers": 4,
+    "mixer": {"pattern": ["gated_deltanet"] * 3 + ["softmax"]},
+}
+HYBRID["mixer_options"] = {"gated_deltanet": {"num_v_heads": 4}, "softmax": FULL | {"rope_theta": 100.0}}
+MODELS = {
+    "pure": {},
+    "grouped": {"mixer_options": {"num_v_heads": 4}, "expand_v": 2.0, "tie_word_embeddings": True},
+    "hybrid": HYBRID | {"expand_v": 0.5, "conv_size": 3},
+    "tied": HYBRID | {"mixer": ["softmax", *["gated_deltanet"] * 3], "tie_word_embeddings": True},
+}
+models = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+
+
+def write(folder, fields, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(NalandaConfig(**(SIZES | fields))).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.rand_like(weight) - 0.4)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def read(folder):
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def rows(folder):
+    """The table of a model card."""
+    lines = (folder / "README.md").read_text().splitlines()
+    cells = (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))
+    return dict(row for row in cells if len(row) == 2)
+
+
+@models
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back(fields, dtype, tmp_path):
+    ours = write(tmp_path / "ours", fields, dtype)
+    theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5", check=dtype == torch.float32)
+    model, report = AutoModelForCausalLM.from_pretrained(theirs, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert not any(report.values())
+    if dtype == torch.float32:
+        found = rows(theirs)
+        assert found["greedy tokens equal"].startswith("32 of 32")
+        difference, scale = (
+            float(x) for x in found["largest difference of logits"].split(",")[0].split(" of ")
+        )
+        assert scale > 2
+        assert difference < 1e-4 * scale
+    back = convert(str(theirs), str(tmp_path / "back"), "nalanda", check=False)
+    assert same(read(back), read(ours))
+    config = json.loads((back / "config.json").read_text())
+    assert {k: config[k] for k in ("mixer", "num_hidden_layers", "num_heads", "head_dim", "dtype")} == {
+        k: json.loads((ours / "config.json").read_text())[k]
+        for k in ("mixer", "num_hidden_layers", "num_heads", "head_dim", "dtype")
+    }
+    again = convert(str(back), str(tmp_path / "again"), "qwen3_5", check=False)
+    assert same(read(again), read(theirs))
+    assert (again / "config.json").read_text() == (theirs / "config.json").read_text()
+
+
+def test_shards_stay_and_a_null_layer_is_added(tmp_path):
+    ours = write(tmp_path / "ours", {})
+    AutoModelForCausalLM.from_pretrained(ours).save_pretrained(ours, max_shard_size="10KB")
+    (ours / "model.safetensors").unlink(missing_ok=True)
+    theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5", check=False)
+    places = json.loads((theirs / "model.safetensors.index.json").read_text())["weight_map"]
+    assert places.keys() == read(theirs).keys()
+    assert not read(theirs)["model.layers.2.self_attn.o_proj.weight"].any()
+    assert json.loads((theirs / "config.json").read_text())["full_attention_interval"] == 3
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory):
+    """A model with eyes and a multi-token predictor, as it is published."""
+    torch.manual_seed(0)
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    text = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+    }
+    text |= linear | {"linear_value_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"eos_token_id": 7, "initializer_range": 0.2, "full_attention_interval": 4, "layer_types": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision | {"patch_size": 2, "num_position_embeddings": 4}
+    )
+    folder = tmp_path_factory.mktemp("multimodal") / "model"
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+    tensors = read(folder) | {"mtp.norm.weight": torch.zeros(32)}
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
+    ours = convert(str(multimodal), str(tmp_path / "ours"))
+    assert "tensors that no text needs, model.visual." in capsys.readouterr().err
+    assert rows(ours)["greedy tokens equal"].startswith("32 of 32")
+    config = NalandaConfig.from_pretrained(ours)
+    assert config.eos_token_id == 7
+    assert config.layer_mixers == ["gated_deltanet"] * 3 + ["softmax"]
+    theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5", check=False)
+    text = {n.replace(".language_model", ""): t for n, t in read(multimodal).items() if "language" in n}
+    found = read(theirs)
+    assert found.keys() == text.keys() | {"lm_head.weight"}
+    for name, tensor in text.items():  # norms have lost the bits of w below those of w + 1
+        assert torch.allclose(found[name], tensor, rtol=0, atol=2e-7 * ("norm" in name)), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": {"layer_types": ["sliding_attention"] * 4}}, "layer_types='sliding_attention'"),
+        ({"text_config": {"attention_bias": True}}, "attention_bias=True"),
+        ({"text_config": {"attn_output_gate": False}}, "attn_output_gate=False"),
+        ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
+        ({"text_config": {"some_new_option": 3}}, "some_new_option=3"),
+        (
+            {"text_config": {"linear_key_head_dim": 6}},
+            "linear_attn.in_proj_qkv.weight is [64, 32], the config says",
+        ),
+        ({"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}, "num_experts=8"),
+        ({"model_type": "olmo_hybrid"}, "layer_types: its full_attention layers norm their output"),
+    ],
+)
+def test_what_we_lack(changes, message, multimodal, tmp_path):
+    folder = shutil.copytree(multimodal, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    changes = changes | {"text_config": config["text_config"] | changes.get("text_config", {})}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    refused(folder, "nalanda", message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"feature_map": "nala"}, "feature_map='nala'"),
+        ({"mixer_options": {"allow_neg_eigval": True}}, "allow_neg_eigval=True"),
+        ({"mixer_options": {"norm_write": True}}, "norm_write=True"),
+        ({"mixer_options": {"norm_read": True}}, "norm_read=True"),
+        (
+            {
+                "mixer_options": {"qk_norm": "none"},
+                "feature_map": "elu1",
+                "feature_map_options": {"norm": "sum"},
+            },
+            "qk_norm='none'",
+        ),
+        ({"use_gate": False}, "use_gate=False"),
+        ({"use_bias": True}, "use_bias=True"),
+        ({"conv_size": 0}, "conv_size=0"),
+        ({"position_embedding": "sinusoidal"}, "position_embedding='sinusoidal'"),
+        ({"scale_embeddings": True}, "scale_embeddings=True"),
+        ({"mixer": ["gated_deltanet", "gla"]}, "can become nothing else"),
+        ({"mixer": "softmax"}, "not qwen3_5"),
+        *(
+            ({"mixer": ["gated_deltanet", "softmax"], "mixer_options": {"softmax": FULL | options}}, message)
+            for options, message in (
+                ({"window": 3}, "window=3"),
+                ({"gate": "head"}, "gate='head'"),
+                ({"gate": None}, "gate=None"),
+                ({"qk_norm": False}, "qk_norm=False"),
+                ({"conv_size": 2}, "conv_size=2"),
+                ({"rope_theta": None}, "rope_theta=None"),
+            )
+        ),
+        ({"mixer": ["gated_deltanet", "softmax"], "expand_v": 2.0}, "expand_v=2.0"),
+    ],
+)
+def test_what_they_lack(fields, message, tmp_path):
+    (tmp_path / "ours").mkdir()
+    NalandaConfig(**(SIZES | {"feature_map": None} | fields)).save_pretrained(tmp_path / "ours")
+    save_file({"x": torch.zeros(1)}, tmp_path / "ours" / "model.safetensors")
+    refused(tmp_path / "ours", "qwen3_5", message)
+
+
+def refused(source, to, message):
+    before = set(source.parent.iterdir())
+    with pytest.raises(InputError) as caught:
+        convert(str(source), str(source.parent / "out"), to)
+    assert set(source.parent.iterdir()) == before
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------ the certificate
+
+
+@pytest.mark.parametrize("broken", ["in_proj_qkv", "q_norm", "dt_bias"])
+def test_a_wrong_tensor_leaves_nothing(broken, monkeypatch, tmp_path):
+    """One number of the target is changed after it was written."""
+    ours, load = write(tmp_path / "ours", HYBRID), certificate.compute
+
+    def compute(folder, ids):
+        for file in folder.glob("*.safetensors") if folder.name == ".tmp-out" else ():
+            tensors = load_file(file)
+            name = next(name for name in tensors if broken in name)
+            tensors[name].view(-1)[0] += 3
+            save_file(tensors, file, metadata={"format": "pt"})
+        return load(folder, ids)
+
+    monkeypatch.setattr(certificate, "compute", compute)
+    command = ["convert", str(ours), str(tmp_path / "out"), "--to", "qwen3_5"]
+    run = typer.testing.CliRunner().invoke(nalanda_cli.app, command)
+    assert isinstance(run.exception, InputError)
+    assert "source and target differ: logits by" in str(run.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    run = typer.testing.CliRunner().invoke(nalanda_cli.app, [*command, "--no-check"])
+    assert run.exit_code == 0
+    assert rows(tmp_path / "out") == {"source and target": "not compared: asked for with --no-check"}
+
+
+def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
+    """Greedy tokens may differ where two are about equal, and nowhere else."""
+    ours, load = write(tmp_path / "ours", {}), certificate.compute
+
+    def compute(folder, ids):
+        found = load(folder, ids)
+        if folder.name == ".tmp-out":
+            found.continuation[5] += 1
+        else:
+            found.margins[5] = margin
+        return found
+
+    monkeypatch.setattr(certificate, "compute", compute)
+    margin = 1e-5
+    out = convert(str(ours), str(tmp_path / "out"), "qwen3_5")
+    assert rows(out)["greedy tokens equal"].startswith("5 of 32")
+    shutil.rmtree(out)
+    margin = 1.0
+    refused(ours, "qwen3_5", "greedy token 6 of 32 with a cache")
+
+
+def test_text_of_the_tokenizer_is_compared(tokenizer, tmp_path):
+    ours = write(tmp_path / "ours", {"vocab_size": len(tokenizer)})
+    tokenizer.save_pretrained(ours)
+    theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5")
+    assert "English" in rows(theirs)["compared on"]
+    model, _ = load_model(str(theirs), device="cpu")  # although flash-linear-attention is installed
+    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=None).shape == (1, 7)
