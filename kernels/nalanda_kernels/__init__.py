@@ -206,30 +206,27 @@ def keep_model_types() -> None:
         transformers.CONFIG_MAPPING.register(kind, own, exist_ok=True)
 
 
-def take_torch_path(module: ModuleType) -> None:
+def take_torch_path(module: ModuleType) -> bool:
     """Lets a modeling module of transformers compute on a CPU although flash-linear-attention is installed.
 
     transformers chooses the kernels of that and similar packages when the module is imported. They need a
-    GPU: tensors on a CPU now take the functions in torch beside them, which the first call says.
+    GPU: tensors on a CPU now take the functions in torch beside them. Returns whether that changes anything;
+    the second call for a module does not.
     """
+    changed = False
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", *_CONVOLUTIONS):
         chosen = getattr(module, name, None)
         if chosen is not None and (plain := inspect.unwrap(chosen)) is not chosen:
             setattr(module, name, _by_device(chosen, plain))
+            changed = _installed("fla")
+    return changed
 
 
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 def _by_device(chosen: Callable, plain: Callable) -> Callable:
-    def call(x, *args, **kwargs):
-        if x.device.type != "cpu":
-            return chosen(x, *args, **kwargs)
-        if _installed("fla"):
-            _say_once(f"{plain.__module__.split('.')[-1]} computes with torch: fla's kernels need a GPU")
-        return plain(x, *args, **kwargs)
-
-    return call
+    return lambda x, *args, **kwargs: (plain if x.device.type == "cpu" else chosen)(x, *args, **kwargs)
 
 
 @functools.cache

@@ -44,7 +44,8 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-        take_torch_path(sys.modules[type(model).__module__])
+        if take_torch_path(sys.modules[type(model).__module__]) and device == "cpu":
+            print("computing with torch: flash-linear-attention's kernels need a GPU", file=sys.stderr)
         model = model.to(device)
     except Exception as error:  # tokenizers, safetensors and transformers share no exception class
         if out_of_memory(error):
