@@ -21,7 +21,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, llama, qwen3_5
 from nalanda.convert.certificate import card, compare, unchecked
-from nalanda.convert.formats import Config, Format, Tensors, unsupported
+from nalanda.convert.formats import Config, Tensors, unsupported
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
@@ -190,17 +190,16 @@ def convert(source: str, destination: str, to: str | None = None, check: bool = 
     target = ""
     try:
         _refuse(kind, given)
-        stored: dict[str, Stored] = {}
+        stored = _stored(folder)
         if kind == "nalanda":
             config = NalandaConfig.from_pretrained(folder)
         else:
-            if type(FORMATS[kind]).text_model is not Format.text_model:
-                given, stored = FORMATS[kind].text_model(given, _stored(folder))
+            given, stored = FORMATS[kind].text_model(given, stored)
             config = FORMATS[kind].ours(given)
         target = _target(kind, config, to)
         dtype = given.get("dtype", given.get("torch_dtype"))
         theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
-        found = _matched(stored or _stored(folder), config, _tensors(kind, given))
+        found = _matched(stored, config, _tensors(kind, given))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
@@ -217,9 +216,9 @@ def convert(source: str, destination: str, to: str | None = None, check: bool = 
             (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
         pad_batches(part)
         libraries = [_library(kind), _library(target)]
-        found = compare(folder, part, libraries) if check else unchecked("asked for with --no-check")
-        print(found, file=sys.stderr)
-        (part / "README.md").write_text(card(out.name, source, libraries, found), encoding="utf-8")
+        proof = compare(folder, part, libraries) if check else unchecked("asked for with --no-check")
+        print(proof, file=sys.stderr)
+        (part / "README.md").write_text(card(out.name, source, libraries, proof), encoding="utf-8")
     return out
 
 

@@ -24,6 +24,7 @@ from nalanda.model import NalandaConfig
 
 _LAYER_TYPES = {"gated_deltanet": "linear_attention", "softmax": "full_attention"}
 _DROPPED = ("model.visual.", "visual.", "mtp.")  # images, and predictions further ahead
+_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype")  # fields of a multimodal config itself
 _NULL_HEAD_DIM = 64  # of the null layer's only head: the least that engines have kernels for
 
 
@@ -64,7 +65,7 @@ class Qwen3_5(Format):
     def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Of a multimodal model, its text model. Says on stderr what is dropped."""
         if "text_config" in given:
-            shared = {name: given[name] for name in ("tie_word_embeddings", "dtype") if name in given}
+            shared = {name: given[name] for name in _SHARED if name in given}
             given = given["text_config"] | shared
         dropped = [name for name in files if name.startswith(_DROPPED)]
         if dropped:
