@@ -99,6 +99,8 @@ def _add_byte_level(
     pre = _SPLITS.get(pattern)
     if pre is None or own == (pattern is not None) or model["ignore_merges"] != (pre == "llama-bpe"):
         raise _refused({"pre_tokenizer": pre_tokenizer, "ignore_merges": model["ignore_merges"]})
+    if not model["merges"]:
+        raise InputError("llama.cpp has no tokenizer like this BPE: it has no merges")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
