@@ -332,7 +332,6 @@ def test_llama_cpp_answers_with_the_same_text(shape, tokenizer, tmp_path):
     answer = engine.Server(params).handle_completions(
         {"prompt": prompt, "n_predict": 24, "temperature": 0, "ignore_eos": True}
     )
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    with torch.no_grad():
-        new = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert answer["choices"][0]["text"] == tokenizer.decode(new[0, ids.shape[1] :])
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    new = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert answer["choices"][0]["text"] == tokenizer.decode(new[0, inputs.input_ids.shape[1] :])
