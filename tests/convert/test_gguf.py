@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
 from nalanda.convert.gguf import write_gguf
-from nalanda.data.tokenizer import _load_sentencepiece, mistral_model
+from nalanda.data.tokenizer import _load_sentencepiece
 
 gguf = pytest.importorskip("gguf")
 
@@ -246,10 +246,20 @@ def test_bos_as_in_training(tokenizer, tmp_path):
 
 def test_sentencepiece_bpe(tmp_path):
     """llama.cpp merges the pair with the highest score first, as the merges' order says."""
-    pytest.importorskip("sentencepiece")
-    pytest.importorskip("mistral_common")
-    tokenizer = _load_sentencepiece(mistral_model(), True)
-    found = written(tmp_path, tokenizer, vocab_size=32000, hidden_size=32)
+    train = pytest.importorskip("sentencepiece").SentencePieceTrainer.train
+    text = "The state of a recurrent layer has a fixed size:  def f(x): return x + 1"
+    train(
+        sentence_iterator=iter([text, text.lower()] * 20),
+        model_prefix=str(tmp_path / "bpe"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    tokenizer = _load_sentencepiece(tmp_path / "bpe.model", True)
+    found = written(tmp_path, tokenizer, vocab_size=344)
     assert (found["ggml.model"], found["ggml.add_space_prefix"]) == ("llama", True)
     assert found["ggml.token_type"][:4] == [2, 3, 3, 6]
     scores, tokens = found["ggml.scores"], found["ggml.tokens"]
@@ -264,7 +274,7 @@ def test_sentencepiece_bpe(tmp_path):
             symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
         return symbols
 
-    text = "The state of a recurrent layer has a fixed size:  def f(x): return x + 1"
+    text = "a fixed layer of the recurrent state:  f(x) has size 1"
     assert pieces(text) == tokenizer.tokenize(text)
 
 
