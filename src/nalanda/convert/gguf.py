@@ -1,5 +1,6 @@
 """GGUF files for llama.cpp: its architecture `qwen35`, Gated DeltaNet with attention every n-th layer."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,11 @@ def write_gguf(source: str | os.PathLike, out: str | os.PathLike, dtype: str = "
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another file")
+    for name in ("config.json", "tokenizer.json"):
+        if not (source / name).is_file():
+            raise InputError(f"{source}: no {name} in it")
+    if json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type") != "nalanda":
+        raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
     try:
         config = NalandaConfig.from_pretrained(source)
         interval = attention_interval(config)
