@@ -19,7 +19,7 @@ from gpu.results import Case, write
 
 RECIPES = (  # those with targets first; Mamba is transformers' own class, without a kernel of ours
     "nala_gated_deltanet", "gated_deltanet", "transformer", "deltanet", "nala_deltanet", "gla", "retnet",
-    "nala", "linear_attention", "mala", "pola", "soft",
+    "nala", "linear_attention", "mala", "pola", "soft", "hybrid", "nala_hybrid",
 )  # fmt: skip
 COMPILED = RECIPES[:3]  # those that are timed under torch.compile too
 GATED_DELTANET = ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128, "expand_v": 2})

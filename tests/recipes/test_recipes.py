@@ -29,8 +29,13 @@ def twin(recipe: Path):
         keys |= {"num_hidden_layers": 1, "state_size": 4}
     if "mixer" in keys:
         keys["max_position_embeddings"] = 64  # room for a block
-    if isinstance(keys.get("mixer"), list):
-        keys["mixer"] = [keys["mixer"][0], keys["mixer"][-1]]
+    mixer = keys.get("mixer")
+    if names := mixer["pattern"] if isinstance(mixer, dict) else mixer if isinstance(mixer, list) else []:
+        keys["mixer"] = [names[0], names[-1]]
+    own = {"num_heads": 2, "num_kv_heads": 1, "num_v_heads": 4, "head_dim": 32, "rotary_dim": 16}
+    options = keys.get("mixer_options") or {}
+    for table in (options, *(table for table in options.values() if isinstance(table, dict))):
+        table |= {name: size for name, size in own.items() if name in table}
     config.model = keys
     config.data.seq_len = T
     torch.manual_seed(0)

@@ -36,7 +36,13 @@ class NothingTrained(InputError):
     exit_code = 65
 
 
-EXTRAS = {"lm_eval": "eval", "matplotlib": "eval", "scipy": "eval", "sentencepiece": "sentencepiece"}
+EXTRAS = {
+    "gguf": "deploy",
+    "lm_eval": "eval",
+    "matplotlib": "eval",
+    "scipy": "eval",
+    "sentencepiece": "sentencepiece",
+}
 """Packages that only some commands import, and the extra of `pyproject.toml` that installs each."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

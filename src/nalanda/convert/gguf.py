@@ -1,0 +1,239 @@
+"""GGUF files for llama.cpp: its architecture `qwen35`, Gated DeltaNet with attention every n-th layer."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nalanda.common.errors import InputError, explained, first_line
+from nalanda.common.files import rename_synced
+from nalanda.convert.gguf_tokenizer import add_tokenizer
+from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
+from nalanda.model import NalandaConfig
+
+DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+"""What `write_gguf` writes matrices as, each with GGUF's name for such a file."""
+
+_BLOCK = {  # in every layer
+    "attn_norm": "mixer_norm",
+    "post_attention_norm": "mlp_norm",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_NULL_HEAD = 64  # a usual size, for which every backend has kernels
+
+
+def write_gguf(source: str | os.PathLike, out: str | os.PathLike, dtype: str = "f32") -> Path:
+    """Writes the model of the folder `source`, with its tokenizer and chat template, to the new file `out`.
+
+    dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in f16. Norms,
+    decays and convolutions are always f32.
+
+    llama.cpp needs a layer of softmax attention for its cache. A model without any gets one more layer, whose
+    output matrices are zero, so that it adds nothing.
+
+    Raises:
+        InputError: names what llama.cpp cannot compute, or has no tokenizer for; nothing is written.
+    """
+    try:
+        import gguf  # pyrefly: ignore[missing-import]  (an extra)
+    except ModuleNotFoundError as error:
+        raise explained(error) or error from None
+    source, out = Path(source), Path(out)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists; choose another file")
+    for name in ("config.json", "tokenizer.json"):
+        if not (source / name).is_file():
+            raise InputError(f"{source}: no {name} in it")
+    if json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type") != "nalanda":
+        raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
+    try:
+        config = NalandaConfig.from_pretrained(source)
+        interval = attention_interval(config)
+        tokenizer = load_tokenizer(source)
+        check_vocabulary(tokenizer, config.vocab_size)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"{source}: {first_line(error)}") from None
+    if report["missing_keys"]:
+        raise InputError(f"{source}: tensor {min(report['missing_keys'])} is missing")
+    part = out.with_name(f".tmp-{out.name}")
+    writer = gguf.GGUFWriter(part, "qwen35")
+    try:
+        writer.add_name(source.resolve().name)
+        writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _add_sizes(writer, config, interval)
+        add_tokenizer(writer, tokenizer, config)
+        for name, tensor in _tensors(config, model.state_dict()):
+            kind = _stored_as(tensor, name, dtype)
+            data = tensor.contiguous().numpy()
+            quantised = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        rename_synced(part, out)
+    finally:
+        writer.close()
+        part.unlink(missing_ok=True)
+    return out
+
+
+def attention_interval(config: NalandaConfig) -> int:
+    """n, where every n-th layer is softmax attention; layers + 1 for a model without any.
+
+    Raises:
+        InputError: names the first setting that llama.cpp cannot compute.
+    """
+    mixers: dict[str, Any] = config.distinct_mixers()
+    if "gated_deltanet" not in mixers or mixers.keys() - {"gated_deltanet", "softmax"}:
+        raise _refused(f"mixer {' and '.join(mixers)}")
+    delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
+    fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
+    found = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
+    found += [
+        ("feature_map", delta.map_name, "silu"),
+        ("feature_map_options", config.feature_map_options, {}),
+        ("use_gate", delta.gated, True),
+        ("allow_neg_eigval", delta.beta_scale == 2, False),
+        ("norm_write", delta.norm_write, False),
+        ("norm_read", delta.norm_read, False),
+        ("qk_norm", delta.qk_norm, "l2"),
+        ("conv_size", delta.conv_size or 0, 4),
+    ]
+    if soft:
+        found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
+        found += [("softmax's gate", soft.gate, "channel"), ("softmax's conv_size", soft.conv_size or 0, 0)]
+    for name, value, wanted in found:
+        if value != wanted:
+            raise _refused(f"{name}={value!r} (it needs {wanted!r})")
+    if soft and soft.rope_theta is None:
+        raise _refused("rope_theta=None")
+    for mixer in mixers.values():
+        if mixer.K != mixer.V:
+            raise _refused(f"keys of {mixer.K} and values of {mixer.V} entries a head (they must be equal)")
+    layers = config.layer_mixers
+    interval = layers.index("softmax") + 1 if soft else len(layers) + 1
+    if any((name == "softmax") != (i % interval == 0) for i, name in enumerate(layers, 1)):
+        raise _refused("this order of mixers (softmax must be every n-th layer)")
+    return interval
+
+
+def _refused(what: str) -> InputError:
+    return InputError(
+        f"{what} cannot be expressed in GGUF; recipes that llama.cpp runs are gated_deltanet_340m_deploy and "
+        "hybrid_340m"
+    )
+
+
+def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:
+    mixers: dict[str, Any] = config.distinct_mixers()
+    delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_block_count(config.num_hidden_layers + (soft is None))
+    writer.add_full_attention_interval(interval)
+
+    writer.add_head_count(soft.num_heads if soft else 1)
+    writer.add_head_count_kv(soft.num_v_heads if soft else 1)
+    writer.add_key_length(soft.K if soft else _NULL_HEAD)
+    writer.add_value_length(soft.V if soft else _NULL_HEAD)
+    rotary = soft.rotary_dim if soft else _NULL_HEAD
+    writer.add_rope_dimension_count(rotary)
+    # Qwen3.5 deals a position's three coordinates to the angles in turn. Those of text are equal.
+    writer.add_rope_dimension_sections([*((rotary // 2 + 2 - i) // 3 for i in range(3)), 0])
+    writer.add_rope_freq_base(soft.rope_theta if soft else 10000.0)
+
+    writer.add_ssm_conv_kernel(delta.conv_size)
+    writer.add_ssm_state_size(delta.K)
+    writer.add_ssm_group_count(delta.num_heads)
+    writer.add_ssm_time_step_rank(delta.num_v_heads)
+    writer.add_ssm_inner_size(delta.num_v_heads * delta.V)
+
+
+def _stored_as(tensor: Tensor, name: str, dtype: str) -> str:
+    """Name of the type that GGUF stores the tensor as."""
+    if tensor.dim() == 1 or "conv1d" in name:
+        return "F32"
+    return "F16" if dtype == "q8_0" and tensor.shape[-1] % 32 else dtype.upper()
+
+
+def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """llama.cpp's tensors by their names."""
+    yield "token_embd.weight", ours["model.embed_tokens.weight"]
+    yield "output_norm.weight", ours["model.norm.weight"]
+    if not config.tie_word_embeddings:
+        yield "output.weight", ours["lm_head.weight"]
+    mixers: dict[str, Any] = config.distinct_mixers()
+    for i, kind in enumerate(config.layer_mixers):
+        start = f"model.layers.{i}."
+        layer = {
+            name.removeprefix(start).removesuffix(".weight"): tensor
+            for name, tensor in ours.items()
+            if name.startswith(start)
+        }
+        mixer = {n.removeprefix("mixer."): tensor for n, tensor in layer.items() if n.startswith("mixer.")}
+        write = _attention if kind == "softmax" else _delta
+        block = {theirs: layer[name] for theirs, name in _BLOCK.items()} | write(mixer, mixers[kind])
+        yield from _named(i, block)
+    if "softmax" not in mixers:
+        yield from _named(config.num_hidden_layers, _null(config))
+
+
+def _named(layer: int, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        yield f"blk.{layer}.{name}" + ".weight" * (name not in ("ssm_a", "ssm_dt.bias")), tensor
+
+
+def _delta(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
+    groups, V = mixer.num_heads, mixer.V
+
+    def tiled(x: Tensor, size: int = V, dim: int = 0) -> Tensor:
+        """Value heads by their place in the group: theirs number r·H + h has key head h; ours is h·R + r."""
+        return x.unflatten(dim, (groups, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    convs = {name: ours[f"{name}_conv1d"].squeeze(1) for name in "qkv"}
+    return {
+        "attn_qkv": torch.cat([ours["q_proj"], ours["k_proj"], tiled(ours["v_proj"])]),
+        "attn_gate": tiled(ours["g_proj"]),
+        "ssm_conv1d": torch.cat([convs["q"], convs["k"], tiled(convs["v"])]),
+        "ssm_a": tiled(-ours["decay.A_log"].exp(), 1),
+        "ssm_dt.bias": tiled(ours["decay.dt_bias"], 1),
+        "ssm_alpha": tiled(ours["a_proj"], 1),
+        "ssm_beta": tiled(ours["b_proj"], 1),
+        "ssm_norm": ours["o_norm"],
+        "ssm_out": tiled(ours["o_proj"], dim=1),
+    }
+
+
+def _attention(ours: dict[str, Tensor], mixer: Any) -> dict[str, Tensor]:
+    heads = [ours[name].unflatten(0, (mixer.num_heads, mixer.K)) for name in ("q_proj", "g_proj")]
+    return {
+        "attn_q": torch.cat(heads, 1).flatten(0, 1),  # each head's query, then its gate
+        "attn_k": ours["k_proj"],
+        "attn_v": ours["v_proj"],
+        "attn_q_norm": ours["q_norm"],
+        "attn_k_norm": ours["k_norm"],
+        "attn_output": ours["o_proj"],
+    }
+
+
+def _null(config: NalandaConfig) -> dict[str, Tensor]:
+    """A layer of attention whose outputs are zero."""
+    D, I, K = config.hidden_size, config.intermediate_size, _NULL_HEAD
+    ones = {"attn_norm": D, "post_attention_norm": D, "attn_q_norm": K, "attn_k_norm": K}
+    zeros = {"attn_q": (2 * K, D), "attn_k": (K, D), "attn_v": (K, D), "attn_output": (D, K)}
+    zeros |= {"ffn_gate": (I, D), "ffn_up": (I, D), "ffn_down": (D, I)}
+    return {n: torch.ones(s) for n, s in ones.items()} | {n: torch.zeros(s) for n, s in zeros.items()}

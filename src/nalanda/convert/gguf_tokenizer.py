@@ -1,0 +1,171 @@
+"""Tokenizers as llama.cpp runs them, from the fields of a tokenizer.json."""
+
+import base64
+import itertools
+import json
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nalanda.common.errors import InputError
+from nalanda.data.tokenizer import fast_backend
+from nalanda.model import NalandaConfig
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""GGUF's types of tokens."""
+
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|%s|\p{N}%s| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPLITS = {
+    None: "gpt-2",
+    _WORDS % (_LETTERS, "{1,3}", r"\p{L}"): "llama-bpe",
+    _WORDS % (_LETTERS, "", r"\p{L}"): "qwen2",
+    _WORDS % (r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", "", r"\p{L}\p{M}"): "qwen35",
+}
+"""Patterns that cut a text into words before byte-level BPE, and llama.cpp's names; None: ByteLevel's own."""
+
+Spec = dict[str, Any]
+
+
+def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: NalandaConfig) -> None:
+    """Adds the tokenizer and its chat template to a `gguf.GGUFWriter`.
+
+    Ids of the model that have no token become unused ones. bos stands in front of a text as in training.
+
+    Raises:
+        InputError: names what llama.cpp has no tokenizer for.
+    """
+    spec = json.loads(fast_backend(tokenizer).to_str())
+    model, added = spec["model"], tokenizer.added_tokens_decoder
+    tokens, types = [f"[UNUSED{i}]" for i in range(config.vocab_size)], [UNUSED] * config.vocab_size
+    for token, i in tokenizer.get_vocab().items():
+        tokens[i], types[i] = token, NORMAL
+        if i in added:
+            types[i] = CONTROL if added[i].special else USER_DEFINED
+        elif model.get("byte_fallback") and token in _BYTES:
+            types[i] = BYTE
+        if token == model.get("unk_token") or i == model.get("unk_id"):
+            types[i] = UNKNOWN
+    stages = {name: _steps(spec, name) for name in ("normalizer", "pre_tokenizer")}
+    if model["type"] == "Unigram":
+        add = _add_unigram
+    elif model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in stages["pre_tokenizer"]):
+        add = _add_byte_level
+    elif model["type"] == "BPE" and model["byte_fallback"]:
+        add = _add_sentencepiece
+    else:
+        raise InputError(f"llama.cpp has no tokenizer like this {model['type']}")
+    add(writer, model, tokens, **stages)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for role in ("bos", "eos", "unk", "pad"):
+        if (i := getattr(tokenizer, f"{role}_token_id")) is not None:
+            getattr(writer, f"add_{role}_token_id")(i)
+    writer.add_add_bos_token(config.bos_token_id is not None and tokenizer.bos_token_id is not None)
+    writer.add_add_eos_token(False)
+    template = getattr(tokenizer, "chat_template", None)
+    if template := template.get("default") if isinstance(template, dict) else template:
+        writer.add_chat_template(template)
+
+
+def _steps(spec: Spec, stage: str) -> list[Spec]:
+    first = spec[stage]
+    if not first:
+        return []
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[stage]
+    return first[inner] if first["type"] == "Sequence" else [first]
+
+
+def _refused(step: Spec) -> InputError:
+    return InputError(f"llama.cpp's tokenizers have no step {json.dumps(step, ensure_ascii=False)}")
+
+
+def _add_byte_level(
+    writer: Any, model: Spec, tokens: list[str], normalizer: list[Spec], pre_tokenizer: list[Spec]
+) -> None:
+    """BPE over bytes, as GPT-2's and Qwen's."""
+    pattern, own = None, False
+    for step in normalizer:
+        if step["type"] != "NFC":  # which llama.cpp leaves out; most texts are in it
+            raise _refused(step)
+    for step in pre_tokenizer:
+        if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            own = step["use_regex"]
+        elif step["type"] == "Split" and step["behavior"] == "Isolated" and pattern is None:
+            pattern = step["pattern"].get("Regex", "")
+        else:
+            raise _refused(step)
+    pre = _SPLITS.get(pattern)
+    if pre is None or own == (pattern is not None) or model["ignore_merges"] != (pre == "llama-bpe"):
+        raise _refused({"pre_tokenizer": pre_tokenizer, "ignore_merges": model["ignore_merges"]})
+    if not model["merges"]:
+        raise InputError("llama.cpp has no tokenizer like this BPE: it has no merges")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+
+
+def _add_sentencepiece(
+    writer: Any, model: Spec, tokens: list[str], normalizer: list[Spec], pre_tokenizer: list[Spec]
+) -> None:
+    """SentencePiece's BPE with byte fallback, as Llama's and Mistral's: it merges by scores."""
+    prefix, spaces = False, False
+    for step in [*normalizer, *pre_tokenizer]:
+        if step == {"type": "Prepend", "prepend": "▁"}:
+            prefix = True
+        elif step == {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+            spaces = True
+        elif step["type"] == "Metaspace" and step["replacement"] == "▁":
+            prefix, spaces = prefix or step["prepend_scheme"] != "never", True
+        else:
+            raise _refused(step)
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    made = [piece for piece, _ in itertools.groupby(left + right for left, right in merges)]
+    scores, known, vocabulary = (
+        {piece: -float(i) for i, piece in enumerate(made)},
+        set(merges),
+        model["vocab"],
+    )
+    pairs = ((piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece)))
+    missing = any(a in vocabulary and b in vocabulary and (a, b) not in known for a, b in pairs)
+    if missing or not spaces or len(scores) != len(made) or not vocabulary.keys() >= set(_BYTES):
+        raise InputError(
+            "llama.cpp has no tokenizer like this BPE: its merges, spaces or bytes are not SentencePiece's"
+        )
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([scores.get(token, 0.0) for token in tokens])
+    writer.add_add_space_prefix(prefix)
+
+
+def _add_unigram(
+    writer: Any, model: Spec, tokens: list[str], normalizer: list[Spec], pre_tokenizer: list[Spec]
+) -> None:
+    """SentencePiece's unigram model: the most probable pieces."""
+    if model["byte_fallback"]:
+        raise InputError("llama.cpp's unigram tokenizer has no byte_fallback")
+    charsmap, squeeze, prefix = b"", False, None
+    for step in [*normalizer, *pre_tokenizer]:
+        if step["type"] == "Precompiled":
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+        elif (
+            step["type"] == "Replace"
+            and step["pattern"] == {"Regex": " {2,}"}
+            and step["content"] in (" ", "▁")
+        ):
+            squeeze = True
+        elif step["type"] == "Metaspace" and step["replacement"] == "▁":
+            prefix = step["prepend_scheme"] != "never"
+        else:
+            raise _refused(step)
+    if prefix is None:
+        raise InputError("llama.cpp's unigram tokenizer needs the step Metaspace")
+    scores = dict(model["vocab"])
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([scores.get(token, 0.0) for token in tokens])
+    writer.add_add_space_prefix(prefix)
+    writer.add_remove_extra_whitespaces(squeeze)
+    if charsmap:
+        writer.add_precompiled_charsmap(charsmap)

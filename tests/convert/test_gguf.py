@@ -1,0 +1,347 @@
+"""GGUF files, computed token by token as llama.cpp does, and by llama.cpp where it is installed."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from nalanda import NalandaConfig
+from nalanda.common.errors import InputError
+from nalanda.convert.gguf import write_gguf
+from nalanda.data.tokenizer import _load_sentencepiece
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {"vocab_size": 272, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 96}
+SIZES |= {"num_hidden_layers": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
+SOFTMAX = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "rotary_dim": 10, "rope_theta": 500.0}
+SOFTMAX |= {"qk_norm": True, "gate": "channel"}
+HYBRID = {
+    "mixer": {"pattern": ["gated_deltanet", "gated_deltanet", "softmax"]},
+    "num_hidden_layers": 4,
+    "mixer_options": {"gated_deltanet": {"num_v_heads": 6}, "softmax": SOFTMAX},
+}
+SHAPES = {
+    "pure": {"mixer_options": {"num_v_heads": 4}, "norm_eps": 1e-5},
+    "tied": {"mixer_options": {"num_v_heads": 2}, "tie_word_embeddings": True},
+    "hybrid": HYBRID,
+}
+
+
+@pytest.fixture
+def tokenizer(tokenizer):
+    """Bytes behind <|endoftext|>, which is put in front of a text, and three merges."""
+    tokenizer = copy.deepcopy(tokenizer)
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    merges = [["t", "h"], ["th", "e"], ["Ġ", "the"]]
+    spec["model"]["merges"] = merges
+    spec["model"]["vocab"] |= {"".join(pair): 257 + i for i, pair in enumerate(merges)}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(spec))
+    return tokenizer
+
+
+def save(folder, tokenizer, **changes):
+    """A model folder with random weights, norms near 1."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(NalandaConfig(**SIZES | changes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+class File:
+    """The fields and the tensors, float64, of a GGUF file."""
+
+    def __init__(self, path):
+        reader = gguf.GGUFReader(path)
+        self.fields = {name: field.contents() for name, field in reader.fields.items()}
+        self.types = {t.name: t.tensor_type.name for t in reader.tensors}
+        self.tensors = {
+            t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)).double()
+            for t in reader.tensors
+        }
+
+    def __getitem__(self, name):
+        return self.fields[f"qwen35.{name}"]
+
+
+def rms(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def logits(file, ids):
+    """What llama.cpp computes from the file, `[T, vocabulary]`: its equations, a token at a time."""
+    eps, t = file["attention.layer_norm_rms_epsilon"], file.tensors
+    x = t["token_embd.weight"][ids]
+    for i in range(file["block_count"]):
+        w = {n.removeprefix(f"blk.{i}.").removesuffix(".weight"): v for n, v in t.items() if f"blk.{i}." in n}
+        mix = delta if (i + 1) % file["full_attention_interval"] else attention
+        x = x + mix(file, w, rms(x, w["attn_norm"], eps), eps)
+        h = rms(x, w["post_attention_norm"], eps)
+        x = x + (F.silu(h @ w["ffn_gate"].T) * (h @ w["ffn_up"].T)) @ w["ffn_down"].T
+    return rms(x, t["output_norm.weight"], eps) @ t.get("output.weight", t["token_embd.weight"]).T
+
+
+def delta(file, w, h, eps):
+    K, H, HV = (file[f"ssm.{name}"] for name in ("state_size", "group_count", "time_step_rank"))
+    taps = file["ssm.conv_kernel"]
+    past = F.pad(h @ w["attn_qkv"].T, (0, 0, taps - 1, 0))
+    mixed = F.silu(sum(past[j : j + len(h)] * w["ssm_conv1d"][:, j] for j in range(taps)))
+    q, k, v = mixed.split([H * K, H * K, file["ssm.inner_size"]], -1)
+    q, k = (F.normalize(y.view(-1, H, K), dim=-1, eps=eps).repeat(1, HV // H, 1) for y in (q, k))
+    v = v.view(len(h), HV, -1)
+    decay = (w["ssm_a"] * F.softplus(h @ w["ssm_alpha"].T + w["ssm_dt.bias"])).exp()
+    beta = (h @ w["ssm_beta"].T).sigmoid()
+    S, out = h.new_zeros(HV, K, v.shape[-1]), []
+    for q_, k_, v_, g, b in zip(q, k, v, decay, beta, strict=True):
+        S = g[:, None, None] * S
+        S = S + k_[..., None] * (b[:, None] * (v_ - (k_[:, None] @ S)[:, 0]))[:, None]
+        out.append((q_[:, None] @ S)[:, 0] / K**0.5)
+    gate = F.silu(h @ w["attn_gate"].T)
+    return (rms(torch.stack(out), w["ssm_norm"], eps).flatten(1) * gate) @ w["ssm_out"].T
+
+
+def attention(file, w, h, eps):
+    H, HK, K = (file[f"attention.{n}"] for n in ("head_count", "head_count_kv", "key_length"))
+    R, T = file["rope.dimension_count"], len(h)
+    assert sum(file["rope.dimension_sections"]) == R // 2
+    q, gate = (h @ w["attn_q"].T).view(T, H, 2 * K).split(K, -1)
+    k, v = ((h @ w[f"attn_{n}"].T).view(T, HK, K) for n in "kv")
+    angles = torch.arange(T)[:, None] * file["rope.freq_base"] ** (-torch.arange(0, R, 2).double() / R)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def rotated(x, weight):
+        x = rms(x, weight, eps)
+        z = torch.complex(x[..., : R // 2], x[..., R // 2 : R]) * turn
+        return torch.cat([z.real, z.imag, x[..., R:]], -1)
+
+    q = rotated(q, w["attn_q_norm"])
+    k, v = (y.repeat_interleave(H // HK, 1) for y in (rotated(k, w["attn_k_norm"]), v))
+    scores = torch.einsum("ihk,jhk->hij", q, k) / K**0.5
+    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
+    o = torch.einsum("hij,jhk->ihk", weights, v) * gate.sigmoid()
+    return o.flatten(1) @ w["attn_output"].T
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_file_computes_the_model(shape, tokenizer, tmp_path):
+    model = save(tmp_path / "m", tokenizer, **SHAPES[shape])
+    file = File(write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
+    known = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN35]}
+    for name in file.tensors:
+        bare = name.removesuffix(".weight").removesuffix(".bias")
+        assert ".".join(["blk.{bid}", *bare.split(".")[2:]] if "blk." in bare else [bare]) in known
+    ids = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = model.double()(ids).logits[0]
+    assert ours.abs().max() > 3
+    # The two norms of q and k have their epsilons in other places.
+    torch.testing.assert_close(logits(file, ids[0]), ours, rtol=0, atol=2e-4)
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)])
+def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
+    save(tmp_path / "m", tokenizer, **HYBRID, intermediate_size=100)
+    exact, file = (File(write_gguf(tmp_path / "m", tmp_path / f"{d}.gguf", d)) for d in ("f32", dtype))
+    assert set(exact.types.values()) == {"F32"}
+    assert exact.tensors["blk.0.ffn_down.weight"].shape[-1] == 100
+    for name, x in exact.tensors.items():
+        small = x.dim() == 1 or "conv1d" in name
+        other = "F16" if dtype == "q8_0" and x.shape[-1] % 32 else dtype.upper()
+        assert file.types[name] == ("F32" if small else other)
+        assert (x - file.tensors[name]).abs().max() <= (0 if small else error * x.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mixer": "deltanet"}, "mixer deltanet"),
+        ({"mixer": "softmax"}, "mixer softmax"),
+        ({"feature_map": "nala"}, "feature_map='nala'"),
+        ({"feature_map_options": {"norm": "l2"}}, "feature_map_options"),
+        ({"use_gate": False}, "use_gate=False"),
+        ({"conv_size": 0}, "conv_size=0"),
+        ({"use_bias": True}, "use_bias=True"),
+        ({"expand_v": 2.0}, "keys of 32 and values of 64"),
+        ({"position_embedding": "sinusoidal"}, "position_embedding='sinusoidal'"),
+        ({"scale_embeddings": True}, "scale_embeddings=True"),
+        *(
+            ({"mixer_options": {name: True}}, name)
+            for name in ("allow_neg_eigval", "norm_write", "norm_read")
+        ),
+        ({"mixer": ["softmax", "gated_deltanet"], "mixer_options": {"softmax": SOFTMAX}}, "order of mixers"),
+        *(
+            (
+                HYBRID | {"mixer_options": {"softmax": SOFTMAX | {name: value}}},
+                f"softmax's {name}" if name in ("gate", "qk_norm", "conv_size") else name,
+            )
+            for name, value in (
+                *(("gate", "head"), ("qk_norm", False), ("conv_size", 4)),
+                *(("window", 8), ("rope_theta", None)),
+            )
+        ),
+    ],
+)
+def test_refuses_by_name_what_llama_cpp_cannot_compute(changes, said, tokenizer, tmp_path):
+    NalandaConfig(**SIZES | changes).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    with pytest.raises(InputError, match=said) as refused:
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert "gated_deltanet_340m_deploy" in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_refuses_what_is_not_there(tokenizer, tmp_path):
+    save(tmp_path / "m", tokenizer)
+    with pytest.raises(InputError, match="'int4' is not one of f32"):
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf", "int4")
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(InputError, match="exists"):
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"no tokenizer\.json in it"):
+        write_gguf(tmp_path / "m", tmp_path / "n.gguf")
+    assert not (tmp_path / "n.gguf").exists()
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+
+
+def written(folder, tokenizer, **changes) -> dict:
+    save(folder / "m", tokenizer, num_hidden_layers=1, **changes)
+    fields = File(write_gguf(folder / "m", folder / "m.gguf")).fields
+    return {name.removeprefix("tokenizer."): value for name, value in fields.items()}
+
+
+def test_byte_level_bpe(tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<call>"])
+    found = written(tmp_path, tokenizer)
+    assert (found["ggml.model"], found["ggml.pre"]) == ("gpt2", "gpt-2")
+    tokens = found["ggml.tokens"]
+    assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert len(set(tokens)) == len(tokens) == SIZES["vocab_size"]
+    assert found["ggml.token_type"] == [3] + [1] * 259 + [4] + [5] * (272 - 261)
+    assert found["ggml.merges"] == ["t h", "th e", "Ġ the"]
+    assert (found["ggml.bos_token_id"], found["ggml.eos_token_id"]) == (0, 0)
+    assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (True, False)
+    assert found["chat_template"] == "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_bos_as_in_training(tokenizer, tmp_path):
+    assert written(tmp_path, tokenizer, bos_token_id=None)["ggml.add_bos_token"] is False
+
+
+def test_sentencepiece_bpe(tmp_path):
+    """llama.cpp merges the pair with the highest score first, as the merges' order says."""
+    train = pytest.importorskip("sentencepiece").SentencePieceTrainer.train
+    text = "The state of a recurrent layer has a fixed size:  def f(x): return x + 1"
+    train(
+        sentence_iterator=iter([text, text.lower()] * 20),
+        model_prefix=str(tmp_path / "bpe"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    tokenizer = _load_sentencepiece(tmp_path / "bpe.model", True)
+    found = written(tmp_path, tokenizer, vocab_size=344)
+    assert (found["ggml.model"], found["ggml.add_space_prefix"]) == ("llama", True)
+    assert found["ggml.token_type"][:4] == [2, 3, 3, 6]
+    scores, tokens = found["ggml.scores"], found["ggml.tokens"]
+
+    def pieces(text: str) -> list[str]:
+        symbols = list("▁" + text.replace(" ", "▁"))
+        rank = dict(zip(tokens, scores, strict=True))
+        while pairs := [
+            (rank[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in rank
+        ]:
+            i = -max(pairs)[1]
+            symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+        return symbols
+
+    text = "a fixed layer of the recurrent state:  f(x) has size 1"
+    assert pieces(text) == tokenizer.tokenize(text)
+
+
+def test_unigram(tmp_path):
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.0), ("a", -1.0), ("▁a", -1.5)], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    found = written(tmp_path, PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    assert (found["ggml.model"], found["ggml.add_space_prefix"]) == ("t5", True)
+    assert found["ggml.scores"][:4] == [0.0, -2.0, -1.0, -1.5]
+    assert found["ggml.token_type"][:5] == [2, 1, 1, 1, 5]
+    assert found["ggml.unknown_token_id"] == 0
+    assert found["ggml.add_bos_token"] is False
+
+
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "said"),
+    [
+        (models.WordLevel({"a": 0}, "a"), pre_tokenizers.WhitespaceSplit(), "like this WordLevel"),
+        (models.BPE({"a": 0}, []), pre_tokenizers.WhitespaceSplit(), "like this BPE"),
+        (models.BPE({"a": 0}, []), pre_tokenizers.ByteLevel(add_prefix_space=True), "add_prefix_space"),
+        (models.BPE({"a": 0}, []), pre_tokenizers.ByteLevel(add_prefix_space=False), "no merges"),
+        (
+            models.BPE({"a": 0}, [], byte_fallback=True),
+            pre_tokenizers.Metaspace(),
+            "like this BPE: its merges",
+        ),
+        (  # "abc" may come from "a" and "bc" too
+            models.BPE(
+                BYTES | {piece: 256 + i for i, piece in enumerate(("a", "b", "c", "ab", "bc", "abc"))},
+                [("a", "b"), ("b", "c"), ("ab", "c")],
+                byte_fallback=True,
+            ),
+            pre_tokenizers.Metaspace(),
+            "like this BPE: its merges",
+        ),
+        (models.Unigram([("a", 0.0)], 0, True), pre_tokenizers.Metaspace(), "byte_fallback"),
+        (models.Unigram([("a", 0.0)], 0), pre_tokenizers.Digits(), "Digits"),
+    ],
+)
+def test_refuses_other_tokenizers(model, step, said, tmp_path):
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = step
+    with pytest.raises(InputError, match=said):
+        written(tmp_path, PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert not (tmp_path / "m.gguf").exists()
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+# --------------------------------------------------------------------------------------------------- engine
+
+
+@pytest.mark.parametrize("shape", ["pure", "hybrid"])
+def test_llama_cpp_answers_with_the_same_text(shape, tokenizer, tmp_path):
+    engine = pytest.importorskip("xllamacpp")
+    model = save(tmp_path / "m", tokenizer, **SHAPES[shape])
+    params = engine.CommonParams()
+    params.model.path = str(write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
+    params.port, params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 0, 256, 1, 1
+    params.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # its sums are fp16
+    params.cache_type_k = params.cache_type_v = engine.ggml_type.GGML_TYPE_F32
+    prompt = "The state of a recurrent layer:\n  def f(x): return x + 1"
+    answer = engine.Server(params).handle_completions(
+        {"prompt": prompt, "n_predict": 24, "temperature": 0, "ignore_eos": True}
+    )
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    new = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert answer["choices"][0]["text"] == tokenizer.decode(new[0, inputs.input_ids.shape[1] :])
