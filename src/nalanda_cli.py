@@ -315,20 +315,31 @@ def export(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="a model folder or hub id")],
-    destination: Annotated[str, typer.Argument(help="the folder to make")],
+    destination: Annotated[str, typer.Argument(help="the folder to make, or the GGUF file")],
     to: Annotated[
         str | None,
-        typer.Option(help="nalanda, fla, llama, qwen3_5; required where more than one is possible"),
+        typer.Option(help="nalanda, fla, llama, qwen3_5, gguf; required where more than one is possible"),
     ] = None,
     check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
+    dtype: Annotated[
+        str | None, typer.Option(help="of a GGUF file's matrices: f32 (default), f16, bf16, q8_0")
+    ] = None,
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
     Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, transformers' Llama and
     Qwen3.5. What the other format cannot express is an error. Both models compute on a CPU, and no folder is
-    made if they differ; the differences go into its README.md.
+    made if they differ; the differences go into its README.md. A GGUF file, for llama.cpp, is not compared.
     """
     _check_models([source])
+    if to == "gguf":
+        from nalanda.convert.gguf import write_gguf
+
+        print(write_gguf(source, destination, dtype or "f32"))
+        print("source and target: not compared: that takes llama.cpp", file=sys.stderr)
+        return
+    if dtype is not None:
+        raise typer.BadParameter("--dtype is for --to gguf; elsewhere weights keep theirs")
     from nalanda.convert.convert import convert
 
     print(convert(source, destination, to, check))
