@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -67,7 +68,7 @@ def document_variance(a: np.ndarray, b: np.ndarray, tokens: np.ndarray) -> float
     return float(n / (n - 1) * (rest**2).sum() / tokens.sum() ** 2) if n > 1 else 0.0
 
 
-def holm(ps: Mapping[str, float]) -> dict[str, float]:
+def holm(ps: Mapping[Any, float]) -> dict[Any, float]:
     """Holm's adjusted p of each test."""
     found, least = {}, 0.0
     for i, name in enumerate(sorted(ps, key=ps.__getitem__)):

@@ -57,9 +57,8 @@ def _stratify(decay: Decay) -> None:
     def shares() -> Tensor:
         return (torch.randperm(heads) + torch.rand(heads)) / heads
 
-    decay.A_log.copy_((16 * shares()).clamp_min(1e-4).log())
-    dt = 10 ** (2 * shares() - 3)
-    decay.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+    values = decay.parameters_of((16 * shares()).clamp_min(1e-4), 10 ** (2 * shares() - 3))
+    decay.load_state_dict(values)
 
 
 def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: Path) -> Record:

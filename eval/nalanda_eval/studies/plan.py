@@ -111,7 +111,7 @@ def run_settings(
     """Everything that determines a run, except the text: the key of its record."""
     return {
         **{name: values for name, values in lm.items() if name not in IGNORED},
-        "data": {name: value for name, value in lm["data"].items() if name not in ("source", "workers")},
+        "data": rows_of(lm),
         "model": system.model,
         "seed": seed,
         "rate": rate,
@@ -164,9 +164,13 @@ def final_loss(record: Record) -> float:
 
 def bigram_settings(seed: int, budget: int, lm: dict[str, Any]) -> dict[str, Any]:
     """Everything that determines a bigram baseline: which tokens the models of a seed see."""
-    data = {name: value for name, value in lm["data"].items() if name not in ("source", "workers")}
     same = {name: lm[name] for name in ("tokenizer", "train")}
-    return {"bigrams": "Kneser-Ney", "seed": seed, "tokens": budget, "data": data, **same}
+    return {"bigrams": "Kneser-Ney", "seed": seed, "tokens": budget, "data": rows_of(lm), **same}
+
+
+def rows_of(lm: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `data` that determine the rows, except the text."""
+    return {name: value for name, value in lm["data"].items() if name not in ("source", "workers")}
 
 
 def run_config(settings: dict[str, Any], lm: dict[str, Any], text: str) -> RunConfig:

@@ -104,6 +104,9 @@ class Results:
     def at(self, a: System, b: System, budget: int = -1) -> Gap:
         return self.gap(a, b, lambda losses: losses[..., budget], budget)
 
+    def by_budget(self, a: System, b: System) -> list[Gap]:
+        return [self.at(a, b, i) for i in range(len(self.study.budgets))]
+
     def slope(self, a: System, b: System) -> Gap:
         """Of the gap against the logarithm of the tokens."""
         return self.gap(a, b, lambda losses: slopes(losses, self.study.budgets), None)
@@ -124,9 +127,7 @@ class Results:
     @cached_property
     def adjusted(self) -> dict[System, float]:
         """Holm's p of the gaps at the last budget."""
-        ps = {key_of(a): self.at(a, b).p for a, b in self.pairs()}
-        fixed = holm(ps)
-        return {a: fixed[key_of(a)] for a, _ in self.pairs()}
+        return holm({a: self.at(a, b).p for a, b in self.pairs()})
 
     def finished(self) -> bool:
         return len(self.runs) == len(self.planned)
@@ -276,7 +277,7 @@ def calibration_table(results: Results) -> str:
         if system is None or reference is None:
             continue
         losses = map(number, results.losses(system).mean(0))
-        gaps = [results.at(system, reference, i) for i in range(len(results.study.budgets))]
+        gaps = results.by_budget(system, reference)
         published = calibration.published.get(name)
         cells = [gap.text() if system != reference else "" for gap in gaps]
         lines.append(
@@ -399,7 +400,7 @@ def facts(found: dict[str, Record]) -> str:
 
 
 def draw_gaps(results: Results, file: Path) -> None:
-    """Gaps to the reference against tokens: a panel for each size and mixer, and one for the calibration."""
+    """Gaps to the reference against tokens: a panel for each size and mixer."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -420,11 +421,10 @@ def draw_gaps(results: Results, file: Path) -> None:
                 continue
             a.axhline(0, color=GREY, lw=0.8)
             for i, form in enumerate(forms):
-                pair = next(
-                    (p for p in results.pairs() if (p[0].size, p[0].group, p[0].form) == (*panel, form)), None
-                )
-                if pair is not None:
-                    band(a, study.budgets, [results.at(*pair, i) for i in range(len(study.budgets))], i, form)
+                size, mixer = panel
+                system, reference = (results.system(size, mixer, x) for x in (form, study.reference))
+                if system and reference:
+                    band(a, study.budgets, results.by_budget(system, reference), i, form)
             a.set_title(f"{panel[1]}, {panel[0]} parameters")
             budget_axis(a, study.budgets)
         for a in axes[:, 0]:
@@ -455,7 +455,7 @@ def band(axes: Any, x: Sequence[float], gaps: Iterable[Gap], i: int, label: str)
 
 
 def draw_calibration(results: Results, file: Path) -> None:
-    """Gaps of the calibration against tokens, and the published ones at the right."""
+    """Gaps of the calibration against tokens, and the published ones as lines."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -471,18 +471,10 @@ def draw_calibration(results: Results, file: Path) -> None:
             system = results.system(first, CALIBRATION, name)
             if system is None:
                 continue
-            band(
-                a,
-                results.study.budgets,
-                [results.at(system, reference, j) for j in range(len(results.study.budgets))],
-                i,
-                name,
-            )
+            band(a, results.study.budgets, results.by_budget(system, reference), i, name)
             a.axhline(published, color=COLOURS[i], lw=1, ls=":")
         budget_axis(a, results.study.budgets)
-        a.set(
-            ylabel=f"loss less that of {results.study.reference} (nats)",
-        )
+        a.set_ylabel(f"loss less that of {results.study.reference} (nats)")
         a.set_title("Bars: 95 % intervals. Dotted: the published gaps", fontsize=9)
         a.legend()
         figure.savefig(file)

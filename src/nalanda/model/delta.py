@@ -30,6 +30,11 @@ class Decay(Fp32Module):
         """A ~ U(0, 16); softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
         A = torch.empty_like(self.A_log).uniform_(0, 16).clamp_min_(1e-4)
         dt = 10 ** torch.empty_like(self.dt_bias).uniform_(-3, -1)
+        return self.parameters_of(A, dt)
+
+    @staticmethod
+    def parameters_of(A: Tensor, dt: Tensor) -> dict[str, Tensor]:
+        """The parameters with g = −A·dt at a = 0."""
         return {"A_log": A.log(), "dt_bias": dt + torch.log(-torch.expm1(-dt))}  # the inverse of softplus
 
 
