@@ -1,6 +1,7 @@
 """Qwen3.5's text models: conversion both ways, refusals, and the proof that both models compute the same."""
 
 import json
+import math
 import shutil
 import typing
 
@@ -8,7 +9,13 @@ import pytest
 import torch
 import typer.testing
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from training import configured
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
 
 import nalanda_cli
 from nalanda import NalandaConfig
@@ -16,6 +23,8 @@ from nalanda.common.errors import InputError
 from nalanda.convert import certificate
 from nalanda.convert.convert import convert
 from nalanda.inference.load import load_model
+from nalanda.train.log import read_metrics
+from nalanda.train.loop import train
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_heads": 2, "head_dim": 8, "initializer_range": 0.2, "feature_map": "silu"}
@@ -278,3 +287,32 @@ def test_text_of_the_tokenizer_is_compared(tokenizer, tmp_path):
     assert "English" in rows(theirs)["compared on"]
     model, _ = load_model(str(theirs), device="cpu")  # although flash-linear-attention is installed
     assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=None).shape == (1, 7)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, tmp_path):
+    """A Qwen3.5 of random weights with a tokenizer of its own: in, ten steps, and out again."""
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    delta |= {"linear_value_head_dim": 8, "full_attention_interval": 4, "layer_types": None}
+    full = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    published = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes, **delta, **full))
+    published.save_pretrained(tmp_path / "published")
+    tokenizer.save_pretrained(tmp_path / "published")
+    ours = convert(str(tmp_path / "published"), str(tmp_path / "ours"))
+
+    settings = (f"model={{init_from: {ours}}}", f"tokenizer={ours}", "train.steps=10", "validation.every=0")
+    run = train(configured(recipe, tmp_path / "run", *settings))
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert losses[0] == pytest.approx(math.log(260), abs=0.1)  # that of the random weights
+    assert losses[-1] < losses[0] - 0.5
+
+    back = convert(str(run / "final"), str(tmp_path / "back"), "qwen3_5")
+    assert rows(back)["greedy tokens equal"].startswith("32 of 32")
+    assert "English" in rows(back)["compared on"]
+    before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "published", back))
+    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+    tokens = {"bos_token_id", "eos_token_id", "pad_token_id"}  # training takes the tokenizer's
+    assert changed <= tokens | {"rope_parameters"}  # which names an image's axes too
+    assert read(back).keys() == read(tmp_path / "published").keys()
