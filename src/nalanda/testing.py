@@ -7,7 +7,9 @@ function of MIXER_PROPERTIES or MAP_PROPERTIES that raises AssertionError; Nalan
 import copy
 import itertools
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
+from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 from nalanda.model.sequences import Sequences
 
@@ -250,6 +253,93 @@ def packed_is_separate(model: Any) -> None:
     close(rows.view(1, 140, VOCAB), separate)
 
 
+def cut_rows_are_whole(model: Any) -> None:
+    """Rows cut over three threads, by documents that end, begin or lie inside a part, end at its edge or pass
+    through: losses, gradients and row states are those of whole rows."""
+    B, T, N = 2, 69, 3
+    packings = [None, [0, 5, 46, 69, 88, 89, 134, 138]]
+    carries = not model.model.growing_mixers()
+    model.train()
+
+    def run(tokens: Tensor, bounds: list[int] | None, **options: Any) -> Any:
+        cu = None if bounds is None else torch.tensor(bounds)
+        out = model(tokens, labels=tokens, cu_seqlens=cu, use_cache=False, num_items_in_batch=1, **options)
+        out.loss.backward()
+        return out
+
+    def gradients() -> list[Tensor]:
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    states: Any = None
+    for step, bounds in enumerate(packings):
+        tokens = ids(B, T, seed=step)
+        options: dict[str, Any] = {}
+        if carries:
+            carried = torch.tensor([step > 0, False])
+            options = {"row_states": states, "carried": carried, "return_row_states": True}
+        whole = run(tokens, bounds, **options)
+        expected = gradients()
+        parts = in_threads(N, lambda context: run(tokens, bounds, context=context, **options))  # noqa: B023
+        scale = max(1.0, *(float(g.abs().max()) for g in expected))
+        close(torch.stack([part.loss for part in parts]).sum(), whole.loss, 1e-9 * T)
+        for own, whole_gradient in zip(gradients(), expected, strict=True):
+            close(own, whole_gradient, 1e-9 * scale)
+        states = whole.row_states
+        for part in parts if carries else ():
+            assert part.row_states.lengths.tolist() == states.lengths.tolist()
+            for own, all_of_it in zip(part.row_states.states, states.states, strict=True):
+                for name, state in all_of_it.items():
+                    close(own[name], state, 1e-9 * max(1.0, float(state.abs().max())))
+
+
+class _Thread(Context):
+    """A context whose processes are threads: they meet at `barrier` to look at each other's tensors."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shown: list):
+        self.rank, self.size, self.barrier, self.shown = rank, size, barrier, shown
+
+    def all(self, x: Any) -> list:
+        self.shown[self.rank] = x
+        self.barrier.wait()
+        found = list(self.shown)
+        self.barrier.wait()
+        return found
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.all(x))
+
+    def shift(self, tensors: list[Tensor], by: int) -> list[Tensor]:
+        found, source = self.all(tensors), self.rank - by
+        return found[source] if 0 <= source < self.size else [torch.zeros_like(x) for x in tensors]
+
+    def sums(self, x: Tensor) -> Tensor:
+        return torch.stack(self.all(x))[:, self.rank].sum(0)
+
+    def from_last(self, x: Tensor) -> Tensor:
+        return self.all(x.detach())[-1].clone()
+
+
+def in_threads(size: int, run: Callable[[Context], Any]) -> list:
+    """`run(context)` in each of `size` threads, and their results; raises what the first one raised."""
+    barrier, shown = threading.Barrier(size, timeout=60), [None] * size
+
+    def guarded(context: Context) -> Any:
+        try:
+            return run(context)
+        except BaseException:
+            barrier.abort()  # the others wait for this one
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        tasks = [threads.submit(guarded, _Thread(rank, size, barrier, shown)) for rank in range(size)]
+    failures = [error for task in tasks if (error := task.exception())]
+    for error in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [task.result() for task in tasks]
+
+
 def padded_is_alone(model: Any) -> None:
     """On either side, also where the prompt comes in two pieces and one row is only padding in the first."""
     lengths, T = [3, 9, 12], 12
@@ -358,6 +448,7 @@ MIXER_PROPERTIES: list[Callable[[Any], None]] = [
     chunkwise_is_recurrent_is_reference,
     cached_is_uncached,
     packed_is_separate,
+    cut_rows_are_whole,
     padded_is_alone,
     saved_is_loaded,
     all_memory_is_set_at_construction,

@@ -107,7 +107,7 @@ class SoftmaxAttention(Mixer):
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
         T = q.shape[1]
-        if seq.rows is not None and new is not None:
+        if seq.parts is not None or (seq.rows is not None and new is not None):
             return self.mix_rows(q, k, v, seq, state, new)
         if new is not None:
             laid = {name: seq.pad(heads[name], state.get(name)) for name in ("k", "v")}
@@ -124,27 +124,36 @@ class SoftmaxAttention(Mixer):
 
     def gather_states(self, new: State, seq: Sequences) -> State:
         convs, rest = split_states(new)
-        return super().gather_states(convs, seq) | {name: x.detach() for name, x in rest.items()}
+        return super().gather_states(convs, seq) | {n: seq.settled(x.detach()) for n, x in rest.items()}
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
-    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State) -> Tensor:
-        """Attends packed rows that continue row states, in linear time.
+    def mix_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
+    ) -> Tensor:
+        """Attends packed rows that continue row states or parts of other processes.
 
         The kept keys that a continuing sequence still sees are put before it, with queries whose outputs are
         dropped. Then all are attended as whole sequences.
         """
-        assert self.reach is not None, "row states cannot grow"
-        tokens = None
+        tokens, width = None, self.reach
+        if seq.parts is not None:
+            width = seq.parts.before if width is None else width
+            k, left_k = seq.parts.left(k, width, state.get("k"))
+            v, left_v = seq.parts.left(v, width, state.get("v"))
+            state = {"k": left_k, "v": left_v}
         if "k" in state:
             assert seq.past is not None
-            seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
+            assert width is not None, "row states cannot grow"
+            seq, source, tokens = seq.with_kept(width, self.wanted(seq.past), q.device)
             kept = {name: state[name].flatten(0, 1) for name in ("k", "v")}
             k, v = (
                 torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
                 for name, x in (("k", k), ("v", v))
             )
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
-        new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
+        if new is not None:
+            assert self.reach is not None, "row states cannot grow"
+            new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
         o = self.attend_all(q, k, v, seq)
         return o if tokens is None else o.index_select(1, tokens)
 

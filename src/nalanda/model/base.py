@@ -72,6 +72,8 @@ def convolve(
 
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
+    if seq.parts is not None:
+        xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
     weights = [conv.weight.squeeze(1) for conv in convs]
     weights = [w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)]
     served = by_kernel(

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
+from .context import recurrence
 from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
 from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, no_autocast
@@ -119,7 +120,9 @@ class DeltaNet(Mixer):
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
             if self.qk_norm != "l2":
                 (q, k, beta), features = self.unnormed(q, k, beta), None
-        o, final = delta_rule(
+        o, final = recurrence(
+            delta_rule,
+            seq,
             q,
             k,
             heads["v"],
@@ -129,7 +132,6 @@ class DeltaNet(Mixer):
             qk_norm="l2" if self.qk_norm == "l2" else None,
             initial_state=state.get("recurrent"),
             output_final_state=new is not None,
-            cu_seqlens=seq.cu_seqlens,
             mode="recurrent" if q.shape[1] == 1 else "chunk",
         )
         if new is not None and final is not None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec, convolve
 from .chunk import wide_dtype
+from .context import recurrence
 from .feature_maps import EPS, opposite
 from .layers import ShortConv, at_least_fp32, rotary_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
@@ -59,7 +60,7 @@ class LinearAttention(Mixer):
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
-        if q.shape[1] == 1:
+        if q.shape[1] == 1 or seq.parts is not None:
             return None
         served = by_kernel(
             *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
@@ -95,7 +96,9 @@ class LinearAttention(Mixer):
         v = heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
-        o, final = linear_attention(
+        o, final = recurrence(
+            linear_attention,
+            seq,
             heads["q"],
             heads["k"],
             v,
@@ -104,7 +107,6 @@ class LinearAttention(Mixer):
             scale=scale,
             initial_state=state.get(name),
             output_final_state=new is not None,
-            cu_seqlens=seq.cu_seqlens,
             mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
         )
         if new is not None and final is not None:

@@ -17,6 +17,7 @@ from .base import RowState
 from .base import State as Tensors
 from .cache import NalandaCache
 from .configuration import NalandaConfig
+from .context import Context, Parts
 from .epilogues import add_norm, swiglu
 from .graphs import current_graphs, decoding_graphs
 from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
@@ -223,6 +224,7 @@ class Decoder(NalandaPreTrainedModel):
         row_states: NalandaCache | None = None,
         carried: Tensor | None = None,
         return_row_states: bool = False,
+        context: Context | None = None,
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
 
@@ -232,10 +234,19 @@ class Decoder(NalandaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         carrying = return_row_states or row_states is not None or carried is not None
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T, _ = x.shape
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        B, T = given.shape[:2]
         if carrying:
             self._check_rows(row_states, carried, past_key_values, B)
+        if context is not None:
+            if past_key_values is not None or attention_mask is not None or position_ids is not None:
+                raise ValueError(
+                    "rows that are cut over processes take cu_seqlens and row_states: give no cache, "
+                    "attention_mask or position_ids"
+                )
+            given = context.part(given)
+        x = self.embed_tokens(given) if inputs_embeds is None else given
+        if carrying or context is not None:
             use_cache = False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -256,7 +267,7 @@ class Decoder(NalandaPreTrainedModel):
         if torch.compiler.is_compiling() and attention_mask is not None and not (described or stateful):
             layout = Layout.padding_last(x, attention_mask)
         else:
-            layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+            layout = Layout(x, attention_mask, position_ids, None if context else cu_seqlens)
         if cache is not None:
             if layout.packed:
                 raise ValueError(
@@ -267,12 +278,20 @@ class Decoder(NalandaPreTrainedModel):
             cache = NalandaCache(len(self.layers))
         rows: Rows | None = None
         states: list[Any] = [] if cache is None else cache.states
+        read = None if row_states is None else row_states.lengths
+        parts = None if context is None else Parts(context, B, T, cu_seqlens, carried, read)
+        if parts is not None:
+            layout.cu_seqlens, rows, past = parts.cu_seqlens, parts.rows, parts.past
+        elif carrying:
+            rows, past = layout.rows(carried, read)
         if carrying:
-            rows, past = layout.rows(carried, None if row_states is None else row_states.lengths)
-            held = [{} for _ in self.layers] if row_states is None or past is None else row_states.states
+            assert rows is not None
+            none = row_states is None or past is None or (carried is not None and not bool(carried.any()))
+            held = [{} for _ in self.layers] if none else row_states.states
             states = [RowState(tensors) for tensors in held]
         x = layout.pack(x)
-        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static=cache is not None and cache.static)
+        static = cache is not None and cache.static
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -291,10 +310,11 @@ class Decoder(NalandaPreTrainedModel):
         ended = None
         if cache is not None:
             cache.seen(T, torch.full((B,), T) if seq.cu_seqlens is None else seq.lengths)
-        elif rows is not None:
+        elif carrying and rows is not None:
             ended = NalandaCache(len(self.layers))
             ended.states = [state.tensors for state in states]
             lengths = (seq.lengths if past is None else seq.lengths + past)[rows.last]
+            lengths = lengths if parts is None else parts.lengths
             ended.seen(int(lengths.max()), lengths)
         x = layout.unpack(add_norm(x, None, self.norm)[1])
         return DecoderOutput(
@@ -462,6 +482,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         row_states: NalandaCache | None = None,
         carried: Tensor | None = None,
         return_row_states: bool = False,
+        context: Context | None = None,
         output_attentions: bool | None = None,
     ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
@@ -480,6 +501,9 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         carried: bool `[B]`, best on the host: whether the row's first document continues its row state and
             its count of tokens. Other rows start empty.
         return_row_states: whether to return `row_states` without being given any.
+        context: the processes that share these rows, each calling with the same whole rows (`context.py`).
+            Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
+            that of the rows is the sum over the processes.
         output_attentions: accepted because PEFT passes it; True is refused.
 
         In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
@@ -521,6 +545,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             row_states=row_states,
             carried=carried,
             return_row_states=return_row_states,
+            context=context,
         )
         h = out.last_hidden_state
         loss = logits = None
@@ -529,9 +554,11 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             if attention_mask is not None:  # a left-padded row's first token has no predecessor
                 real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
                 targets = targets.masked_fill(real == 0, -100)
-            targets = targets.flatten()
-            total = self._summed_loss(h[:, :-1].flatten(0, 1), targets, z_loss)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            predicting = h[:, :-1]
+            if context is not None:  # a row's last token predicts none
+                targets, predicting = context.part(F.pad(targets, (0, 1), value=-100)), h
+            total = self._summed_loss(predicting.flatten(0, 1), targets.flatten(), z_loss)
             loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
         if labels is None or not self.training:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

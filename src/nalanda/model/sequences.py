@@ -43,7 +43,8 @@ class Sequences:
     be empty. `past` (int64 `[N]`, on the host) counts the tokens of each that earlier calls read. With `rows`
     (on the host) mixers take and return the states of rows instead of sequences. `device`: that of the
     layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
-    device, and the call is captured as a CUDA graph, so the host must not read it.
+    device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
+    the rows are cut over processes, and first sequences may continue documents of earlier parts.
     """
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
@@ -55,8 +56,10 @@ class Sequences:
         rows: Rows | None = None,
         device: torch.device | None = None,
         static: bool = False,
+        parts: Any = None,
     ):
         self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
+        self.parts = parts
         self._tables: dict[torch.device, Tables] = {}
         self._made: dict[tuple, Any] = {}
         if cu_seqlens is not None and device is not None:
@@ -219,7 +222,11 @@ class Sequences:
         """Final states of sequences `[N, …]` to row states `[B, …]`, detached."""
         rows = self.tables(state.device).rows
         assert rows is not None
-        return state.detach().index_select(0, rows.last)
+        return self.settled(state.detach().index_select(0, rows.last))
+
+    def settled(self, state: Tensor) -> Tensor:
+        """Row states after whole rows, where rows are cut."""
+        return state if self.parts is None else self.parts.context.from_last(state)
 
     def with_kept(
         self, kept: int, wanted: Tensor, device: torch.device

@@ -1,0 +1,333 @@
+"""Context parallelism: the processes of a group each hold a part of every row.
+
+A row of T tokens is cut into N parts of T/N. Part r needs of the others only
+
+- for a recurrence, the state S_r of its row's document at the part's first token. A part takes the state S to
+  M S + U: U is its final state from zero, M the product of its transitions (diagonal for linear attention).
+  All M and U are exchanged, and S_r follows by a scan. The part's outputs from zero are computed meanwhile;
+  what they lack is linear in S_r;
+- for a short convolution, the last W − 1 inputs before it; for attention, the keys and values that its
+  tokens still see.
+
+So the traffic of a recurrence does not depend on T. All exchanges have gradients.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .layers import at_least_fp32, no_autocast
+from .ops import linear_attention, map_features
+from .sequences import Rows, Sequences
+
+SCAN_FROM = 9
+"""Processes from which a scan in ⌈log₂ N⌉ rounds replaces one all-gather. It sends less from N = 5 on, but in
+rounds that wait for one another, each with a product of two transitions."""
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its old name
+
+
+class Context:
+    """The processes that share rows. Each calls the model with the same whole rows, and all of them must call
+    it: forward and backward exchange states.
+
+    group: their process group; None: all processes. Its ranks are the parts in order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def part(self, x: Tensor) -> Tensor:
+        """This process's part of x `[B, T, …]`: `[B, T/N, …]`. Raises ValueError if N does not divide T."""
+        if x.shape[1] % self.size:
+            raise ValueError(f"rows of {x.shape[1]} tokens cannot be cut into {self.size} equal parts")
+        return x.unflatten(1, (self.size, -1))[:, self.rank]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Of every process: `[…]` to `[N, …]`, without gradients."""
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(out.unbind()), x.contiguous(), group=self.group)
+        return out
+
+    def shift(self, tensors: list[Tensor], by: int) -> list[Tensor]:
+        """Those of the process `by` parts before this one, zeros if there is none; without gradients."""
+        received = [x.new_zeros(x.shape) for x in tensors]
+        to, source = self.rank + by, self.rank - by
+        operations = []
+        for x, place in zip(tensors, received, strict=True):
+            if 0 <= to < self.size:
+                operations.append(dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=to))
+            if 0 <= source < self.size:
+                operations.append(dist.P2POp(dist.irecv, place, group=self.group, group_peer=source))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return received
+
+    def sums(self, x: Tensor) -> Tensor:
+        """x `[N, …]` summed over the processes: the entry for this one, without gradients."""
+        out = x.new_empty(x.shape[1:])
+        _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.group)
+        return out
+
+    def from_last(self, x: Tensor) -> Tensor:
+        """The last part's x, without gradients."""
+        x = x.detach().contiguous()
+        dist.broadcast(x, group=self.group, group_src=self.size - 1)
+        return x
+
+
+class Parts:
+    """A batch of rows, cut over a context.
+
+    cu_seqlens: bounds of the documents in the B·T tokens of the whole rows, on the host; None: one a row.
+    carried: bool `[B]`, whether the row's first document continues its row state; None: no row does.
+    lengths: int64 `[B]`, tokens read into the row states.
+    """
+
+    def __init__(
+        self, context: Context, B: int, T: int, cu_seqlens: Tensor | None, carried: Tensor | None,
+        lengths: Tensor | None,
+    ):  # fmt: skip
+        N, size = context.size, T // context.size
+        self.context, self.before = context, context.rank * size
+        whole = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).unique()
+        if whole[0] != 0 or whole[-1] != B * T or not bool(torch.isin(torch.arange(B) * T, whole).all()):
+            raise ValueError(f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row")
+        edges = torch.arange(B * N) * size  # where the parts begin
+        place = torch.searchsorted(whole, edges, right=True)
+        past = (edges - whole[place - 1]).view(B, N)  # tokens of its document before each part
+        begun = past == torch.arange(N) * size  # whether that document is the row's first
+        read = torch.zeros(B, dtype=torch.int64)
+        if carried is not None and lengths is not None:
+            read = torch.where(carried.cpu(), lengths, 0)
+        self.carried = read > 0
+        past = past + begun * read[:, None]
+        inside = (past > 0) & (whole[place].view(B, N) >= edges.view(B, N) + size)
+        self.passing = [r for r in range(1, N - 1) if inside[:, r].any()]
+        """Parts through which the state of a document passes, from one before to one behind."""
+
+        mine = edges.view(B, N)[:, context.rank, None]
+        starts = torch.cat([mine.flatten(), whole]).unique()
+        kept = (starts % T >= self.before) & (starts % T < self.before + size) & (starts < B * T)
+        starts = starts[kept]
+        self.cu_seqlens = torch.cat([starts // T * size + starts % T - self.before, torch.tensor([B * size])])
+        borders = torch.arange(B + 1) * size
+        first = torch.searchsorted(self.cu_seqlens, borders[:-1])
+        last = torch.searchsorted(self.cu_seqlens, borders[1:]) - 1
+        continued = past[:, context.rank] > 0
+        self.rows = Rows(first, last, self.carried & (context.rank == 0))
+        self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(0, first, past[:, context.rank])
+        ends = torch.arange(1, B + 1) * T
+        tail = ends - whole[torch.searchsorted(whole, ends) - 1]
+        self.lengths = tail + (tail == T) * read
+        """Tokens of each row's last document, int64 `[B]`, after this call."""
+        self.B, self.size = B, size
+        self.continued = continued.nonzero().squeeze(1)
+        """Rows whose first document here began before this part."""
+        spans = [torch.arange(*self.cu_seqlens[i : i + 2].tolist()) for i in first[continued]]
+        self.tokens = torch.cat(spans) if spans else first.new_zeros(0)
+        """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
+        self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
+
+    def left(self, x: Tensor, width: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
+
+        held: `[B, R, …]`, tokens before the row. Where there are none it is zero. The first result must be
+        used in place of x: it ties the exchange to x's gradient, so that every process takes part in the
+        backward.
+        """
+        size = min(width, self.size) if width else self.size
+        x, parts = _Gather.apply(x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :])
+        before = [] if held is None else [held.to(x.dtype)]
+        before += parts[: self.context.rank].unbind()
+        left = torch.cat(before, 1) if before else x.new_zeros(self.B, 0, *x.shape[2:])
+        left = left[:, max(0, left.shape[1] - width) :]
+        missing = width - left.shape[1]
+        return x, torch.cat([left.new_zeros(self.B, missing, *x.shape[2:]), left], 1) if missing else left
+
+    def conv_states(
+        self, xs: list[Tensor], width: int, states: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """xs, see `left`, and the `width` inputs before each sequence, `[N, width, …]` as convolutions take
+        them. states: those before the rows, by sequence."""
+        sizes = [x.shape[-1] for x in xs]
+        x, left = self.left(torch.cat(xs, -1), width)
+        age = torch.arange(width, 0, -1)  # the first column is the oldest
+        past = self.past[self.rows.first]
+        left = (
+            left * (age <= past[:, None]).to(left)[..., None] if self.context.rank else torch.zeros_like(left)
+        )
+        first = self.rows.first.to(x.device)
+        whole = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left)
+        found = list(whole.split(sizes, -1))
+        if states is not None:
+            found = [new + old.to(new.dtype) for new, old in zip(found, states, strict=True)]
+        return list(x.split(sizes, -1)), found
+
+
+class _Gather(torch.autograd.Function):
+    """(y, `x` of every process, `[N, …]`)."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, context: Context, x: Tensor):
+        ctx.context = context
+        return y.view_as(y), context.gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y: Tensor, d_all: Tensor):
+        return d_y, None, ctx.context.sums(d_all)
+
+
+def scan(context: Context, M: Tensor | None, U: Tensor, reverse: bool = False) -> Tensor:
+    """The state S `[…, F, V]` at this part: S = 0 at the first, and M S + U behind each; without gradients.
+
+    M: `[…, F, F]`, `[…, F, 1]` for a diagonal, or None where no part passes a state on. reverse: from the
+    last part to the first.
+    """
+    toward = -1 if reverse else 1
+    if M is None:
+        return context.shift([U], toward)[0]
+    if context.size < SCAN_FROM:
+        parts = context.gather(torch.cat([M, U], -1)).split([M.shape[-1], U.shape[-1]], -1)
+        S = torch.zeros_like(U)
+        places = range(context.size - 1, context.rank, -1) if reverse else range(context.rank)
+        for n in places:
+            S = _apply(parts[0][n], S) + parts[1][n]
+        return S
+    step = 1
+    while step < context.size:
+        before, state = context.shift([M, U], toward * step)
+        first = context.rank >= context.size - step if reverse else context.rank < step
+        if not first:  # what came from outside the group has no transition
+            U = _apply(M, state) + U
+            M = _apply(M, before)
+        step *= 2
+    return context.shift([U], toward)[0]
+
+
+def _apply(M: Tensor, S: Tensor) -> Tensor:
+    return M * S if M.shape[-1] == 1 else M @ S
+
+
+class _Incoming(torch.autograd.Function):
+    """(o, the state at this part), see `scan`.
+
+    With E_r the gradient of the state at part r from there on, E_r = dS_r + Mᵀ E_{r+1}: the same scan
+    backward. dU = E_{r+1} and dM = E_{r+1} Sᵀ. It returns o so that every process takes part in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, o: Tensor, context: Context, M: Tensor | None, U: Tensor):
+        S = scan(context, M, U)
+        ctx.context = context
+        ctx.save_for_backward(M, S)
+        return o.view_as(o), S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o: Tensor, d_S: Tensor):
+        M, S = ctx.saved_tensors
+        d_M, turned = None, M
+        if M is not None and M.shape[-1] > 1:
+            turned = M.transpose(-1, -2)
+        d_U = scan(ctx.context, turned, d_S, reverse=True)
+        if M is not None and ctx.needs_input_grad[2]:
+            d_M = (d_U * S).sum(-1, keepdim=True) if M.shape[-1] == 1 else d_U @ S.transpose(-1, -2)
+        return d_o, None, d_M, d_U
+
+
+def recurrence(
+    op: Callable, seq: Sequences, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, mode: str,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    feature_map: Callable | None = None, qk_norm: str | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`ops.delta_rule` or `ops.linear_attention` over the sequences of `seq`, whose rows may be cut.
+
+    A cut row takes one pass from the state zero, to which what the state at the part adds is added. Let F be
+    the features and V the values of a head. A delta rule computes that by a second pass, over the tokens of
+    documents that began before the part: of width F where the state passes through to a next part, since it
+    gives M too, else of width V. Linear attention multiplies exp(Σ g) q with the state, without a pass.
+    """
+    if seq.parts is None:
+        options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "mode": mode}
+        options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        return op(q, k, v, *gates, cu_seqlens=seq.cu_seqlens, **options)
+    with no_autocast(q):
+        q, k = map_features(q, k, feature_map, qk_norm)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _cut(partial(op, scale=scale, output_final_state=True), seq, (q, k, v, *gates), initial_state)
+
+
+@torch.compiler.disable  # which tokens continue a document depends on values
+def _cut(
+    op: partial, seq: Sequences, inputs: tuple[Any, ...], initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`recurrence` on this part of the rows. op: with its options; inputs: mapped."""
+    parts, v = seq.parts, inputs[2]
+    rank, linear = parts.context.rank, op.func is linear_attention
+    rows, tokens = seq.tables(v.device).rows, parts.tokens.to(v.device)
+    assert rows is not None
+    o, ends = op(*inputs, initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
+    # The first part's states before its rows are in its U.
+    continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
+    some: list[Any] = []
+    answers: Any = None
+    M: Any = None
+    if len(continued):
+        every = len(tokens) == v.shape[1]
+        some = [x if x is None or every else x[:, tokens] for x in inputs]
+        if linear or rank in parts.passing:
+            answers, M = (_decayed if linear else _transitions)(op, some, parts.bounds)
+    U, whole = ends.index_select(0, rows.last), None
+    if parts.passing:
+        whole = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
+        if rank in parts.passing:
+            inside = (rows.first == rows.last)[continued]
+            whole = whole.index_copy(0, continued[inside], M.expand(-1, *whole.shape[1:])[inside])
+    o, S = _Incoming.apply(o, parts.context, whole, U)
+    if not len(continued):
+        return o, ends
+    S = S.index_select(0, continued)
+    if answers is None:
+        some[2] = torch.zeros_like(some[2])
+        more, reached = op(*some, initial_state=S, cu_seqlens=parts.bounds)
+        more = more[0]
+    else:
+        products = [p.transpose(0, 1) @ s.to(p.dtype) for p, s in zip(answers, S, strict=True)]
+        more, reached = torch.cat(products, 1).transpose(0, 1), _apply(M, S)
+    o = o.index_add(1, tokens, more.to(o.dtype)[None])
+    return o, ends.index_add(0, rows.first[continued], reached)
+
+
+def _transitions(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The outputs of documents as products with their initial states, and M.
+
+    Returns for each document `[L, HV, F]`, which times a state `[HV, F, V]` is its output; and M
+    `[n, HV, F, F]`.
+    """
+    q, k, v, *gates = inputs
+    F, HV = k.shape[-1], v.shape[2]
+    unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(len(bounds) - 1, HV, F, F)
+    silent = v.new_zeros(*v.shape[:3], F)
+    answers, M = op(q, k, silent, *gates, initial_state=unit.contiguous(), cu_seqlens=bounds)
+    return list(answers[0].split(bounds.diff().tolist())), M
+
+
+def _decayed(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+    """`_transitions` of linear attention; M is `[n, HV, F or 1, 1]`."""
+    q, _, v, g = inputs
+    group, lengths = v.shape[2] // q.shape[2], bounds.diff().tolist()
+    queries = (op.keywords["scale"] * at_least_fp32(q[0])).repeat_interleave(group, 1).split(lengths)
+    if g is None:
+        return list(queries), queries[0].new_ones(len(lengths), v.shape[2], 1, 1)
+    g = at_least_fp32(g[0]) if g.dim() == 4 else at_least_fp32(g[0])[..., None]  # [M, HV, F or 1]
+    sums = [part.cumsum(0) for part in g.split(lengths)]
+    answers = [x * total.exp() for x, total in zip(queries, sums, strict=True)]
+    return answers, torch.stack([total[-1] for total in sums]).exp()[..., None]
