@@ -67,18 +67,30 @@ FLA = {
         {"q_proj": (32, D), "k_proj": (16, D), "v_proj": (16, D), "o_proj": (D, 32)},
     ),
 }
-kinds = pytest.mark.parametrize("kind", FLA)
+# Softmax attention in the first layer: a "hybrid" kind.
+ATTN = {"layers": [0], "qkv_bias": False, **FLA["transformer"][0]}
+HYBRIDS = [f"{kind} hybrid" for kind in FLA if kind != "transformer"]
+kinds = pytest.mark.parametrize("kind", [*FLA, *HYBRIDS])
+
+
+def parts_of(kind):
+    """(model_type, the kind of each layer)"""
+    kind, _, hybrid = kind.partition(" ")
+    return kind, ["transformer" if hybrid and i == 0 else kind for i in range(L)]
 
 
 def config_of(kind, **changes):
-    return {"model_type": kind, **SIZES, **FLA[kind][0], "eos_token_id": 7, "dtype": "float32", **changes}
+    kind, layers = parts_of(kind)
+    config = {"model_type": kind, **SIZES, **FLA[kind][0], "eos_token_id": 7, "dtype": "float32"}
+    return config | ({"attn": ATTN} if layers[0] != kind else {}) | changes
 
 
 def tensors_of(kind, seed=0):
     """Random weights under its names; norms and decays close to trained values."""
     shapes = {"model.embeddings.weight": (N, D), "model.norm.weight": (D,)}
+    kind, layers = parts_of(kind)
     for i in range(L):
-        layer = {f"attn.{name}": shape for name, shape in FLA[kind][1].items()}
+        layer = {f"attn.{name}": shape for name, shape in FLA[layers[i]][1].items()}
         layer |= {"attn_norm": (D,), "mlp_norm": (D,)}
         layer |= {"mlp.gate_proj": (I, D), "mlp.up_proj": (I, D), "mlp.down_proj": (D, I)}
         bare = ("A_log", "dt_bias", "bias")
@@ -188,7 +200,8 @@ def logits_of(kind, c, tensors, ids):
         layer = {n.removeprefix(p): t for n, t in w.items() if n.startswith(p := f"model.layers.{i}.")}
         mixer = {n.removeprefix("attn."): t for n, t in layer.items() if n.startswith("attn.")}
         y = rms(x, layer["attn_norm.weight"], eps)
-        o = mixed(kind, c, mixer, y)
+        here = parts_of(kind)[1][i]
+        o = mixed(here, ATTN if here != c["model_type"] else c, mixer, y)
         for name in ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight"):
             o = rms(o, mixer[name], eps) if name in mixer else o
         o = o.flatten(1)
@@ -234,6 +247,14 @@ def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
     assert (again / "config.json").read_text() == (ours / "config.json").read_text()
 
 
+def test_tables_of_softmax_layers_are_joined():
+    one = config_of("gla", num_hidden_layers=3, attn={"layers": [0, 2], "num_heads": 4})
+    two = one | {"attn": [{"layers": [i], "num_heads": 4, "rope_theta": 10000.0} for i in (2, 0)]}
+    ours, joined = (converting.FORMATS["gla"].ours(config) for config in (one, two))
+    assert ours.layer_mixers == ["softmax", "gla", "softmax"]
+    assert ours.to_dict() == joined.to_dict()
+
+
 def test_what_we_train_goes_out_and_comes_back(tmp_path):
     """Sizes that their config expresses differently, such as heads that do not divide the hidden size."""
     for i, fields in enumerate(
@@ -243,6 +264,15 @@ def test_what_we_train_goes_out_and_comes_back(tmp_path):
             {"mixer": "gla", "hidden_size": 30, "num_heads": 4, "head_dim": 6, "use_gate": False},
             {"mixer": ["retention"] * 2, "expand_v": 2.0, "bos_token_id": None, "eos_token_id": [3, 4]},
             {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
+            {"mixer": "softmax", "mixer_options": {"qk_norm": True}, "norm_eps": 1e-5},
+            {"mixer": ["softmax", "gla"], "expand_k": 0.5, "mixer_options": {"softmax": {"head_dim": 12}}},
+            {
+                "mixer": ["gated_deltanet", "softmax"],
+                "mixer_options": {
+                    "gated_deltanet": {"num_v_heads": 4},
+                    "softmax": {"num_heads": 6, "head_dim": 4, "num_kv_heads": 3, "window": 5},
+                },
+            },
         ]
     ):
         sizes = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 20}
@@ -384,7 +414,19 @@ def refused(source, tmp_path, to=None):
         ("delta_net", {"qk_norm": "sum"}),
         ("delta_net", {"use_beta": False}),
         ("delta_net", {"qk_activation": "gelu"}),
-        ("delta_net", {"attn": {"layers": [1], "num_heads": 2}}),
+        ("delta_net", {"attn": {"layers": [1]}}),
+        *(
+            ("retnet", {"attn": {"layers": [1], "num_heads": 2} | changes})
+            for changes in (
+                *({"qkv_bias": True}, {"qk_norm": True}, {"rope_theta": None}),
+                *({"layers": [0, 1]}, {"layers": [2]}, {"layers": [1, 1]}, {"layers": 1}, {"num_heads": 0}),
+            )
+        ),
+        ("retnet", {"attn": [1]}),
+        (
+            "retnet",
+            {"attn": [{"layers": [i], "num_heads": i + 1} for i in range(2)], "num_hidden_layers": 3},
+        ),
         ("delta_net", {"share_conv_kernel": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("gated_deltanet", {"attnres_block_size": 2}),
@@ -393,7 +435,7 @@ def refused(source, tmp_path, to=None):
         ("gla", {"num_kv_heads": 1}),
         ("retnet", {"feature_map": "relu"}),
         ("retnet", {"hidden_act": "gelu"}),
-        ("transformer", {"qk_norm": True}),
+        ("transformer", {"qk_norm": True, "norm_eps": 1e-6}),
         ("transformer", {"qkv_bias": True}),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         ("llama", {"attention_bias": True}),
@@ -403,7 +445,7 @@ def refused(source, tmp_path, to=None):
 def test_options_that_we_lack(kind, changes, tmp_path):
     config = LLAMA | {"model_type": "llama"} | changes if kind == "llama" else config_of(kind, **changes)
     source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})
-    (name,) = changes
+    name = next(iter(changes))
     assert (name if name != "rope_scaling" else "rope_type='llama3'") in refused(source, tmp_path)
 
 
@@ -417,7 +459,20 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("fla", {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}}, "gate_temperature=8.0"),
         ("fla", {"mixer": "retention", "mixer_options": {"rope_theta": 9.0}}, "rope_theta=9.0"),
         ("fla", {"mixer": "retention", "dropout": 0.1}, "dropout=0.1"),
-        ("fla", {"mixer": "softmax", "head_dim": 6}, "key_dim=6"),
+        ("fla", {"mixer": "softmax", "head_dim": 6}, "head_dim=6"),
+        *(
+            ("fla", {"mixer": ["gla", "softmax"], "mixer_options": {"softmax": options}}, message)
+            for options, message in (
+                ({"rope_theta": None}, "rope_theta=None of mixer 'softmax'"),
+                ({"qk_norm": True}, "qk_norm=True of mixer 'softmax'"),
+                ({"gate": "head"}, "gate='head' of mixer 'softmax'"),
+                ({"conv_size": 2}, "conv_size=2 of mixer 'softmax'"),
+                ({"rotary_dim": 4}, "rotary_dim=4 of mixer 'softmax'"),
+                ({"head_dim": 6}, "head_dim=6 of mixer 'softmax'"),
+            )
+        ),
+        ("fla", {"mixer": ["gla", "softmax"], "expand_v": 2.0}, "value_dim=16 of mixer 'softmax'"),
+        ("fla", {"mixer": ["gla", "softmax"], "use_bias": True}, "use_bias=True"),
         ("llama", {"mixer": "softmax", "mixer_options": {"window": 3}}, "window=3"),
         ("llama", {"mixer": "softmax", "mixer_options": {"rope_theta": None}}, "rope_theta=None"),
         ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
@@ -425,7 +480,7 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
         (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
-        ("fla", {"mixer": ["gla", "softmax"]}, "mixer ['gla', 'softmax'] can become nothing else"),
+        ("fla", {"mixer": ["gla", "retention"]}, "mixer ['gla', 'retention'] can become nothing else"),
         ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
         ("gguf", {"mixer": "gla"}, "can become fla: not gguf"),
     ],

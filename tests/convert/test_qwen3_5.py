@@ -160,6 +160,7 @@ def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"text_config": {"layer_types": ["sliding_attention"] * 4}}, "layer_types='sliding_attention'"),
+        ({"text_config": {"layer_types": ["full_attention"] * 4}}, "layer_types=['full_attention',"),
         ({"text_config": {"attention_bias": True}}, "attention_bias=True"),
         ({"text_config": {"attn_output_gate": False}}, "attn_output_gate=False"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
@@ -213,7 +214,14 @@ def test_what_we_lack(changes, message, multimodal, tmp_path):
                 ({"rope_theta": None}, "rope_theta=None"),
             )
         ),
-        ({"mixer": ["gated_deltanet", "softmax"], "expand_v": 2.0}, "expand_v=2.0"),
+        (
+            {
+                "mixer": ["gated_deltanet", "softmax"],
+                "expand_v": 2.0,
+                "mixer_options": {"softmax": {"qk_norm": True, "gate": "channel"}},
+            },
+            "value_dim=16 of mixer 'softmax'",
+        ),
     ],
 )
 def test_what_they_lack(fields, message, tmp_path):

@@ -1,7 +1,18 @@
 """Models of flash-linear-attention 0.6.0."""
 
 from nalanda.common.errors import InputError
-from nalanda.convert.formats import SHARED, Config, Field, Format, only, unsupported
+from nalanda.convert.formats import (
+    SHARED,
+    Config,
+    Field,
+    Format,
+    add_softmax,
+    checked,
+    only,
+    softmax_options,
+    unsupported,
+)
+from nalanda.model.options import check_types
 
 _FLA = SHARED | {
     "norm_eps": Field(1e-6, "norm_eps"),
@@ -14,7 +25,14 @@ _FLA = SHARED | {
     "fuse_linear_cross_entropy": Field(False),
     "use_l2warp": Field(False),
 }
-_RECURRENT = _FLA | {"attn": only(None), "attn_mode": Field("chunk")}
+_RECURRENT = _FLA | {"attn": Field(None), "attn_mode": Field("chunk")}
+_SOFTMAX = {
+    "num_kv_heads": Field(None, ".num_kv_heads"),
+    "qkv_bias": only(False),
+    "window_size": Field(None, ".window"),
+    "rope_theta": Field(10000.0, ".rope_theta"),
+}
+_ATTN = _SOFTMAX | {"layers": Field([]), "num_heads": Field(None)}
 _DELTA = _RECURRENT | {
     "use_short_conv": Field(True),
     "conv_size": Field(4, "conv_size"),
@@ -30,6 +48,7 @@ _RETENTION = _RECURRENT | {
 }
 _FLA_NAMES = {"embed_tokens.": "embeddings.", ".mixer_norm.": ".attn_norm.", ".mixer.": ".attn."}
 _FUSED_NORM = _FLA_NAMES | {".o_norm.": ".g_norm_swish_gate."}
+_QK_EPS = 1e-5  # of the norms of q and k in a Transformer++, whatever norm_eps
 # qk_activation, and the equivalent feature map.
 _MAPS = {"silu": "silu", "relu": "relu", "elu": "elu1", "identity": "identity"}
 
@@ -42,6 +61,40 @@ def _read_fla(theirs: Config, ours: Config) -> None:
     if theirs["intermediate_size"] is None:
         width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
         ours["intermediate_size"] = 256 * -(-width // 256)
+    if theirs.get("attn"):
+        _read_attn(theirs, ours)
+
+
+def _read_attn(theirs: Config, ours: Config) -> None:
+    """`attn` is a table of the layers that are softmax attention and their options, or a list of tables."""
+    attn, layers, found = theirs["attn"], [], []
+    check_types({"attn": attn}, {"attn": dict | list[dict]})
+    for table in [attn] if isinstance(attn, dict) else attn:
+        table = checked(table, _ATTN, "attn.")
+        check_types(table, {"layers": list[int], "num_heads": int}, "attn.")
+        if (H := table["num_heads"]) < 1:
+            raise unsupported("attn.num_heads", H)
+        layers += table["layers"]
+        options = {known.means[1:]: table[name] for name, known in _SOFTMAX.items() if known.means}
+        found.append(options | {"num_heads": H, "head_dim": theirs["hidden_size"] // H})
+    if not set(layers) < {*range(theirs["num_hidden_layers"])} or len(layers) > len(set(layers)):
+        raise unsupported("attn.layers", layers)
+    if any(options != found[0] for options in found):
+        raise InputError("attn: all layers of softmax attention have the same options here")
+    if found[0]["rope_theta"] is None:
+        raise unsupported("attn.rope_theta", None)
+    add_softmax(ours, layers, found[0])
+
+
+def _write_fla(ours: Config, theirs: Config) -> None:
+    options = softmax_options(ours)
+    if options and "attn" in theirs:
+        theirs["attn"] = {
+            name: options[known.means[1:]] if known.means else known.default
+            for name, known in _SOFTMAX.items()
+        }
+        layers = [i for i, name in enumerate(ours["layers"]) if name == "softmax"]
+        theirs["attn"] |= {"layers": layers, "num_heads": options["num_heads"]}
 
 
 def _read_expanded(theirs: Config, ours: Config) -> None:
@@ -58,6 +111,7 @@ def _read_expanded(theirs: Config, ours: Config) -> None:
 
 
 def _write_expanded(ours: Config, theirs: Config) -> None:
+    _write_fla(ours, theirs)
     for name, size in (("expand_k", "key_dim"), ("expand_v", "value_dim")):
         theirs[name] = ours["num_heads"] * ours[size] / ours["hidden_size"]
 
@@ -92,6 +146,7 @@ def _read_gated_deltanet(theirs: Config, ours: Config) -> None:
 
 
 def _write_gated_deltanet(ours: Config, theirs: Config) -> None:
+    _write_fla(ours, theirs)
     _write_conv(ours, theirs)
     theirs |= {"head_dim": ours["key_dim"], "expand_v": ours["value_dim"] / ours["key_dim"]}
 
@@ -106,6 +161,10 @@ def _read_transformer(theirs: Config, ours: Config) -> None:
     _read_fla(theirs, ours)
     if theirs["rope_theta"] is None:
         raise unsupported("rope_theta", None)
+    if theirs["qk_norm"] and theirs["norm_eps"] != _QK_EPS:
+        raise InputError(
+            f"qk_norm: its norms of q and k add {_QK_EPS:g} there, norm_eps={theirs['norm_eps']:g} here"
+        )
 
 
 FORMATS = {
@@ -178,17 +237,14 @@ FORMATS = {
         "TransformerForCausalLM",
         "softmax",
         _FLA
+        | _SOFTMAX
         | {
             "num_heads": _heads(32),
-            "num_kv_heads": Field(None, ".num_kv_heads"),
-            "qkv_bias": only(False),
-            "qk_norm": only(False),
-            "window_size": Field(None, ".window"),
-            "rope_theta": Field(10000.0, ".rope_theta"),
+            "qk_norm": Field(False, ".qk_norm"),
             "elementwise_affine": only(True),
         },
         _read_transformer,
-        lambda ours, theirs: None,
+        _write_fla,
         _FLA_NAMES,
     ),
 }

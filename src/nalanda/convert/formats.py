@@ -68,7 +68,7 @@ class Format:
     architecture: str
     """Class name of the model, for config.json."""
     mixer: str
-    """Equivalent mixer of ours, in all layers."""
+    """Equivalent mixer of ours, in all layers but those of `softmax` in a hybrid."""
     fields: dict[str, Field]
     """Fields of its config, by name."""
     read: Callable[[Config, Config], None]
@@ -80,7 +80,7 @@ class Format:
 
     def takes(self, mixers: set[str]) -> bool:
         """Whether it has models of these mixers."""
-        return mixers == {self.mixer}
+        return self.mixer in mixers and mixers <= {self.mixer, "softmax"}
 
     def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Config and tensors by name, without parts that have no influence on the next token of a text."""
@@ -88,14 +88,10 @@ class Format:
 
     def ours(self, given: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
-        for name, value in given.items():
-            if name not in self.fields and name not in _INHERITED and value not in (None, False):
-                raise unsupported(name, value)
-        theirs = {name: given.get(name, known.default) for name, known in self.fields.items()}
+        own = {name: value for name, value in given.items() if name in self.fields or name not in _INHERITED}
+        theirs = checked(own, self.fields)
         ours: Config = {"mixer": self.mixer, "mixer_options": {}}
         for name, known in self.fields.items():
-            if known.only and theirs[name] not in known.only:
-                raise unsupported(name, theirs[name])
             if known.means.startswith("."):
                 ours["mixer_options"][known.means[1:]] = theirs[name]
             elif known.means:
@@ -140,15 +136,57 @@ def unsupported(name: str, value: Any) -> InputError:
     return InputError(f"{name}={value!r} has no counterpart here")
 
 
+def checked(given: Config, fields: dict[str, Field], prefix: str = "") -> Config:
+    """The value of every field. Raises InputError for a field or a value that NalandaConfig lacks."""
+    for name, value in given.items():
+        if name not in fields and value not in (None, False):
+            raise unsupported(prefix + name, value)
+    found = {name: given.get(name, known.default) for name, known in fields.items()}
+    for name, known in fields.items():
+        if known.only and found[name] not in known.only:
+            raise unsupported(prefix + name, found[name])
+    return found
+
+
+def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
+    """Makes those layers of the NalandaConfig's arguments `softmax` with these options.
+
+    The options say `num_heads` and `head_dim` too, because the config's own are those of the other mixer.
+    """
+    recurrent = ours["mixer"]
+    if layers:
+        ours["mixer"] = ["softmax" if i in layers else recurrent for i in range(ours["num_hidden_layers"])]
+        ours["mixer_options"] = {recurrent: ours["mixer_options"], "softmax": options}
+
+
+def softmax_options(ours: Config) -> Config:
+    """The options of the `softmax` layers, empty without such; `ours` is as `resolved` returns it.
+
+    Raises InputError for one that no other library has.
+    """
+    options = ours["mixer_options"].get("softmax", {})
+    if options and options["rope_theta"] is None:
+        raise InputError("rope_theta=None of mixer 'softmax' cannot be expressed there")
+    return options
+
+
 def resolved(config: NalandaConfig) -> Config:
     """Every setting that affects the model's output, with the defaults for those left open. `mixer_options`
     has those of each mixer by its name."""
     mixers, options = config.distinct_mixers(), {}
+    by_name = MIXERS.keys() & config.mixer_options.keys()
     for name, mixer in mixers.items():
         keys = inspect.signature(type(mixer).__init__).parameters.values()
         options[name] = {key.name: key.default for key in keys if key.kind is key.KEYWORD_ONLY}
-        options[name] |= mixer_options(config, name)
-    main = next((mixer for mixer in mixers.values() if mixer.map_name), next(iter(mixers.values())))
+        options[name] |= config.mixer_options.get(name, {}) if by_name else config.mixer_options
+        if "num_v_heads" in options[name]:
+            options[name]["num_v_heads"] = mixer.num_v_heads
+    if "softmax" in mixers:  # its sizes, the config's where it has none of its own
+        full: Any = mixers["softmax"]
+        sizes = {"num_heads": full.num_heads, "num_kv_heads": full.num_v_heads, "head_dim": full.K}
+        sizes |= {"value_dim": full.V, "rotary_dim": full.rotary_dim}
+        options["softmax"] = sizes | {n: x for n, x in options["softmax"].items() if n not in sizes}
+    main = mixers[next(iter(mixers.keys() - {"softmax"}), "softmax")]
     fields = [f.name for f in dataclasses.fields(config) if f.name in NalandaConfig.__annotations__]
     # key_dim and value_dim stand for expand_k, expand_v and head_dim.
     left_out = {"expand_k", "expand_v", "head_dim", "initializer", "mixer"}
@@ -161,12 +199,6 @@ def resolved(config: NalandaConfig) -> Config:
         "conv_size": main.conv_size,
         "use_gate": main.gated,
     }
-
-
-def mixer_options(config: NalandaConfig, mixer: str) -> Config:
-    """The options of a mixer that the config gives."""
-    by_name = MIXERS.keys() & config.mixer_options.keys()
-    return config.mixer_options.get(mixer, {}) if by_name else config.mixer_options
 
 
 # Fields that all formats share, with flash-linear-attention's defaults.

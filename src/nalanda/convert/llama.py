@@ -1,7 +1,6 @@
 """The Llama model of transformers."""
 
-from nalanda.common.errors import InputError
-from nalanda.convert.formats import SHARED, Config, Field, Format, only, unsupported
+from nalanda.convert.formats import SHARED, Config, Field, Format, only, softmax_options, unsupported
 
 
 def _read_llama(theirs: Config, ours: Config) -> None:
@@ -21,10 +20,8 @@ def _read_llama(theirs: Config, ours: Config) -> None:
 
 def _write_llama(ours: Config, theirs: Config) -> None:
     theirs |= {"attention_bias": ours["use_bias"], "mlp_bias": ours["use_bias"], "head_dim": ours["key_dim"]}
-    theirs["rope_theta"] = ours["mixer_options"]["softmax"]["rope_theta"]
+    theirs["rope_theta"] = softmax_options(ours)["rope_theta"]
     del theirs["rope_parameters"], theirs["rope_scaling"]  # every release reads rope_theta
-    if theirs["rope_theta"] is None:
-        raise InputError("rope_theta=None of mixer 'softmax' cannot be expressed there")
 
 
 FORMATS = {

@@ -1,6 +1,5 @@
 """The dense text models of Qwen3.5 in transformers: Gated DeltaNet and gated softmax attention."""
 
-import copy
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -15,8 +14,9 @@ from nalanda.convert.formats import (
     Field,
     Format,
     Tensors,
-    mixer_options,
+    add_softmax,
     only,
+    softmax_options,
     stacked,
     unsupported,
 )
@@ -59,9 +59,6 @@ class Qwen3_5(Format):
     output projections are zero: an exact identity, which reading recognises and drops.
     """
 
-    def takes(self, mixers: set[str]) -> bool:
-        return "gated_deltanet" in mixers and mixers <= _LAYER_TYPES.keys()
-
     def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Of a multimodal model, its text model. Says on stderr what is dropped."""
         if "text_config" in given:
@@ -84,7 +81,6 @@ class Qwen3_5(Format):
         return given, kept
 
     def theirs(self, config: NalandaConfig) -> Config:
-        config = _explicit(config)
         theirs = super().theirs(config)
         if "softmax" not in config.layer_mixers:
             theirs["layer_types"] = [*theirs["layer_types"], "full_attention"]
@@ -158,50 +154,25 @@ def _layer_types(theirs: Config) -> list[str]:
     return [kinds[bool((i + 1) % every)] for i in range(theirs.get("num_hidden_layers", 32))]
 
 
-def _explicit(config: NalandaConfig) -> NalandaConfig:
-    """The config with the options of its mixers that follow from others."""
-    if not {*config.layer_mixers} <= _LAYER_TYPES.keys():
-        return config
-    mixers, options = config.distinct_mixers(), {}
-    if "gated_deltanet" in mixers:
-        options["gated_deltanet"] = {"num_v_heads": mixers["gated_deltanet"].num_v_heads}
-    if "softmax" in mixers:
-        full: Any = mixers["softmax"]
-        if full.K != full.V:
-            raise InputError(
-                f"expand_v={config.expand_v} of mixer 'softmax' cannot be expressed there: K = V"
-            )
-        options["softmax"] = {
-            "num_heads": full.num_heads,
-            "num_kv_heads": full.num_v_heads,
-            "head_dim": full.K,
-            "rotary_dim": full.rotary_dim,
-        }
-    changed = copy.copy(config)
-    changed.mixer_options = {name: mixer_options(config, name) | table for name, table in options.items()}
-    return changed
-
-
 def _read(theirs: Config, ours: Config) -> None:
     types = _layer_types(theirs)
-    known = {kind: mixer for mixer, kind in _LAYER_TYPES.items()}
     for kind in types:
-        if kind not in known:
+        if kind not in _LAYER_TYPES.values():
             raise unsupported("layer_types", kind)
+    if "linear_attention" not in types:
+        raise unsupported("layer_types", types)
     if len(types) != theirs["num_hidden_layers"]:
         raise InputError(
             f"layer_types names {len(types)} layers, num_hidden_layers is {theirs['num_hidden_layers']}"
         )
     K, V = theirs["linear_key_head_dim"], theirs["linear_value_head_dim"]
-    ours |= {"mixer": [known[kind] for kind in types], "head_dim": K, "expand_v": V / K}
-    ours |= {"feature_map": "silu", "use_gate": True}
-    options = {"gated_deltanet": ours["mixer_options"]}
-    if "full_attention" in types:
+    ours |= {"head_dim": K, "expand_v": V / K, "feature_map": "silu", "use_gate": True}
+    if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
         rope = dict(theirs["rope_parameters"] or {})
         if (kind := rope.get("rope_type", "default")) != "default":
             raise unsupported("rope_type", kind)
         factor = rope.get("partial_rotary_factor", theirs["partial_rotary_factor"])
-        options["softmax"] = {
+        options = {
             "num_heads": theirs["num_attention_heads"],
             "num_kv_heads": theirs["num_key_value_heads"],
             "head_dim": theirs["head_dim"],
@@ -210,21 +181,14 @@ def _read(theirs: Config, ours: Config) -> None:
             "qk_norm": True,
             "gate": "channel",
         }
-    if set(types) == {"linear_attention"}:
-        ours["mixer"] = "gated_deltanet"
-    else:
-        ours["mixer_options"] = {name: table for name, table in options.items() if name in ours["mixer"]}
+        add_softmax(ours, full, options)
 
 
 def _write(ours: Config, theirs: Config) -> None:
     if not ours["conv_size"]:
         raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
-    full = ours["mixer_options"].get("softmax")
-    if full and full["rope_theta"] is None:
-        raise InputError("rope_theta=None of mixer 'softmax' cannot be expressed there")
-    full = full or {"num_heads": 1, "num_kv_heads": 1, "head_dim": _NULL_HEAD_DIM, "rotary_dim": 16} | {
-        "rope_theta": 10000.0
-    }
+    null = {"head_dim": _NULL_HEAD_DIM, "rotary_dim": 16, "rope_theta": 10000.0}
+    full = softmax_options(ours) or {"num_heads": 1, "num_kv_heads": 1} | null
     third = full["rotary_dim"] // 6  # of the rotary pairs; the axes of an image, which are equal in text
     theirs |= {
         "layer_types": [_LAYER_TYPES[mixer] for mixer in ours["layers"]],
