@@ -19,8 +19,9 @@ which, folder, file = sys.argv[1:]
 
 @torch.no_grad()
 def ours() -> None:
-    import nalanda  # noqa: F401  registers our models
     from transformers import AutoModelForCausalLM
+
+    import nalanda  # noqa: F401  registers our models
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
