@@ -153,21 +153,21 @@ def perplexity(
     _check_models(models)
     from nalanda_eval.perplexity import perplexity, print_perplexity
 
-    print_perplexity(
-        perplexity(
-            models,
-            text,
-            overrides=set,
-            joined=joined,
-            length=length,
-            window=window,
-            tokens=tokens,
-            output=output,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-        )
+    result = perplexity(
+        models,
+        text,
+        overrides=set,
+        joined=joined,
+        length=length,
+        window=window,
+        tokens=tokens,
+        output=output,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
+    if "directory" in result:  # of a launch's processes, the first
+        print_perplexity(result)
 
 
 @app.command()

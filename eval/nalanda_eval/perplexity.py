@@ -9,6 +9,7 @@ import contextlib
 import csv
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -34,7 +35,8 @@ from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffixes
-from nalanda.inference.load import bos_token, choose_device, load_model
+from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
+from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.plot import COLOURS, GREY, MARKERS, STYLE
 from nalanda.train.log import versions
@@ -75,6 +77,9 @@ def perplexity(
         output: a directory for perplexity.json, perplexity.csv and the picture.
         device, dtype, trust_remote_code: as in `nalanda.inference.load.load_model`.
 
+    The processes of a launch (`torchrun --no-python --nproc_per_node N nalanda perplexity …`) read each text
+    together, a part each; the first one writes the files.
+
     Raises:
         InputError: no such model or text, or a length that a model cannot read.
     """
@@ -88,22 +93,34 @@ def perplexity(
     device = choose_device(device)
     directory = output_folder(output, "--output")
     measured: list[dict[str, Any]] = []
-    for name in models:
-        model, tokenizer = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-        T = window or _trained_length(model)
-        L = length or LONGEST * T
-        texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
-        with _progress(name) as advance:
-            found = perplexity_by_position(model, texts, min(T, L), L, advance)
-        facts: dict[str, Any] = {"name": name, "fingerprint": fingerprint(model), "device": str(model.device)}
-        facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
-        measured.append(facts | found)
+    first = os.environ.get("RANK", "0") == "0"
+    with launched_context(device) as context:
+        for name in models:
+            model, tokenizer = load_model(
+                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+            if context is not None and not is_ours(model):
+                raise InputError(f"{name}: only models of ours are cut over processes; start one process")
+            T = window or _trained_length(model)
+            L = length or LONGEST * T
+            texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
+            with _progress(name, quiet=not first) as advance:
+                found = perplexity_by_position(model, texts, min(T, L), L, advance, context)
+            facts: dict[str, Any] = {
+                "name": name,
+                "fingerprint": fingerprint(model),
+                "device": str(model.device),
+            }
+            facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
+            measured.append(facts | found)
     result: dict[str, Any] = {
         "text": text,
         "joined": data.documents == "joined",
         "versions": versions(),
         "models": measured,
     }
+    if not first:  # what follows writes files
+        return result
     result["figures"] = [path.name for path in draw_perplexity(result, directory)]
     content = json.dumps(result, indent=1, allow_nan=False)
     (directory / "perplexity.json").write_text(content + "\n", encoding="utf-8")
@@ -192,26 +209,53 @@ def spans(tokens: int, length: int) -> list[Span]:
 
 @torch.inference_mode()
 def surprisal(
-    model: PreTrainedModel, tokens: Tensor, advance: Callable[[int, int], None] = lambda first, last: None
+    model: PreTrainedModel,
+    tokens: Tensor,
+    advance: Callable[[int, int], None] = lambda first, last: None,
+    context: Context | None = None,
 ) -> Tensor:
     """−log p of each token but the first, in nats: int64 `[B, L + 1]` to float64 `[B, L]`, in one pass.
 
     Long rows are read in parts, each from the state or cache of the previous one; `advance` gets the columns
-    that have been read.
+    that have been read. The processes of a context read each part together.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     step, cache, found = max(1, AT_ONCE // len(tokens)), None, []
+    if context is not None:
+        return _surprisal_together(model, inputs, targets, step * context.size, advance, context)
     for start in range(0, inputs.shape[1], step):
         part, last = slice(start, start + step), start + step >= inputs.shape[1]
         out = model(input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0))
         cache = out.get("past_key_values")
         if cache is None and not last:
             raise InputError(f"--length: {model.config.model_type} returns no state; take at most {step}")
-        logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="none")
-        found.append(loss.double().view(len(tokens), -1))
+        found.append(_losses(out.logits, targets[:, part]))
         advance(start, start + inputs[:, part].shape[1])
     return torch.cat(found, 1)
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """`[B, L, vocabulary]` and `[B, L]` to float64 `[B, L]`."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
+    return loss.double().view(targets.shape)
+
+
+def _surprisal_together(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor, step: int, advance: Callable, context: Context
+) -> Tensor:
+    """`surprisal`, with `step` columns at once cut over the processes. The last are padded on the right."""
+    columns, states, found = inputs.shape[1], None, []
+    inputs, targets = (F.pad(x, (0, -columns % context.size)) for x in (inputs, targets))
+    for start in range(0, columns, step):
+        piece = inputs[:, start : start + step]
+        rows: Any = {"row_states": states, "carried": torch.full((len(piece),), start > 0)}
+        out = model(input_ids=piece, context=context, return_row_states=True, **rows)
+        states = out.row_states
+        own = _losses(out.logits, context.part(targets[:, start : start + step]))
+        found.append(context.gather(own).movedim(0, 1).flatten(1))  # [N, B, step/N] to [B, step]
+        advance(start, min(start + step, columns))
+    return torch.cat(found, 1)[:, :columns]
 
 
 def score_spans(
@@ -219,6 +263,7 @@ def score_spans(
     texts: list[np.ndarray],
     length: int,
     advance: Callable[[int], None] = lambda tokens: None,
+    context: Context | None = None,
 ) -> list[np.ndarray]:
     """−log p of each text's tokens but the first, in rows of at most `length` predictions; float64."""
     found = [np.zeros(len(text) - 1) for text in texts]
@@ -237,7 +282,7 @@ def score_spans(
         def read(first: int, last: int, lengths: np.ndarray = lengths) -> None:
             advance(int((lengths.clip(max=last) - lengths.clip(max=first)).sum()))
 
-        losses = surprisal(model, tokens.to(model.device), read).cpu().numpy()
+        losses = surprisal(model, tokens.to(model.device), read, context).cpu().numpy()
         for loss, (i, first, last) in zip(losses, batch, strict=True):
             found[i][first:last] = loss[: last - first]
     return found
@@ -249,6 +294,7 @@ def perplexity_by_position(
     window: int,
     length: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    context: Context | None = None,
 ) -> dict[str, Any]:
     """The result of `perplexity` for one model: totals, and the curve over positions in rows of `length`.
 
@@ -264,8 +310,8 @@ def perplexity_by_position(
 
     progress(0)
     try:
-        whole = score_spans(model, ids, length, progress)
-        parts = score_spans(model, ids, window, progress) if window < length else whole
+        whole = score_spans(model, ids, length, progress, context)
+        parts = score_spans(model, ids, window, progress, context) if window < length else whole
     except IndexError as error:  # learnt positions are limited
         raise InputError(
             f"--length {length}: the model cannot read rows of {length} tokens; take fewer"
@@ -346,7 +392,7 @@ PAUSE = 10.0
 
 
 @contextlib.contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(name: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Shows the scored tokens on stderr: a bar, or without a terminal a line every `PAUSE` seconds."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
     console = Console(stderr=True)
@@ -356,14 +402,13 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
         nonlocal said
         bar.update(task, completed=done, total=total)
         now = time.monotonic()
-        if console.is_terminal or not 0 < done < total or now - said < PAUSE:
+        if quiet or console.is_terminal or not 0 < done < total or now - said < PAUSE:
             return
         said, left = now, duration((now - start) / done * (total - done))
         print(f"{name}: {done:,} of {total:,} tokens, {left} left", file=sys.stderr, flush=True)
 
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(name, total=None)
         yield tell
 

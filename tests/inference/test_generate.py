@@ -22,6 +22,7 @@ from nalanda.inference.generate import Printer
 from nalanda.inference.load import end_tokens
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import MIXERS
+from nalanda.testing import in_threads
 from nalanda_cli import app
 
 ROWS = {name: {"mixer": name} for name in MIXERS} | VARIANTS
@@ -207,8 +208,14 @@ def test_states_are_never_written_to(model):
 def test_read_in_any_pieces(model):
     tokens = ids(2, 40)
     whole = model.read(tokens)
+
+    def together(context):  # of three threads, which cut 9 tokens, 6 and, in turns, 12
+        state = model.read(tokens[:, :17], chunk_size=3, context=context)
+        return model.read(tokens[:, 17:], state=state, chunk_size=4, context=context)
+
     for state in (
         model.read(tokens, chunk_size=7),
+        in_threads(3, together)[1],
         model.read(tokens[:, 39:], state=model.read(tokens[:, 1:39], state=model.read(tokens[:, :1]))),
     ):
         assert (len(state), state.batch_size, state.nbytes) == (40, 2, whole.nbytes)

@@ -1,6 +1,9 @@
 """Loads a model and its tokenizer for inference."""
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from nalanda.common.errors import InputError, explained, out_of_memory
 from nalanda.config.model_folder import check_name
+from nalanda.model.context import Context
 
 
 def load_model(
@@ -73,6 +77,22 @@ def choose_device(name: str | None) -> str:
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
     return name
+
+
+@contextlib.contextmanager
+def launched_context(device: str) -> Iterator[Context | None]:
+    """The context of all processes that a launcher such as torchrun started; None if there is one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    gpu = device.startswith("cuda")
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield Context()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

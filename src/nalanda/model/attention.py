@@ -137,14 +137,14 @@ class SoftmaxAttention(Mixer):
         """
         tokens, width = None, self.reach
         if seq.parts is not None:
-            width = seq.parts.before if width is None else width
-            k, left_k = seq.parts.left(k, width, state.get("k"))
-            v, left_v = seq.parts.left(v, width, state.get("v"))
+            width = width or seq.parts.whole + (state["k"].shape[1] if "k" in state else 0)
+            k, left_k = seq.parts.left(k, self.reach, state.get("k"))
+            v, left_v = seq.parts.left(v, self.reach, state.get("v"))
             state = {"k": left_k, "v": left_v}
         if "k" in state:
             assert seq.past is not None
-            assert width is not None, "row states cannot grow"
-            seq, source, tokens = seq.with_kept(width, self.wanted(seq.past), q.device)
+            kept_rows = state["k"].shape[1]
+            seq, source, tokens = seq.with_kept(kept_rows, self.wanted(seq.past), q.device)
             kept = {name: state[name].flatten(0, 1) for name in ("k", "v")}
             k, v = (
                 torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
@@ -152,8 +152,8 @@ class SoftmaxAttention(Mixer):
             )
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
         if new is not None:
-            assert self.reach is not None, "row states cannot grow"
-            new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
+            assert width is not None, "row states of whole rows cannot grow"
+            new |= {"k": seq.tails(k, width), "v": seq.tails(v, width)}
         o = self.attend_all(q, k, v, seq)
         return o if tokens is None else o.index_select(1, tokens)
 

@@ -95,7 +95,8 @@ class Parts:
         lengths: Tensor | None,
     ):  # fmt: skip
         N, size = context.size, T // context.size
-        self.context, self.before = context, context.rank * size
+        self.context, self.whole = context, T
+        before = context.rank * size
         whole = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).unique()
         if whole[0] != 0 or whole[-1] != B * T or not bool(torch.isin(torch.arange(B) * T, whole).all()):
             raise ValueError(f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row")
@@ -114,14 +115,14 @@ class Parts:
 
         mine = edges.view(B, N)[:, context.rank, None]
         starts = torch.cat([mine.flatten(), whole]).unique()
-        kept = (starts % T >= self.before) & (starts % T < self.before + size) & (starts < B * T)
+        kept = (starts % T >= before) & (starts % T < before + size) & (starts < B * T)
         starts = starts[kept]
-        self.cu_seqlens = torch.cat([starts // T * size + starts % T - self.before, torch.tensor([B * size])])
+        self.cu_seqlens = torch.cat([starts // T * size + starts % T - before, torch.tensor([B * size])])
         borders = torch.arange(B + 1) * size
         first = torch.searchsorted(self.cu_seqlens, borders[:-1])
         last = torch.searchsorted(self.cu_seqlens, borders[1:]) - 1
         continued = past[:, context.rank] > 0
-        self.rows = Rows(first, last, self.carried & (context.rank == 0))
+        self.rows = Rows(first, last, self.carried)
         self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(0, first, past[:, context.rank])
         ends = torch.arange(1, B + 1) * T
         tail = ends - whole[torch.searchsorted(whole, ends) - 1]
@@ -135,18 +136,20 @@ class Parts:
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
         self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
 
-    def left(self, x: Tensor, width: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
-        held: `[B, R, …]`, tokens before the row. Where there are none it is zero. The first result must be
-        used in place of x: it ties the exchange to x's gradient, so that every process takes part in the
-        backward.
+        width: None for all. held: `[B, R, …]`, tokens before the row. Where there are none it is zero. The
+        first result must be used in place of x: it ties the exchange to x's gradient, so that every process
+        takes part in the backward.
         """
-        size = min(width, self.size) if width else self.size
+        size = self.size if width is None else min(width, self.size)
         x, parts = _Gather.apply(x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :])
         before = [] if held is None else [held.to(x.dtype)]
         before += parts[: self.context.rank].unbind()
         left = torch.cat(before, 1) if before else x.new_zeros(self.B, 0, *x.shape[2:])
+        if width is None:
+            return x, left
         left = left[:, max(0, left.shape[1] - width) :]
         missing = width - left.shape[1]
         return x, torch.cat([left.new_zeros(self.B, missing, *x.shape[2:]), left], 1) if missing else left
@@ -156,19 +159,14 @@ class Parts:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """xs, see `left`, and the `width` inputs before each sequence, `[N, width, …]` as convolutions take
         them. states: those before the rows, by sequence."""
-        sizes = [x.shape[-1] for x in xs]
-        x, left = self.left(torch.cat(xs, -1), width)
-        age = torch.arange(width, 0, -1)  # the first column is the oldest
-        past = self.past[self.rows.first]
-        left = (
-            left * (age <= past[:, None]).to(left)[..., None] if self.context.rank else torch.zeros_like(left)
-        )
-        first = self.rows.first.to(x.device)
-        whole = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left)
-        found = list(whole.split(sizes, -1))
-        if states is not None:
-            found = [new + old.to(new.dtype) for new, old in zip(found, states, strict=True)]
-        return list(x.split(sizes, -1)), found
+        sizes, first = [x.shape[-1] for x in xs], self.rows.first.to(xs[0].device)
+        held = None if states is None else torch.cat(states, -1).index_select(0, first)
+        x, left = self.left(torch.cat(xs, -1), width, held)
+        ages = torch.arange(width, 0, -1)  # the first column is the oldest
+        own = ages <= self.past[self.rows.first, None]  # not of a document before
+        left = left.where(own.to(x.device)[..., None], 0)
+        found = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left).split(sizes, -1)
+        return list(x.split(sizes, -1)), list(found)
 
 
 class _Gather(torch.autograd.Function):
@@ -274,8 +272,9 @@ def _cut(
     rank, linear = parts.context.rank, op.func is linear_attention
     rows, tokens = seq.tables(v.device).rows, parts.tokens.to(v.device)
     assert rows is not None
+    # Row states enter at the first part, and are in its U.
+    initial_state = None if rank else initial_state
     o, ends = op(*inputs, initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
-    # The first part's states before its rows are in its U.
     continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
     some: list[Any] = []
     answers: Any = None

@@ -180,7 +180,6 @@ class Decoder(NalandaPreTrainedModel):
     def _check_rows(
         self, row_states: NalandaCache | None, carried: Tensor | None, cache: NalandaCache | None, B: int
     ) -> None:
-        self.check_carries()
         if cache is not None:
             raise ValueError("give row_states or past_key_values, not both")
         if carried is not None and (carried.dtype != torch.bool or carried.shape != (B,)):
@@ -237,6 +236,8 @@ class Decoder(NalandaPreTrainedModel):
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         B, T = given.shape[:2]
         if carrying:
+            if context is None:  # which reads one text: its states may grow
+                self.check_carries()
             self._check_rows(row_states, carried, past_key_values, B)
         if context is not None:
             if past_key_values is not None or attention_mask is not None or position_ids is not None:
@@ -370,6 +371,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         state: State | None = None,
         chunk_size: int = 2048,
+        context: Context | None = None,
     ) -> State:
         """The state after reading a text. It can be saved, and continued any number of times.
 
@@ -377,6 +379,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         state: the state of the text before, which is not changed; a state of one row serves all B.
         chunk_size: tokens read at once. It bounds memory for any T (except the states of layers that keep
             every token), and does not change the result.
+        context: processes that read the text together, each calling with all of it; all get the state.
 
         Raises ValueError for an empty text, padding on the right, or a state that does not fit.
         """
@@ -387,11 +390,29 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids must be [batch, length] with a token, not {list(input_ids.shape)}")
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError("a state ends with its last token: pad on the left")
+        if context is not None:
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise ValueError("processes cannot share texts with padding: read each length apart")
+            cache, read = self._read_parts(cache, input_ids[:, :-1], chunk_size, context), input_ids
+            input_ids, attention_mask = read[:, (read.shape[1] - 1) // context.size * context.size :], None
         for start in range(0, input_ids.shape[1] - 1, chunk_size):
             piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
             mask = None if attention_mask is None else attention_mask[:, piece]
             self.model(input_ids=input_ids[:, piece], attention_mask=mask, past_key_values=cache)
         return State(self, cache, input_ids[:, -1:])
+
+    def _read_parts(
+        self, cache: NalandaCache, input_ids: Tensor, chunk_size: int, context: Context
+    ) -> NalandaCache:
+        """Reads as many tokens as can be cut equally, in pieces of `chunk_size` a process."""
+        end = input_ids.shape[1] // context.size * context.size
+        states = None if cache.lengths is None else cache
+        for piece in input_ids[:, :end].split(chunk_size * context.size, 1):
+            if piece.shape[1]:
+                carried = torch.full((len(piece),), states is not None)
+                rows: Any = {"row_states": states, "carried": carried, "return_row_states": True}
+                states = self.model(input_ids=piece, context=context, **rows).row_states
+        return cache if states is None else states
 
     def load_state(self, path: str | Path) -> State:
         """`State.load(path, self)`."""
