@@ -56,6 +56,7 @@ def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32"
         before = compute(source, libraries[0], *sample)
     except ModuleNotFoundError as error:
         return unchecked(str(explained(error) or error))
+    assert before.logits is not None  # of transformers
     scale = before.logits.abs().max().item()
     limit = TOLERANCES[dtype] * scale
     spread = before.logps[after.every - 1 :: after.every][: len(after.logps)]

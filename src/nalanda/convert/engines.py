@@ -6,6 +6,7 @@ import gc
 import importlib
 import io
 import json
+import math
 import sys
 import urllib.request
 import warnings
@@ -97,8 +98,10 @@ def with_mlx(folder: Path, ids: Tensor, text: str) -> Computed:
 
 
 def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
-    """By llama.cpp as it runs on CPUs, its cache in fp32. It answers with the probabilities of one position at
-    a time, so the positions are every 32nd but the last, for which a short context would have no room.
+    """By llama.cpp as it runs on CPUs, its cache in fp32.
+
+    It answers with the probabilities of one position at a time, so every 32nd is asked for, but not the last:
+    a short context has no room for one more.
 
     Raises:
         InputError: its tokenizer cuts `text`, which begins with `ids`, into others.
@@ -132,7 +135,7 @@ def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
         found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        return [(token["logprob"], token["id"]) for token in found]
+        return [(math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in found]
 
     prompt, margins, logps = ids[:PROMPT].tolist(), [], []
     for _ in range(CONTINUATION):

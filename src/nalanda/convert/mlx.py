@@ -26,8 +26,6 @@ def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
         raise InputError(
             "this order of mixers cannot be expressed in mlx-lm: softmax must be every n-th layer"
         )
-    if theirs["linear_conv_kernel_dim"] == 1:
-        raise InputError("conv_size=1 cannot be expressed in mlx-lm, which takes such a tensor for its own")
 
 
 def to_mlx(folder: Path, dtype: str | None) -> None:
