@@ -318,31 +318,35 @@ def convert(
     destination: Annotated[str, typer.Argument(help="the folder to make, or the GGUF file")],
     to: Annotated[
         str | None,
-        typer.Option(help="nalanda, fla, llama, qwen3_5, gguf; required where more than one is possible"),
+        typer.Option(
+            help="nalanda, fla, llama, qwen3_5, mlx, gguf; required where more than one is possible"
+        ),
     ] = None,
     check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
     dtype: Annotated[
-        str | None, typer.Option(help="of a GGUF file's matrices: f32 (default), f16, bf16, q8_0")
+        str | None,
+        typer.Option(
+            help="of the matrices: gguf f32 (default), f16, bf16, q8_0; mlx as they are, f32, f16, bf16, q8"
+        ),
     ] = None,
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
     Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, transformers' Llama and
     Qwen3.5. What the other format cannot express is an error. Both models compute on a CPU, and no folder is
-    made if they differ; the differences go into its README.md. A GGUF file, for llama.cpp, is not compared.
+    made if they differ; the differences go into its README.md. llama.cpp and mlx-lm compute their own files.
     """
     _check_models([source])
     if to == "gguf":
         from nalanda.convert.gguf import write_gguf
 
-        print(write_gguf(source, destination, dtype or "f32"))
-        print("source and target: not compared: that takes llama.cpp", file=sys.stderr)
+        print(write_gguf(source, destination, dtype or "f32", check))
         return
-    if dtype is not None:
-        raise typer.BadParameter("--dtype is for --to gguf; elsewhere weights keep theirs")
+    if dtype is not None and to != "mlx":
+        raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
     from nalanda.convert.convert import convert
 
-    print(convert(source, destination, to, check))
+    print(convert(source, destination, to, check, dtype))
 
 
 @app.command()

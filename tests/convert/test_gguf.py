@@ -1,21 +1,27 @@
 """GGUF files, computed token by token as llama.cpp does, and by llama.cpp where it is installed."""
 
 import copy
+import functools
 import itertools
 import json
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+import typer.testing
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import nalanda_cli
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
-from nalanda.convert.gguf import write_gguf
+from nalanda.convert import certificate
+from nalanda.convert import gguf as writing
 from nalanda.data.tokenizer import _load_sentencepiece
 
 gguf = pytest.importorskip("gguf")
+write_gguf = functools.partial(writing.write_gguf, check=False)
 
 SIZES = {"vocab_size": 272, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 96}
 SIZES |= {"num_hidden_layers": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
@@ -327,6 +333,77 @@ def test_refuses_other_tokenizers(model, step, said, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- engine
+
+
+def facts(path):
+    lines = File(path).fields["nalanda.certificate"].rstrip().splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+TAME = {"initializer_range": 0.05}  # rounding errors grow in a random model, in a trained one they do not
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "below"),
+    [("pure", "f32", 5e-5), ("hybrid", "f32", 5e-5), ("hybrid", "f16", 1e-2), ("pure", "q8_0", 0.1)],
+)
+def test_llama_cpp_computes_the_same(shape, dtype, below, tokenizer, tmp_path, capfd):
+    pytest.importorskip("xllamacpp")
+    save(tmp_path / "m", tokenizer, **SHAPES[shape] | TAME)
+    capfd.readouterr()
+    found = facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype))
+    assert found["compared on"] == "512 tokens, English; on a CPU"
+    difference, limit = found["largest difference of log-probabilities"].split(", tolerance ")
+    limit = float(limit.split(" ")[0])
+    assert float(difference) < below * limit / certificate.TOLERANCES[dtype]
+    assert dtype != "f32" or found["greedy tokens equal"] == "32 of 32, with a cache"
+    assert ", xllamacpp 20" in found["versions"]
+    shown = capfd.readouterr()
+    assert shown.err.splitlines() == [f"{name}: {value}" for name, value in found.items()]
+    assert shown.out == ""  # of llama.cpp's own log
+    assert [path.name for path in tmp_path.iterdir() if path.name != "m"] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+@pytest.mark.parametrize("broken", ["ssm_a", "attn_k_norm", "ffn_down"])
+def test_a_wrong_tensor_leaves_nothing(broken, dtype, tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp")
+    save(tmp_path / "m", tokenizer, **HYBRID | TAME)
+    right = writing._tensors
+
+    def wrong(config, ours):
+        return ((name, -x if broken in name else x) for name, x in right(config, ours))
+
+    monkeypatch.setattr(writing, "_tensors", wrong)
+    with pytest.raises(InputError, match="source and target differ: log-probabilities by"):
+        writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_wrong_tokenizer_leaves_nothing(tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp")
+    save(tmp_path / "m", tokenizer, num_hidden_layers=1)
+
+    def fewer(writer, merges):
+        writer.add_array("tokenizer.ggml.merges", merges[:1])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", fewer)
+    with pytest.raises(InputError, match="cuts a text into other tokens"):
+        writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_says_why_it_was_not_compared(check, tokenizer, tmp_path, monkeypatch):
+    save(tmp_path / "m", tokenizer, num_hidden_layers=1)
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    run = typer.testing.CliRunner().invoke(
+        nalanda_cli.app,
+        ["convert", str(tmp_path / "m"), str(tmp_path / "m.gguf"), "--to", "gguf", *["--no-check"][check:]],
+    )
+    assert run.exit_code == 0
+    why = "xllamacpp: not installed; pip install 'nalanda[deploy]'" if check else "asked for with --no-check"
+    assert facts(tmp_path / "m.gguf") == {"source and target": f"not compared: {why}"}
 
 
 @pytest.mark.parametrize("shape", ["pure", "hybrid"])

@@ -40,8 +40,11 @@ EXTRAS = {
     "gguf": "deploy",
     "lm_eval": "eval",
     "matplotlib": "eval",
+    "mlx": "mlx",
+    "mlx_lm": "mlx",
     "scipy": "eval",
     "sentencepiece": "sentencepiece",
+    "xllamacpp": "deploy",
 }
 """Packages that only some commands import, and the extra of `pyproject.toml` that installs each."""
 

@@ -1,38 +1,26 @@
 """What a conversion proves: source and target compute the same."""
 
 import dataclasses
-import gc
-import sys
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-import transformers
 from huggingface_hub import ModelCardData
-from nalanda_kernels import take_torch_path
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from nalanda.common.errors import InputError, first_line
+from nalanda.common.errors import InputError, explained, first_line
+from nalanda.convert import engines
+from nalanda.convert.engines import CONTINUATION, Computed
 
-TOKENS, PROMPT, CONTINUATION = 512, 64, 32
-TOLERANCE = 1e-3
-"""Largest difference of logits, relative to the largest logit. Both models compute in fp32, whatever the
-dtype of their weights. Right conversions are below 1e-4 there, one with a wrong tensor about 1."""
+TOKENS = 512
+TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
+"""Largest difference of log-probabilities by what the target's weights were rounded to, relative to the
+source's largest logit; f32 where they were not. Right conversions of trained models are below a third of it,
+in f32 below 1e-4; one with a wrong tensor is at about 1."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Computed:
-    """What a model computes; on a CPU, in fp32."""
-
-    logits: Tensor
-    """[TOKENS, vocabulary]"""
-    continuation: Tensor
-    """[CONTINUATION], the greedy one of the first PROMPT tokens, with a cache."""
-    margins: Tensor
-    """[CONTINUATION], how far the logit of each is above the next."""
+_LEAST = -80.0  # engines whose probabilities are fp32 know no lower logarithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,90 +38,95 @@ def unchecked(why: str) -> Certificate:
     return Certificate({"source and target": f"not compared: {why}"})
 
 
-def compare(source: Path, target: Path, libraries: list[str]) -> Certificate:
-    """Both models' logits of TOKENS tokens of a text, and their greedy continuations.
+def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32") -> Certificate:
+    """Both models' log-probabilities for TOKENS tokens of a text, and their greedy continuations.
 
-    Without a tokenizer the tokens are random. Both models compute on the CPU in fp32, one after the other.
-    libraries: of source and target.
+    Without a tokenizer the tokens are random. Both models compute on the CPU, one after the other.
+    libraries: of source and target; gguf and mlx have engines of their own, transformers computes the others.
+    dtype: one of TOLERANCES.
 
     Raises:
-        InputError: they differ by more than TOLERANCE, or in a greedy token that rounding does not explain.
+        InputError: they differ by more than that, or in a greedy token that rounding does not explain.
     """
     if "fla" in libraries:  # its kernels have no path in torch
         return unchecked("flash-linear-attention's models compute on GPUs only")
-    ids, text = _tokens(target)
-    before, after = (compute(folder, ids) for folder in (source, target))
+    sample = _sample(source if target.is_file() else target)
+    try:
+        after = compute(target, libraries[1], *sample)
+        before = compute(source, libraries[0], *sample)
+    except ModuleNotFoundError as error:
+        return unchecked(str(explained(error) or error))
+    assert before.logits is not None  # of transformers
     scale = before.logits.abs().max().item()
-    logits = (before.logits - after.logits).abs().max().item()
-    logps = (before.logits.log_softmax(-1) - after.logits.log_softmax(-1)).abs().max().item()
+    limit = TOLERANCES[dtype] * scale
+    spread = before.logps[after.every - 1 :: after.every][: len(after.logps)]
+    logps = (spread.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
     unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
     equal = unequal[0] if unequal else CONTINUATION
-    versions = ", ".join(f"{name} {version(name)}" for name in ("nalanda", "torch", "transformers"))
-    measured = f"{logits:.1e} of {scale:.3g}"
-    if not logits <= TOLERANCE * scale:
-        raise InputError(f"source and target differ: logits by {measured}, more than {TOLERANCE:g} of them")
-    if unequal and before.margins[equal] > TOLERANCE * scale:
+    if not logps <= limit:
+        raise InputError(
+            f"source and target differ: log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
+            f"{TOLERANCES[dtype]:g} of the largest logit"
+        )
+    if unequal and before.margins[equal] > limit:
         raise InputError(f"source and target differ: greedy token {equal + 1} of {CONTINUATION} with a cache")
+    facts = {
+        "compared on": f"{len(sample[0])} tokens, {'English' if sample[1] else 'random'}; on a CPU",
+        "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
+        f"{len(after.logps)} of the tokens",
+    }
+    if after.logits is not None:
+        facts["of logits"] = f"{(before.logits - after.logits).abs().max():.1e} of {scale:.3g}"
+    packages = [f"{name} {version(name)}" for name in ("nalanda", "torch")]
     return Certificate(
-        {
-            "compared on": f"{TOKENS} tokens, {text}; in fp32 on a CPU",
-            "largest difference of logits": f"{measured}, tolerance {TOLERANCE * scale:.1e}",
-            "of log-probabilities": f"{logps:.1e}",
+        facts
+        | {
             "greedy tokens equal": f"{equal} of {CONTINUATION}, with a cache",
-            "versions": versions,
+            "versions": ", ".join(dict.fromkeys([*packages, before.engine, after.engine])),
         }
     )
 
 
-@torch.no_grad()
-def compute(folder: Path, ids: Tensor) -> Computed:
-    """What the model of `folder` computes for ids `[TOKENS]`."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def compute(path: Path, library: str, ids: Tensor, text: str) -> Computed:
+    """What the library's engine computes; `text` begins with `ids` `[T]`, or is empty."""
+    known = {"gguf": engines.with_llama_cpp, "mlx": engines.with_mlx}
     try:
-        with warnings.catch_warnings(action="ignore"):  # what other libraries say of a CPU
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            take_torch_path(sys.modules[type(model).__module__])
-            logits = model(ids[None], use_cache=False).logits[0].float()
-            model.generation_config = transformers.GenerationConfig(  # theirs may sample, or end early
-                max_new_tokens=CONTINUATION,
-                do_sample=False,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            prompt = ids[None, :PROMPT]
-            done = model.generate(prompt, attention_mask=torch.ones_like(prompt))
-    except Exception as error:  # transformers' models share no exception class
-        name = folder.name.removeprefix(".tmp-")
+        return known.get(library, engines.with_transformers)(path, ids, text)
+    except (InputError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # engines share no exception class
+        name = path.name.removeprefix(".tmp-")
         raise InputError(f"{name}: cannot compute ({first_line(error)}); --no-check skips this") from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        transformers.logging.enable_progress_bar()
-    top = torch.cat(done.logits).float().topk(2).values
-    del model
-    gc.collect()
-    return Computed(logits, done.sequences[0, PROMPT:], top[:, 0] - top[:, 1])
 
 
-def _tokens(folder: Path) -> tuple[Tensor, str]:
-    """TOKENS ids for the model of `folder`, and what they are."""
-    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+def _sample(folder: Path) -> tuple[Tensor, str]:
+    """TOKENS ids for the model of `folder`, fewer if its context is shorter, and the text that begins with
+    them; empty if they are random."""
+    config = AutoConfig.from_pretrained(folder)
+    vocabulary, count = config.vocab_size, min(TOKENS, config.max_position_embeddings)
     if any(folder.glob("tokenizer*")):
         text = topics["naming"]  # of Python's manual, as text of any kind will do
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)  # pyrefly: ignore
-        ids = tokenizer(text, add_special_tokens=False).input_ids[:TOKENS]
-        if len(ids) == TOKENS and max(ids) < vocabulary:
-            return torch.tensor(ids), "English"
-    return torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)), "random"
+        ids = tokenizer(text, add_special_tokens=False).input_ids[:count]
+        if len(ids) == count and max(ids) < vocabulary:
+            return torch.tensor(ids), text
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""
 
 
 def card(name: str, source: str, libraries: list[str], found: Certificate) -> str:
     """The model card of a converted model."""
-    about = ModelCardData(library_name="transformers", pipeline_tag="text-generation", model_name=name)
+    package = "mlx" if libraries[1] == "mlx" else "transformers"
+    about = ModelCardData(library_name=package, pipeline_tag="text-generation", model_name=name)
     table = "\n".join(f"| {key} | {value} |" for key, value in found.facts.items())
     trust = ", trust_remote_code=True" * (libraries[1] == "nalanda")
+    code = f"""from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})"""
+    if package == "mlx":
+        code = f"""from mlx_lm import generate, load
+
+model, tokenizer = load("{name}")
+print(generate(model, tokenizer, "Once"))"""
     return f"""---
 {about.to_yaml()}
 ---
@@ -147,8 +140,6 @@ Converted with Nalanda from {Path(source).name} ({libraries[0]} → {libraries[1
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+{code}
 ```
 """

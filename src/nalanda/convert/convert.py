@@ -22,12 +22,14 @@ from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, llama, qwen3_5
 from nalanda.convert.certificate import card, compare, unchecked
 from nalanda.convert.formats import Config, Tensors, unsupported
+from nalanda.convert.mlx import check_mlx, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
 
-LIBRARIES = {"fla": fla.FORMATS, "llama": llama.FORMATS, "qwen3_5": qwen3_5.FORMATS}
-"""Other libraries' formats by `model_type`, under the name of the library for `--to`."""
+LIBRARIES = {"fla": fla.FORMATS, "llama": llama.FORMATS, "qwen3_5": qwen3_5.FORMATS, "mlx": qwen3_5.FORMATS}
+"""Other libraries' formats by `model_type`, under the name of the library for `--to`. mlx-lm makes its own of
+Qwen3.5's."""
 
 FORMATS = {kind: format for formats in LIBRARIES.values() for kind, format in formats.items()}
 
@@ -162,16 +164,19 @@ def _save(found: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def convert(source: str, destination: str, to: str | None = None, check: bool = True) -> Path:
+def convert(
+    source: str, destination: str, to: str | None = None, check: bool = True, dtype: str | None = None
+) -> Path:
     """Converts the model of `source` to another format and returns its folder, `destination`.
 
     Args:
         source: a model folder or a Hugging Face hub id, in our format or one of FORMATS.
         destination: a new folder, which appears only when complete.
-        to: nalanda, fla, llama or qwen3_5; required where more than one is possible.
+        to: nalanda, fla, llama, qwen3_5 or mlx; required where more than one is possible.
         check: compare both models, see `certificate.compare`; one is in memory at a time, in fp32.
+        dtype: of mlx's weights, see `mlx.DTYPES`; None and elsewhere they keep theirs.
 
-    Weights keep their dtype and shards. The tokenizer and generation config are copied, see `pad_batches`.
+    Shards stay. The tokenizer and generation config are copied, see `pad_batches`.
     The model card, README.md, has what the comparison found, which is printed on stderr too.
 
     Raises:
@@ -197,26 +202,32 @@ def convert(source: str, destination: str, to: str | None = None, check: bool = 
             given, stored = FORMATS[kind].text_model(given, stored)
             config = FORMATS[kind].ours(given)
         target = _target(kind, config, to)
-        dtype = given.get("dtype", given.get("torch_dtype"))
+        stored_as = given.get("dtype", given.get("torch_dtype"))
         theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
+        if to == "mlx":
+            check_mlx(folder, theirs, dtype)
         found = _matched(stored, config, _tensors(kind, given))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
         raise InputError(f"{folder}{arrow}: {error}") from None
     with new_folder(out) as part:
         if target == "nalanda":
-            _save_config(config, dtype, part)
+            _save_config(config, stored_as, part)
         else:
             about = {"model_type": target, "architectures": [FORMATS[target].architecture]}
-            about |= {"dtype": dtype} if dtype else {}
+            about |= {"dtype": stored_as} if stored_as else {}
             text = json.dumps(theirs | about, indent=2, sort_keys=True)
             (part / "config.json").write_text(text + "\n", encoding="utf-8")
-        _save(found, _tensors(target, theirs | {"dtype": dtype})(_shapes(config)), part)
+        _save(found, _tensors(target, theirs | {"dtype": stored_as})(_shapes(config)), part)
         for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
             (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
         pad_batches(part)
-        libraries = [_library(kind), _library(target)]
-        proof = compare(folder, part, libraries) if check else unchecked("asked for with --no-check")
+        if to == "mlx":
+            to_mlx(part, dtype)
+        libraries = [_library(kind), to if to == "mlx" else _library(target)]
+        proof = unchecked("asked for with --no-check")
+        if check:
+            proof = compare(folder, part, libraries, dtype or "f32")
         print(proof, file=sys.stderr)
         (part / "README.md").write_text(card(out.name, source, libraries, proof), encoding="utf-8")
     return out
@@ -238,7 +249,7 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
         for name, format in formats.items()
         if format.takes(mixers)
     }
-    kinds = {library: name for library, name in kinds.items() if name != kind}
+    kinds = {library: name for library, name in kinds.items() if library != _library(kind)}
     if to is None and (kind != "nalanda" or len(kinds) == 1):
         to = next(iter(kinds))
     if to not in kinds:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import rename_synced
+from nalanda.convert.certificate import compare, unchecked
+from nalanda.convert.engines import quiet
 from nalanda.convert.gguf_tokenizer import add_tokenizer
 from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
 from nalanda.model import NalandaConfig
@@ -24,20 +27,26 @@ _BLOCK = {  # in every layer
     "post_attention_norm": "mlp_norm",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+_CERTIFICATE, _ROOM = "nalanda.certificate", 1024  # bytes; the file is written before it is compared
 _NULL_HEAD = 64  # a usual size, for which every backend has kernels
 
 
-def write_gguf(source: str | os.PathLike, out: str | os.PathLike, dtype: str = "f32") -> Path:
+def write_gguf(
+    source: str | os.PathLike, out: str | os.PathLike, dtype: str = "f32", check: bool = True
+) -> Path:
     """Writes the model of the folder `source`, with its tokenizer and chat template, to the new file `out`.
 
     dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in f16. Norms,
     decays and convolutions are always f32.
+    check: compare both models where llama.cpp is installed, see `certificate.compare`. What that found is
+    printed on stderr and stored in the file's metadata, as `nalanda.certificate`: no second file is needed.
 
     llama.cpp needs a layer of softmax attention for its cache. A model without any gets one more layer, whose
     output matrices are zero, so that it adds nothing.
 
     Raises:
-        InputError: names what llama.cpp cannot compute, or has no tokenizer for; nothing is written.
+        InputError: names what llama.cpp cannot compute or has no tokenizer for, or how far the models differ;
+            nothing is written.
     """
     try:
         import gguf  # pyrefly: ignore[missing-import]  (an extra)
@@ -53,22 +62,42 @@ def write_gguf(source: str | os.PathLike, out: str | os.PathLike, dtype: str = "
             raise InputError(f"{source}: no {name} in it")
     if json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
+    part = out.with_name(f".tmp-{out.name}")
+    try:
+        _write(source, part, dtype)
+        proof = unchecked("asked for with --no-check")
+        if check:
+            proof = compare(source, part, ["nalanda", "gguf"], dtype)
+        print(proof, file=sys.stderr)
+        field = gguf.GGUFReader(part, "r+").fields[_CERTIFICATE]
+        field.parts[field.data[0]][:] = list(str(proof).encode().ljust(_ROOM))
+        rename_synced(part, out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out
+
+
+def _write(source: Path, part: Path, dtype: str) -> None:
+    """Writes the file, with room for the certificate."""
+    import gguf  # pyrefly: ignore[missing-import]
+
     try:
         config = NalandaConfig.from_pretrained(source)
         interval = attention_interval(config)
         tokenizer = load_tokenizer(source)
         check_vocabulary(tokenizer, config.vocab_size)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, output_loading_info=True
-        )
+        with quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.float32, output_loading_info=True
+            )
     except (OSError, ValueError) as error:
         raise InputError(f"{source}: {first_line(error)}") from None
     if report["missing_keys"]:
         raise InputError(f"{source}: tensor {min(report['missing_keys'])} is missing")
-    part = out.with_name(f".tmp-{out.name}")
     writer = gguf.GGUFWriter(part, "qwen35")
     try:
         writer.add_name(source.resolve().name)
+        writer.add_string(_CERTIFICATE, " " * _ROOM)
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_sizes(writer, config, interval)
@@ -81,12 +110,8 @@ def write_gguf(source: str | os.PathLike, out: str | os.PathLike, dtype: str = "
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
-        rename_synced(part, out)
     finally:
         writer.close()
-        part.unlink(missing_ok=True)
-    return out
 
 
 def attention_interval(config: NalandaConfig) -> int:

@@ -1,0 +1,168 @@
+"""What computes converted models: transformers, llama.cpp and mlx-lm. Each on the CPU, from the same ids."""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import io
+import json
+import math
+import sys
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from nalanda_kernels import take_torch_path
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nalanda.common.errors import InputError
+
+PROMPT, CONTINUATION = 64, 32
+_EVERY = 32
+_JSON = {"Content-Type": "application/json"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What an engine computes for T ids."""
+
+    logps: Tensor
+    """Log-probabilities of the next token, [positions, vocabulary]."""
+    continuation: Tensor
+    """[CONTINUATION], the greedy one of the first PROMPT ids, with a cache."""
+    margins: Tensor
+    """[CONTINUATION], how far the log-probability of each is above the next."""
+    engine: str
+    """Its package, with the version."""
+    logits: Tensor | None = None
+    """[positions, vocabulary], where it tells them."""
+    every: int = 1
+    """The positions: each, or the last of so many ids."""
+
+
+def _computed(package: str, logits: Tensor, steps: list[Tensor]) -> Computed:
+    """steps: the logits `[vocabulary]` before each greedy token."""
+    top = torch.stack(steps).float().topk(2)
+    margins = top.values[:, 0] - top.values[:, 1]
+    name = f"{package} {version(package)}"
+    return Computed(logits.log_softmax(-1), top.indices[:, 0], margins, name, logits)
+
+
+@torch.no_grad()
+def with_transformers(folder: Path, ids: Tensor, text: str) -> Computed:
+    """By the model of a folder, in fp32."""
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        take_torch_path(sys.modules[type(model).__module__])
+        logits = model(ids[None], use_cache=False).logits[0].float()
+        model.generation_config = transformers.GenerationConfig(  # theirs may sample, or end early
+            max_new_tokens=CONTINUATION,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        prompt = ids[None, :PROMPT]
+        done = model.generate(prompt, attention_mask=torch.ones_like(prompt))
+    del model
+    gc.collect()
+    return _computed("transformers", logits, [step[0] for step in done.logits])
+
+
+def with_mlx(folder: Path, ids: Tensor, text: str) -> Computed:
+    """By mlx-lm, in fp32."""
+    import mlx.core as mx  # pyrefly: ignore[missing-import]  (an extra)
+    import mlx_lm  # pyrefly: ignore[missing-import]
+    from mlx_lm.models.cache import make_prompt_cache  # pyrefly: ignore[missing-import]
+
+    with quiet(), mx.stream(mx.cpu):
+        model = mlx_lm.load(str(folder))[0]
+        model.set_dtype(mx.float32)
+
+        def logits(tokens: list[int], cache: list | None = None) -> Tensor:
+            return torch.from_numpy(np.array(model(mx.array(tokens)[None], cache=cache)[0]))
+
+        every = logits(ids.tolist())
+        cache, new, steps = make_prompt_cache(model), ids[:PROMPT].tolist(), []
+        while len(steps) < CONTINUATION:
+            steps.append(logits(new, cache)[-1])
+            new = [int(steps[-1].argmax())]
+    return _computed("mlx-lm", every, steps)
+
+
+def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
+    """By llama.cpp as it runs on CPUs, its cache in fp32.
+
+    It answers with the probabilities of one position at a time, so every 32nd is asked for, but not the last:
+    a short context has no room for one more.
+
+    Raises:
+        InputError: its tokenizer cuts `text`, which begins with `ids`, into others.
+    """
+    xllamacpp: Any = importlib.import_module("xllamacpp")  # an extra
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.verbosity = str(file), -1
+    params.port, params.n_ctx, params.n_parallel, params.n_gpu_layers = 0, 2 * len(ids), 1, 0
+    params.cpuparams.n_threads = torch.get_num_threads()
+    params.flash_attn_type = (
+        xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )  # its sums are fp16
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server = xllamacpp.Server(params)
+
+    def tokens(text: str) -> list[int]:
+        body = json.dumps({"content": text, "add_special": False}).encode()
+        request = urllib.request.Request(server.listening_address + "/tokenize", body, _JSON)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+            return json.load(answer)["tokens"]
+
+    if text and tokens(text)[: len(ids)] != ids.tolist():
+        raise InputError("llama.cpp's tokenizer cuts a text into other tokens than the model's")
+    # A token that is no whole character would not be answered; this one is. The bias alters no probability.
+    fixed = {"n_predict": 1, "temperature": 0, "logit_bias": [[tokens("a")[-1], 1e6]], "ignore_eos": True}
+
+    def ranked(prompt: list[int], n: int) -> list[tuple[float, int]]:
+        """The n most probable next tokens. What it has read of the prompt before is in its cache."""
+        answer = server.handle_completions(fixed | {"prompt": prompt, "n_probs": n})
+        if "error" in answer:
+            raise RuntimeError(answer["error"]["message"])
+        found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return [(math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in found]
+
+    prompt, margins, logps = ids[:PROMPT].tolist(), [], []
+    for _ in range(CONTINUATION):
+        (first, token), (second, _) = ranked(prompt, 2)
+        prompt.append(token)
+        margins.append(first - second)
+    for end in range(_EVERY, len(ids), _EVERY):
+        found = ranked(ids[:end].tolist(), 1 << 30)
+        logps.append([logp for logp, _ in sorted(found, key=lambda pair: pair[1])])
+    return Computed(
+        torch.tensor(logps),
+        torch.tensor(prompt[PROMPT:]),
+        torch.tensor(margins),
+        f"xllamacpp {version('xllamacpp')}",
+        every=_EVERY,
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers says of a CPU, and mlx-lm of its work."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
