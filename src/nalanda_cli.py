@@ -699,6 +699,17 @@ def bench_training(
     bench_train(threads=threads, rounds=rounds, against=against, json=json)
 
 
+@bench.command("context")
+def bench_parts(
+    length: Annotated[int, typer.Option(min=1024, help="tokens of the row for memory and time")] = 65536,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """Compare rows that are cut over processes to whole rows on this CPU: errors, memory and time."""
+    from nalanda.bench.context import bench_context
+
+    bench_context(length=length, json=json)
+
+
 @bench.command("serve")
 def bench_serving(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the server")] = 2,

@@ -1,0 +1,32 @@
+"""Greedy text of a GGUF file in llama.cpp, beside that of the model it was converted from.
+
+nalanda convert MODEL MODEL.gguf --to gguf
+python examples/llama_cpp.py MODEL MODEL.gguf "The state of"
+"""
+
+import sys
+
+import xllamacpp
+
+from nalanda.inference.load import load_model
+
+model_folder, file, prompt = sys.argv[1:]
+
+model, tokenizer = load_model(model_folder, device="cpu", dtype="float32")
+ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+made = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
+ours = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+params = xllamacpp.CommonParams()
+params.model.path, params.verbosity, params.port = file, -1, 0
+params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # its sums are fp16
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+server = xllamacpp.Server(params)
+answer = server.handle_completions(
+    {"prompt": prompt, "n_predict": 64, "temperature": 0, "top_k": 1, "ignore_eos": True}
+)
+theirs = answer["choices"][0]["text"]
+
+print(f"nalanda    {ours!r}\nllama.cpp  {theirs!r}\nequal: {ours == theirs}")
+sys.exit(ours != theirs)

@@ -1,0 +1,34 @@
+"""A model of Qwen3.5's shape with random weights, where no published one can be had.
+
+    python examples/random_qwen3_5.py OUT runs/hybrid_30m/tokenizer
+
+Its heads, convolutions and rotary entries are those of Qwen3.5 0.8 B; it has four of the 24 layers and the
+vocabulary of the given tokenizer, which is copied.
+"""
+
+import sys
+
+import torch
+from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+out, source = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(source)
+config = Qwen3_5TextConfig(
+    vocab_size=len(tokenizer),
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    tie_word_embeddings=True,
+    bos_token_id=tokenizer.bos_token_id,
+    eos_token_id=tokenizer.eos_token_id,
+)
+torch.manual_seed(0)
+Qwen3_5ForCausalLM(config).save_pretrained(out)
+tokenizer.save_pretrained(out)

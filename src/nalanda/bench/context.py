@@ -1,0 +1,193 @@
+"""Measures rows that are cut over processes, on this CPU over gloo: errors, memory and time."""
+
+import json as jsonlib
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from nalanda.common.errors import output_file
+from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM, build_feature_map
+from nalanda.model.context import Context
+
+TINY: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2}
+TINY |= {"intermediate_size": 32, "initializer_range": 0.3}
+TOKENS = 120
+"""Of a row, for errors."""
+DOCUMENTS = (5, 23, 52, 40)
+"""Lengths that together fill a row: documents end, begin and lie inside parts, and pass through one."""
+SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "num_heads": 2}
+SMALL |= {"intermediate_size": 512, "tie_word_embeddings": True}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "gated_deltanet, nala": {"mixer": "gated_deltanet", "feature_map": "nala", "expand_k": 0.5},
+    "linear_attention": {"mixer": "linear_attention"},
+}
+
+
+def bench_context(
+    *, processes: tuple[int, ...] = (2, 3), length: int = 65536, json: str | Path | None = None
+) -> dict[str, Any]:
+    """Prints two tables, and returns and optionally writes their figures.
+
+    Errors: of tiny float64 models of every mixer and map, two rows of 120 tokens, one document each and
+    packed: the largest difference to whole rows, of logits, loss and all gradients, each relative to the
+    largest value of its tensor. Memory and time: a training step of one row of `length` tokens at the demo's
+    shape, on one process and on two, a thread each.
+    """
+    file = None if json is None else output_file(json, "--json")
+    console = Console(highlight=False)
+    cases = _cases()
+    errors: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    for number in track(processes, "errors", transient=True, disable=not console.is_terminal):
+        for name, found in _launch(number, _errors).items():
+            errors[name][str(number)] = found
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("mixer", no_wrap=True)
+    table.add_column("map", no_wrap=True)
+    for number in processes:
+        for what in (f"{number} processes: logits", "loss", "gradients"):
+            table.add_column(what, justify="right")
+    for name, found in errors.items():
+        cells = [f"{x:.0e}" for number in processes for x in found[str(number)]]
+        table.add_row(*name.split(" + "), *cells)
+    console.print(table)
+
+    steps: dict[str, dict[str, Any]] = {}
+    for name in track(SYSTEMS, "memory", transient=True, disable=not console.is_terminal):
+        one, two = (_launch(number, _step, name, length) for number in (1, 2))
+        steps[name] = {"one": one, "two": two}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"one row of {length:,} tokens", no_wrap=True)
+    for head in (
+        "kept for the backward: 1 process",
+        "each of 2",
+        "peak: 1 process",
+        "each of 2",
+        "time, 2 / 1",
+    ):
+        table.add_column(head, justify="right")
+    for name, of in steps.items():
+        sizes = [f"{of[n][kind] / 2**20:,.0f} MiB" for kind in ("saved", "peak") for n in ("one", "two")]
+        table.add_row(
+            f"{length:,} tokens, {name}", *sizes, f"{of['two']['seconds'] / of['one']['seconds']:.2f}"
+        )
+    console.print(table)
+    result = {"torch": torch.__version__, "errors": errors, "length": length, "steps": steps}
+    if file is not None:
+        file.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _cases() -> dict[str, dict[str, Any]]:
+    """Every mixer with every map that it takes."""
+    found = {}
+    for mixer, kind in MIXERS.items():
+        for feature_map in FEATURE_MAPS if kind.map_name else [None]:
+            case: dict[str, Any] = {"mixer": mixer, "feature_map": feature_map}
+            if mixer == "linear_attention":
+                positive = build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative
+                case["mixer_options"] = {"denominator": positive}
+            try:
+                NalandaConfig(**TINY, **case)
+            except ValueError:
+                continue
+            found[f"{mixer} + {feature_map or '–'}"] = case
+    return found
+
+
+def _launch(processes: int, work: Callable, *arguments: Any) -> Any:
+    """What `work(context, *arguments)` returns on the first of so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_run, (processes, folder, work, arguments), nprocs=processes)
+        return jsonlib.loads((Path(folder) / "result.json").read_text())
+
+
+def _run(rank: int, processes: int, folder: str, work: Callable, arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{folder}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    result = work(Context(), *arguments)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(jsonlib.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _errors(context: Context) -> dict[str, list[float]]:
+    """By case: the largest relative error of logits, loss and gradients."""
+    found = {}
+    ids = torch.randint(61, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    bounds = torch.tensor([0, *DOCUMENTS, *DOCUMENTS[::-1]]).cumsum(0)
+    for name, case in _cases().items():
+        torch.manual_seed(0)
+        model: Any = NalandaForCausalLM(NalandaConfig(**TINY, **case)).double()
+        worst = [0.0, 0.0, 0.0]
+        for cu_seqlens in (None, bounds):
+            whole, cut = (_gradients(model, ids, cu_seqlens, one) for one in (None, context))
+            for i, (ours, theirs) in enumerate(zip(cut, whole, strict=True)):
+                far = [_relative(a, b) for a, b in zip(ours, theirs, strict=True)]
+                worst[i] = max(worst[i], *far)
+        found[name] = worst
+    return found
+
+
+def _gradients(
+    model: Any, ids: Tensor, cu_seqlens: Tensor | None, context: Context | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(logits), (loss) and gradients of whole rows, whether they are cut or not."""
+    model.zero_grad()
+    options: Any = {"cu_seqlens": cu_seqlens, "use_cache": False, "context": context}
+    model.train()
+    loss = model(ids, labels=ids, num_items_in_batch=1, **options).loss
+    loss.backward()
+    with torch.no_grad():
+        logits, loss = model(ids, **options).logits, loss.detach()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if context is not None:
+        logits = context.gather(logits).movedim(0, 1).flatten(1, 2)
+        for x in (loss, *gradients):
+            dist.all_reduce(x)
+    return [logits], [loss], [x.clone() for x in gradients]
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference over the largest value; 0 for gradients that are nothing but rounding."""
+    scale = float(b.abs().max())
+    return float((a - b).abs().max()) / scale if scale > 1e-9 else 0.0
+
+
+def _step(context: Context, name: str, length: int) -> dict[str, float]:
+    """A step's seconds, the bytes that autograd keeps on a process, and the rise of its peak memory."""
+    torch.manual_seed(0)
+    model: Any = NalandaForCausalLM(NalandaConfig(**SMALL, **SYSTEMS[name])).train()
+    ids = torch.randint(4096, (1, length), generator=torch.Generator().manual_seed(0))
+    options: Any = {"context": context} if context.size > 1 else {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if (place := x.untyped_storage().data_ptr()) not in own:
+            kept[place] = x.untyped_storage().nbytes()
+        return x
+
+    model(ids[:, : 64 * context.size], labels=ids[:, : 64 * context.size], **options).loss.backward()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(ids, labels=ids, num_items_in_batch=length - 1, **options).loss
+    loss.backward()
+    seconds = time.perf_counter() - began
+    peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return {"seconds": seconds, "saved": sum(kept.values()), "peak": peak, "loss": loss.item()}
