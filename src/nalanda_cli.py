@@ -484,6 +484,10 @@ def prepare(
     source_field: Annotated[
         str | None, typer.Option(help="field of a record with its source, such as meta.source")
     ] = None,
+    name: Annotated[str | None, typer.Option(help="hub: configuration of the dataset")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="hub: commit, tag or branch; a commit pins the files")
+    ] = None,
     bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="put bos before every document")] = None,
     eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="put eos after every document")] = None,
     format: Annotated[
@@ -531,6 +535,8 @@ def prepare(
         "validation_share": validation_share,
         "text_field": text_field,
         "source_field": source_field,
+        "name": name,
+        "revision": revision,
         "bos": bos,
         "eos": eos,
     }
