@@ -460,7 +460,8 @@ def prepare(
         str,
         typer.Argument(
             metavar="SOURCE_OR_RECIPE",
-            help="directory, file, glob, hub dataset or python; or a recipe, for its data and tokenizer",
+            help="directory, file, glob, hub dataset or python; a recipe, for its data and tokenizer; "
+            "PREFIX.idx, of Megatron",
         ),
     ],
     output: Annotated[str, typer.Argument(help="directory for the prepared set, to set as data.source")],
@@ -483,8 +484,15 @@ def prepare(
     source_field: Annotated[
         str | None, typer.Option(help="field of a record with its source, such as meta.source")
     ] = None,
+    name: Annotated[str | None, typer.Option(help="hub: configuration of the dataset")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="hub: commit, tag or branch; a commit pins the files")
+    ] = None,
     bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="put bos before every document")] = None,
     eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="put eos after every document")] = None,
+    format: Annotated[
+        str, typer.Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
+    ] = "nalanda",
     executor: Annotated[str | None, typer.Option(help="run by datatrove: local, slurm or ray")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="tasks of the executor, which share the shards")] = 1,
     logs: Annotated[str | None, typer.Option(help="directory for its logs; by default OUTPUT-logs")] = None,
@@ -500,11 +508,22 @@ def prepare(
     from dataclasses import replace
     from pathlib import Path
 
+    from nalanda.common.errors import InputError
     from nalanda.config.load import load_config, shipped_recipes
     from nalanda.config.schema import DataConfig, TokenizerConfig
-    from nalanda.data import inspect, token_set
+    from nalanda.data import inspect, megatron, token_set
     from nalanda.data.offline import use_mirror
 
+    if format not in ("nalanda", "megatron"):
+        raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
+    if format == "megatron":
+        for split, (documents, tokens) in megatron.write_megatron(source, output).items():
+            print(
+                f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
+                if documents
+                else f"no {split}"
+            )
+        return
     settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
     if source.endswith((".yaml", ".yml")) or (source in shipped_recipes() and not Path(source).exists()):
         recipe = use_mirror(load_config(source))
@@ -516,12 +535,19 @@ def prepare(
         "validation_share": validation_share,
         "text_field": text_field,
         "source_field": source_field,
+        "name": name,
+        "revision": revision,
         "bos": bos,
         "eos": eos,
     }
     settings = replace(settings, **{key: value for key, value in chosen.items() if value is not None})
     shard_bytes = shard_mb and shard_mb << 20
-    if executor is None:
+    if megatron.megatron_splits(settings.source):
+        if executor or bos is not None or eos is not None:
+            option = "--executor" if executor else "--bos, --eos"
+            raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
+        index = megatron.read_megatron(settings, its_tokenizer, output)
+    elif executor is None:
         from nalanda.data.prepare import prepare
         from nalanda.data.workers import processors
 

@@ -35,6 +35,7 @@ from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffixes
+from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
@@ -164,14 +165,20 @@ def tokenise_documents(
     """Texts as `(tokens, words, bytes)`; the last text is cut where `limit` tokens are predicted.
 
     A text begins with bos if training wrote one; otherwise its first token is not predicted. Words are
-    separated by white space, as lm-evaluation-harness counts them for WikiText.
+    separated by white space, as lm-evaluation-harness counts them for WikiText. Bytes are those of the
+    predicted tokens (`TextBytes`); of the whole text, if the tokenizer loses some.
     """
     joined = data.documents == "joined"
     bos, eos = bos_token(model, tokenizer), [tokenizer.eos_token_id]
     if joined and eos == [None]:
         raise InputError("--joined: the tokenizer has no eos token to put between documents; read them apart")
     ids: list[int] = list(eos) if joined else []  # as in training: the first text follows an eos
+    sizes = text_bytes(tokenizer)
     words, size, left, empty = 0, 0, limit, True
+
+    def predicted_bytes(tokens: np.ndarray, whole: int) -> int:
+        return int(sizes(tokens)[1:].sum()) if sizes else whole
+
     for text in documents(data):
         found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         room = left if joined or bos else left + 1
@@ -185,11 +192,12 @@ def tokenise_documents(
             words, size = words + counts[0], size + counts[1]
         elif len(bos + found) > 1:
             left -= len(bos + found) - 1
-            yield np.array(bos + found), *counts
+            tokens = np.array(bos + found)
+            yield tokens, counts[0], predicted_bytes(tokens, counts[1])
         if left == 0:
             break
     if joined and len(ids) > 1:
-        yield np.array(ids), words, size
+        yield np.array(ids), words, predicted_bytes(np.array(ids), size)
     if empty:
         raise InputError(f"{data.source}: holds no text")
 

@@ -82,6 +82,9 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
         lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")
+    for name, model in zip(_titles(results), results["models"], strict=True):
+        if (bits := _figure(model, "wikitext", "bits_per_byte")) is not None:
+            lines.append(f"{name}: {bits:.3f} bits per byte of wikitext.")
     for model in results["models"]:
         long = f"windows of {model['max_length']} tokens" if model["max_length"] else "texts read whole"
         found = f" ({model['found']} of them kept from before)" if model["found"] else ""

@@ -946,6 +946,39 @@ def test_hub_datasets_resume_exactly(tmp_path, byte_tokenizer, monkeypatch, stre
         assert all(same(a, b) for a, (b, _) in zip(rest, whole[step + 1 :], strict=True))
 
 
+def test_a_revision_pins_a_hub_dataset(monkeypatch):
+    import datasets
+
+    asked = []
+    rows = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).to_iterable_dataset()
+
+    def split_names(path, name, revision=None):
+        asked.append((path, revision))
+        return ["train"]
+
+    def load_dataset(path, name, split, streaming, revision=None):
+        asked.append((path, revision))
+        return rows
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", split_names)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    part = Component("web", "someone/web", 1.0, revision="87f0914")
+    prints = set()
+    for revision in (None, "87f0914"):
+        pinned = DataConfig(source="someone/web", revision=revision)
+        prints.add(open_corpus(pinned, "train").fingerprint)
+        assert set(asked) == {("someone/web", revision)}
+        asked.clear()
+    assert len(prints) == 2  # a run does not resume on another revision
+    open_corpus(DataConfig(mixture=[part]).parts()["web"], "train")
+    assert set(asked) == {("someone/web", "87f0914")}
+    asked.clear()
+    # A validation dataset of its own is not at that commit.
+    other = DataConfig(source="someone/web", validation_source="someone/held", revision="87f0914")
+    open_corpus(other, "validation")
+    assert set(asked) == {("someone/held", None)}
+
+
 def test_a_hub_dataset_that_does_not_exist(byte_tokenizer, monkeypatch):
     import datasets
 

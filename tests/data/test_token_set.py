@@ -172,8 +172,10 @@ def test_resumes_after_a_kill(tmp_path, byte_tokenizer, place, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in out.glob("train/[0-9]*")}
     kept = len(list(out.glob("preparing/0*.json")))
     made = []
-    close = preparing._Writer.close
-    monkeypatch.setattr(preparing._Writer, "close", lambda self: made.append(self.path.name) or close(self))
+    close = preparing.ShardWriter.close
+    monkeypatch.setattr(
+        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+    )
     index = prepare(data, byte_tokenizer, out, shard_bytes=3000)
     assert sums(out) == sums(tmp_path / "whole")
     assert len(set(made)) + kept == len(index["train"]["shards"])

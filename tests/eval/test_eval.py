@@ -388,6 +388,17 @@ def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tm
     json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=refuse)
 
 
+def test_bits_per_byte_stand_below_the_table():
+    facts = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
+    wiki = {"metrics": {"word_perplexity": 30.0, "bits_per_byte": 0.9171}, "stderr": {}}
+    models = [
+        {"name": name, "tasks": tasks, "log_likelihoods": 1, **facts}
+        for name, tasks in (("a", {"wikitext": wiki}), ("b", {}))
+    ]
+    lines = report.notes({"models": models, "left_out": {}, "limit": None})
+    assert [line for line in lines if "bits" in line] == ["a: 0.917 bits per byte of wikitext."]
+
+
 # ------------------------------ long texts
 
 

@@ -201,7 +201,7 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     unmarked = build()
     unmarked.config.bos_token_id = None
     assert read(apart, model=unmarked)[0][0] == "the weir"
-    assert read(apart, model=unmarked, limit=3) == [("the ", 2, 4)]
+    assert read(apart, model=unmarked, limit=3) == [("the ", 2, 3)]
     joined = module.text_data(str(folder / "lines.yaml"), ["seed=1"], joined=False)
     assert joined.documents == "joined"
     # The blank line is one of the text.
@@ -245,15 +245,15 @@ def test_as_many_tokens_are_scored_as_asked(folder, tokenizer, name, limit):
     data = module.text_data(str(folder / "novel.md"), [], joined=name == "joined")
     read = list(tokenise_documents(model, tokenizer, data, limit=limit))
     assert perplexity_by_position(model, read, 16, 64)["tokens"] == limit
-    assert read[0][2] == limit + (name == "no bos")  # bytes: each is a token here
+    assert read[0][2] == limit  # a byte a token
 
 
-def test_a_character_that_is_cut_counts_whole(tokenizer, tmp_path):
+def test_of_a_character_that_is_cut_the_predicted_bytes_count(tokenizer, tmp_path):
     (tmp_path / "a.md").write_text("aé")
     [(tokens, words, size)] = tokenise_documents(
         build(), tokenizer, DataConfig(source=str(tmp_path / "a.md")), limit=2
     )
-    assert (len(tokens), words, size) == (3, 1, 3)
+    assert (len(tokens), words, size) == (3, 1, 2)  # the bytes of the predicted tokens
 
 
 def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys, blank):

@@ -24,6 +24,7 @@ from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
+from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
@@ -179,6 +180,12 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
     last = [line for line in read_metrics(whole / "metrics.jsonl") if "val_loss" in line][-1]
     assert last["val_tokens"] == count
     assert last["val_loss"] == pytest.approx(total / count, rel=1e-5)
+    size = sum(
+        loss.count_bytes(batch, text_bytes(tokenizer)) for batch in open_batches(config, tokenizer)[1][""]
+    )
+    assert last["val_bpb"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+    said = f"perplexity {last['val_ppl']:.2f}, bits per byte {last['val_bpb']:.3f}"
+    assert said in (whole / "final" / "README.md").read_text()
 
 
 def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, whole):

@@ -34,6 +34,7 @@ class Component:
     source_field: str | None = None
     config: str | None = None
     """Hub: configuration of the dataset."""
+    revision: str | None = None
     train_split: str | None = None
     validation_split: str | None = None
 
@@ -101,6 +102,8 @@ class DataConfig:
     """Documents in the shuffle buffer, which checkpoints save. 0: the order of the files."""
     name: str | None = None
     """Hub: configuration of the dataset."""
+    revision: str | None = None
+    """Hub: commit, tag or branch of `source`; a commit pins its files. null: the newest."""
     train_split: str = "train"
     """Hub: split for training."""
     validation_split: str = "validation"
@@ -181,6 +184,7 @@ COMPONENT_KEYS = (
     "validation_source",
     "text_field",
     "source_field",
+    "revision",
     "train_split",
     "validation_split",
 )

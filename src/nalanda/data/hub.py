@@ -22,6 +22,11 @@ def is_hub_id(source: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(suffixes())
 
 
+def pinned(data: DataConfig, source: str) -> dict[str, Any]:
+    """The revision of `source` as an argument of the datasets library; {} for the newest."""
+    return {"revision": data.revision} if data.revision and source == data.source else {}
+
+
 def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bool]:
     """The shards of `split`, and whether the dataset has a validation split. Raises `InputError`."""
     import datasets
@@ -33,11 +38,13 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
     for kind in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
         setattr(config, f"STREAMING_{kind}_RETRY_INTERVAL", 1)
 
+    pin = pinned(data, source)
+
     def load() -> tuple[Any, bool, str]:
-        names = datasets.get_dataset_split_names(source, data.name)
+        names = datasets.get_dataset_split_names(source, data.name, **pin)
         separate = data.validation_split in names
         chosen = data.validation_split if split == "validation" and separate else data.train_split
-        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming)
+        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming, **pin)
         return dataset, separate, chosen
 
     try:
@@ -51,7 +58,7 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
         ) from None
     if not data.streaming:
         dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
-    name, count = f"{source}/{data.name}/{chosen}", dataset.num_shards
+    name, count = "@".join([f"{source}/{data.name}/{chosen}", *pin.values()]), dataset.num_shards
     return [HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)], separate
 
 

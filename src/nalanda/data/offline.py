@@ -3,8 +3,8 @@ without one.
 
     DIR/fetched.json                       the complete entries; size and SHA-256 of every file
     DIR/tokenizers/OWNER--NAME/            as `save_pretrained` writes it
-    DIR/datasets/OWNER--NAME[--CONFIG]/    train/, validation/: the dataset's own files if they can be read,
-                                           else its documents as .jsonl.zst
+    DIR/datasets/OWNER--NAME[--CONFIG]…/   train/, validation/: the dataset's own files if they can be read,
+                                           else its documents as .jsonl.zst; also by split and revision if set
     DIR/urls/NAME/                         the shards, below the names of their hosts
     DIR/models/OWNER--NAME/                config and safetensors, for model.init_from
     DIR/configs/OWNER--NAME/               config alone, for model.auto
@@ -35,7 +35,7 @@ from nalanda.common.text import is_url, redact
 from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
 from nalanda.data.documents import digest
-from nalanda.data.hub import is_hub_id, open_hub
+from nalanda.data.hub import is_hub_id, open_hub, pinned
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
 from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
 
@@ -125,7 +125,8 @@ def _on_hub(name: str) -> bool:
 def _dataset(source: str, data: DataConfig) -> str:
     usual = {"train_split": "train", "validation_split": "validation"}
     splits = [value for key, split in usual.items() if (value := getattr(data, key)) != split]
-    return "--".join(_plain(part) for part in [source, data.name, *splits] if part)
+    pin = pinned(data, source).values()
+    return "--".join(_plain(part) for part in [source, data.name, *splits, *pin] if part)
 
 
 def _plain(name: str) -> str:
@@ -321,7 +322,8 @@ def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | No
     import datasets
 
     name, data = str(need.name), dataclasses.replace(need.data, streaming=True)
-    builder = _from_hub(lambda: datasets.load_dataset_builder(name, data.name), name, data.retries)
+    pin = pinned(data, name)
+    builder = _from_hub(lambda: datasets.load_dataset_builder(name, data.name, **pin), name, data.retries)
     files = getattr(builder.config, "data_files", None) or {}
     _, separate = open_hub(data, name, "validation")
     splits = {"validation": data.validation_split} if separate else {}

@@ -48,6 +48,7 @@ from nalanda.data.token_set import (
     Entry,
     is_token_set,
     read_index,
+    token_dtype,
     totals,
 )
 from nalanda.data.tokenizer import (
@@ -188,7 +189,7 @@ def _lines_before(path: Path, place: int) -> int:
 # ------------------------------ writing a set
 
 
-class _Writer:
+class ShardWriter:
     """A shard that is being written, under names that no reader opens."""
 
     def __init__(self, path: Path, dtype: np.dtype):
@@ -202,17 +203,18 @@ class _Writer:
         self.numbers: dict[str, int] = {}  # source → position, in the order of appearance
         self.counts: dict[str, list[int]] = {}  # source → documents, tokens, in the same order
 
-    def add(self, document: Document, tokens: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, source: str, text_bytes: int) -> None:
+        """Appends a document of the named source, with the bytes of its text, unless it has no token."""
         if not len(tokens):
             return
         content = tokens.astype(self.dtype).tobytes()
         self.file.write(content)
         self.sum.update(content)
         self.tokens += len(tokens)
-        self.text_bytes += len(document.text.encode())
+        self.text_bytes += text_bytes
         self.ends.append(self.tokens)
-        self.sources.append(self.numbers.setdefault(document.source, len(self.numbers)))
-        counts = self.counts.setdefault(document.source, [0, 0])
+        self.sources.append(self.numbers.setdefault(source, len(self.numbers)))
+        counts = self.counts.setdefault(source, [0, 0])
         counts[0] += 1
         counts[1] += len(tokens)
 
@@ -323,7 +325,7 @@ class Preparation:
         with _one_thread(), contextlib.ExitStack() as stack:
             writers = {}
             for split in splits:
-                writers[split] = _Writer(self.directory / split / f"{number:05d}", self.dtype)
+                writers[split] = ShardWriter(self.directory / split / f"{number:05d}", self.dtype)
                 stack.callback(writers[split].abandon)
             weight = text = 0
             for unit in units:
@@ -343,7 +345,7 @@ class Preparation:
                     for (document, split), tokens in zip(
                         chosen, self.encode([document.text for document, _ in chosen]), strict=True
                     ):
-                        writers[split].add(document, tokens)
+                        writers[split].add(tokens, document.source, len(document.text.encode()))
                     read = sum(writer.text_bytes for writer in writers.values())
                     report(weight + min(unit.weight, (read - text) // _density(shard)), read)
                 weight, text = weight + unit.weight, read
@@ -429,7 +431,9 @@ def begin(
     data.check()
     tokenizer.check()
     if isinstance(data.source, str) and is_token_set(data.source):
-        raise InputError(f"data.source: {data.source} is a token set already; name texts")
+        raise InputError(
+            f"data.source: {data.source} is a token set already; name texts, or --format megatron"
+        )
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
@@ -491,7 +495,7 @@ def begin(
     plan = {
         "settings": settings,
         "tokenizer": {"fingerprint": tokenizer_fingerprint(found), "vocab_size": vocab_size},
-        "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
+        "dtype": token_dtype(vocab_size).name,
         "data": asdict(data),
         "jobs": jobs,
         **({"plugins": imported} if imported else {}),

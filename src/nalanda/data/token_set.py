@@ -40,6 +40,11 @@ DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])
 """The columns of a .docs file, one after the other."""
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of the tokens of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
 def is_token_set(path: str | os.PathLike) -> bool:
     """Whether a directory is a finished token set, of any version."""
     try:

@@ -38,6 +38,8 @@ class Curve:
     validation: list[Point]
     events: list[tuple[int, str]]
     """[(step, kind)]"""
+    bits_per_byte: float | None = None
+    """Of the last validation."""
 
 
 def curve(folder: str | Path) -> Curve:
@@ -50,7 +52,7 @@ def curve(folder: str | Path) -> Curve:
         lines = list(read_lines(folder))
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
-        hours, before = 0.0, 0
+        hours, before, bits = 0.0, 0, None
         for line in lines:
             step = line["step"]
             if "event" in line:
@@ -62,11 +64,12 @@ def curve(folder: str | Path) -> Curve:
                 train.append((step, line["tokens"], hours, float(line["loss"])))
             elif "val_loss" in line:
                 validation.append((step, line["tokens"], hours, float(line["val_loss"])))
+                bits = line.get("val_bpb")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: unreadable: {str(error).strip().splitlines()[0]}") from None
     if not train:
         raise InputError(f"{file}: no training loss to draw yet")
-    return Curve(folder.resolve().name, config, train, validation, events)
+    return Curve(folder.resolve().name, config, train, validation, events, bits)
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
@@ -130,7 +133,8 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
             axes.plot(xs, drawn, **look, label="training" if alone else label)
             if c.validation:
                 vx, vy = [point[axis] for point in c.validation], [point[3] for point in c.validation]
-                end = f"validation, final {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g})"
+                bits = f", {c.bits_per_byte:.3f} bits per byte" if c.bits_per_byte is not None else ""
+                end = f"validation, final {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g}{bits})"
                 dots: dict[str, Any] = {"color": COLOURS[1], "label": end, "linewidth": 1.2}
                 if not alone:
                     dots = {"linestyle": "", "markeredgecolor": "white", "color": look["color"]}

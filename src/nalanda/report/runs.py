@@ -39,6 +39,7 @@ class RunSummary:
     steps: int | None = None
     loss: float | None = None
     val_ppl: float | None = None
+    val_bpb: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
 
@@ -73,7 +74,8 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.parameters, run.steps = facts.get("parameters"), config["train"]["steps"]
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
         run.tokens_per_second = last.get("tokens_per_second")
-        run.val_ppl = next((line["val_ppl"] for line in reversed(lines) if "val_ppl" in line), None)
+        last = next((line for line in reversed(lines) if "val_ppl" in line), {})
+        run.val_ppl, run.val_bpb = last.get("val_ppl"), last.get("val_bpb")
         run.step = max([facts.get("step", 0), *(line["step"] for line in lines[-1:])])
         run.problem = facts.get("reason")
         run.state = facts.get("state", "empty")
@@ -100,7 +102,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in ("run", "state", "model"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
-    for heading in ("params", "step", "loss", "val ppl", "tok/s", "MFU", "changed"):
+    for heading in ("params", "step", "loss", "val ppl", "bits/B", "tok/s", "MFU", "changed"):
         table.add_column(heading, justify="right", no_wrap=True)
     colours = {"running": "green", "stale": "yellow", "failed": "red", "unreadable": "red"}
     for run in runs:
@@ -110,6 +112,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             (step, str),
             (run.loss, "{:.3f}".format),
             (run.val_ppl, "{:,.2f}".format),
+            (run.val_bpb, "{:.3f}".format),
             (run.tokens_per_second, si),
             (run.mfu, "{:.0%}".format),
         )

@@ -21,6 +21,7 @@ from nalanda.config.model import build_model_config, in_one_line
 from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
+from nalanda.data.text_bytes import TextBytes, text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.data.workers import processors
@@ -42,6 +43,7 @@ class TrainerState:
     step: int = 0
     tokens: int = 0
     val_loss: float | None = None
+    val_bpb: float | None = None
     skipped: int = 0
     """Steps of the whole run that changed nothing."""
     bad: list[str] = field(default_factory=list)
@@ -66,6 +68,8 @@ class Run:
     saver: checkpoint.Saver
     spikes: SpikeDetector
     row_states: RowStates | None
+    text_bytes: TextBytes | None = None
+    """Bytes of the tokens' text, or None if the tokenizer loses some."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Contents of run.json."""
     at: TrainerState = field(default_factory=TrainerState)
@@ -170,7 +174,7 @@ def set_up(
     saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
     spikes = SpikeDetector(config.guard)
     parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
-    run = Run(config, *parts)
+    run = Run(config, *parts, text_bytes=text_bytes(tokenizer) if validation else None)
     if resume:
         data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
         if run.checkpoint is None or data_state is None:

@@ -26,6 +26,7 @@ from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of
 from nalanda.train.log import read_facts, read_metrics, write_facts
+from nalanda.train.loss import describe_perplexity
 
 
 def export(
@@ -230,7 +231,7 @@ def model_card(
         (
             "validation loss",
             last["val_loss"]
-            and f"{last['val_loss']['val_loss']:.4f}, perplexity {last['val_loss']['val_ppl']:.2f}, "
+            and f"{last['val_loss']['val_loss']:.4f}, {describe_perplexity(last['val_loss'])}, "
             f"at step {last['val_loss']['step']}"
             + (
                 "" if math.isfinite(last["val_loss"]["val_loss"]) else ": NOT FINITE, this model is of no use"
