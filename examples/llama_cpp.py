@@ -13,7 +13,7 @@ from nalanda.inference.load import load_model
 model_folder, file, prompt = sys.argv[1:]
 
 model, tokenizer = load_model(model_folder, device="cpu", dtype="float32")
-ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+ids = tokenizer(prompt, return_tensors="pt").input_ids  # with bos, if texts began with it in training
 made = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
 ours = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
