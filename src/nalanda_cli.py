@@ -63,8 +63,9 @@ def eval(
     tasks: Annotated[
         str,
         typer.Option(
-            help="comma-separated: table4 (the literature's suite), all (and six more), python_docs (the "
-            "demo's), tasks of lm-evaluation-harness, task files, directories of task files"
+            help="comma-separated: table4 (the literature's suite), all (and six more), recall (SWDE, FDA, "
+            "SQuAD, …), needles (RULER's), python_docs (the demo's), tasks of lm-evaluation-harness, task "
+            "files, directories of task files"
         ),
     ] = "table4",
     data: Annotated[str | None, typer.Option(help="directory of the tasks' data; default: the hub")] = None,
