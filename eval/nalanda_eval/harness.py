@@ -319,6 +319,9 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
             stderr[metric] = _perplexity_stderr(
                 metric, [sample[metric] for sample in samples], metrics[metric]
             )
+    if "contains" in metrics and len(samples) > 1:  # averaged by numpy, of which the harness knows no error
+        found = np.array([sample["contains"] for sample in samples], dtype=float)
+        stderr["contains"] = float(found.std(ddof=1)) / math.sqrt(len(found))
     return {
         "metrics": metrics,
         "stderr": stderr,
