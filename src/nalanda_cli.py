@@ -63,8 +63,9 @@ def eval(
     tasks: Annotated[
         str,
         typer.Option(
-            help="comma-separated: table4 (the literature's suite), all (and six more), python_docs (the "
-            "demo's), tasks of lm-evaluation-harness, task files, directories of task files"
+            help="comma-separated: table4 (the literature's suite), all (and six more), recall (SWDE, FDA, "
+            "SQuAD, …), needles (RULER's), python_docs (the demo's), tasks of lm-evaluation-harness, task "
+            "files, directories of task files"
         ),
     ] = "table4",
     data: Annotated[str | None, typer.Option(help="directory of the tasks' data; default: the hub")] = None,
@@ -779,8 +780,8 @@ def recall(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="comma-separated: mqar, needle, copying, parity, modular, s5, regression, listops (default: "
-            "all of these), or listops_lra, with the published length"
+            help="comma-separated: mqar, needle, needles, copying, parity, modular, s5, regression, listops "
+            "(default: all of these), or listops_lra, with the published length"
         ),
     ] = None,
     mixers: Annotated[

@@ -10,21 +10,26 @@ from typing import Any
 
 import datasets
 import lm_eval.tasks
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from lm_eval import evaluate as harness
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import perplexity, weighted_perplexity
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nalanda.common.errors import InputError
-from nalanda.inference.load import bos_token
+from nalanda.common.errors import InputError, explained
+from nalanda.inference.load import bos_token, is_ours
 from nalanda_eval import scoring
 from nalanda_eval.cache import AnswerCache, model_identity
+from nalanda_eval.needles import SAMPLES, haystack, needle_rows
 from nalanda_eval.scoring import Answer, Request
 from nalanda_eval.task_data import TaskSource, read_rows
 
@@ -109,6 +114,49 @@ class HarnessModel(HFLM):
             totals[owner] += value
         return totals
 
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations of contexts, each up to a stop string. They are not kept in the answer cache."""
+        options: list[Any] = [request.arguments[-1] for request in requests]
+        longest = max(each.get("max_gen_toks", self.max_gen_toks) for each in options)
+        if longest >= self.max_length:
+            raise InputError(
+                f"answers have up to {longest} tokens, the model sees {self.max_length} at once: "
+                "raise --max-length, or read texts whole (--long whole)"
+            )
+        state = self.processes
+        rank, count = (state.process_index, state.num_processes) if state else (0, 1)
+        own = requests[rank::count]
+        self._characters = characters(requests) / max(len(own), 1)
+        parts = [super().generate_until(own, disable_tqdm=True) if own else []]
+        if state:
+            parts = gather_object(parts)
+        return [parts[i % count][i // count] for i in range(len(requests))]
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """The tokens `[B, T + new]` of context `[B, T]` and continuation.
+
+        Our models read the context in parts, and generate from its state: memory does not grow with T, unless
+        layers keep every token.
+        """
+        model: Any = self.model
+        tokenizer: Any = self.tokenizer
+        if not is_ours(model):
+            out = super()._model_generate(context, max_length, stop, **options)
+        else:
+            state = model.read(context, attention_mask=options.pop("attention_mask"))
+            if not options.get("temperature"):  # 0 is the harness's word for greedy
+                options = {k: v for k, v in options.items() if k != "temperature"} | {"do_sample": False}
+            new = model.generate(
+                state=state,
+                max_new_tokens=max_length - context.shape[1],
+                stopping_criteria=stop_sequences_criteria(tokenizer, stop, 1, len(context)),
+                pad_token_id=tokenizer.pad_token_id,
+                **options,
+            )
+            out = torch.cat([context, new], 1)
+        self.advance(self._characters * len(context))
+        return out
+
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
@@ -149,9 +197,8 @@ class HarnessModel(HFLM):
 
 
 def characters(requests: Iterable[Instance]) -> int:
-    """Characters of the texts to score: the unit of the progress bar."""
-    scored = [request for request in requests if request.request_type.startswith("loglikelihood")]
-    return sum(len(text) for request in scored for text in request.args)
+    """Characters of the texts to read: the unit of the progress bar."""
+    return sum(len(text) for request in requests for text in request.args if isinstance(text, str))
 
 
 def _length(request: Request) -> int:
@@ -159,18 +206,24 @@ def _length(request: Request) -> int:
     return len(context) + len(continuation)
 
 
-def load_tasks(sources: list[TaskSource]) -> dict[str, dict]:
+def load_tasks(
+    sources: list[TaskSource], tokens: Callable[[str], int] = len, samples: int = SAMPLES
+) -> dict[str, dict]:
     """The harness's task objects, zero-shot unless their file says otherwise.
+
+    Args:
+        tokens: gives the number of tokens of a text, by which needles' prompts are sized.
+        samples: prompts of each kind and length of needle.
 
     Raises:
         InputError: an unknown name, a task file that does not load, or missing data.
     """
     # Indexing the harness's 14 000 tasks is slow: only for names whose file is unknown.
-    named = any(not (source.task_file or source.local) for source in sources)
+    named = any(not (source.task_file or source.local or source.needle) for source in sources)
     manager = TaskManager(include_defaults=named)
     tasks: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
     for source in sources:
-        for kind, entries in _load(manager, source).items():
+        for kind, entries in _load(manager, source, tokens, samples).items():
             tasks[kind].update(entries)
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
@@ -183,16 +236,23 @@ def load_tasks(sources: list[TaskSource]) -> dict[str, dict]:
     return tasks
 
 
-def _load(manager: TaskManager, source: TaskSource) -> Any:
-    hint = "" if source.task_file or source.documents else " (without the hub: --data DIR)"
+def _load(manager: TaskManager, source: TaskSource, tokens: Callable[[str], int], samples: int) -> Any:
+    known = source.task_file or source.documents or source.needle
+    hint = "" if known else " (without the hub: --data DIR)"
     try:
-        config = _config(source)
+        if source.needle:
+            rows = needle_rows(source.needle, samples, tokens, haystack(source.data))
+            config: Any = _needle_config(source.name, rows)
+        else:
+            config = _config(source)
         if isinstance(config, str) and config not in manager.all_tasks:
             raise InputError(f"{config}: unknown task{_nearest(config, manager.all_tasks)}")
         return manager.load([config])
     except InputError:
         raise
     except Exception as error:  # the harness, the hub's client and tasks share no error class
+        if isinstance(error, ModuleNotFoundError) and (missing := explained(error)):
+            raise missing from None
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"{source.name}: the task cannot be loaded{hint}: {reason}") from error
 
@@ -209,7 +269,11 @@ def _config(source: TaskSource) -> str | dict[str, Any]:
     if not source.local:
         return source.name
     config = load_yaml(OFFICIAL / source.local.official)
-    if source.documents:
+    if source.documents and "class" in config:
+        config["class"] = _on_rows(
+            config["class"], source.local.split, read_rows(source.documents, source.local)
+        )
+    elif source.documents:
         split = source.local.split
         rows = read_rows(source.documents, source.local)
         config |= {
@@ -219,6 +283,30 @@ def _config(source: TaskSource) -> str | dict[str, Any]:
             "test_split": "test" if split == "test" else None,
         }
     return config
+
+
+def _on_rows(task: type, split: str, rows: list[dict]) -> type:
+    """A task in Python, on `rows` in place of the hub's."""
+
+    class OnRows(task):
+        def download(self, *args: Any, **kwargs: Any) -> None:
+            self.dataset = {split: datasets.Dataset.from_list(rows)}
+
+    return OnRows
+
+
+def _needle_config(name: str, rows: list[dict]) -> dict[str, Any]:
+    """The harness's needle task on prompts of ours: its own needs the network for text and sentences."""
+
+    def score(row: dict, answers: list[str]) -> dict[str, float]:
+        return {"acc": string_match_all(postprocess_pred(answers), [row["outputs"]])}
+
+    return load_yaml(OFFICIAL / "ruler" / "niah_single_1.yaml", resolve_func=False) | {
+        "task": name,
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        "process_results": score,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
 
 
 def _resolve(files: Any, base: Path) -> Any:

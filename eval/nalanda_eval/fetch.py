@@ -42,11 +42,15 @@ def _from_hub(name: str, local: LocalData) -> Any:
 
     from nalanda_eval.adapter import OFFICIAL, load_yaml
 
-    task = load_yaml(OFFICIAL / local.official, resolve_func=False)
-    where = f"{name}: {task['dataset_path']}, {local.split}"
+    task = load_yaml(OFFICIAL / local.official)
+    if known := task.get("class"):  # a task in Python
+        path, part = known.DATASET_PATH, known.DATASET_NAME
+    else:
+        path, part = task["dataset_path"], task.get("dataset_name")
+    where = f"{name}: {path}, {local.split}"
     try:
         return persist(
-            lambda: datasets.load_dataset(task["dataset_path"], task.get("dataset_name"), split=local.split),
+            lambda: datasets.load_dataset(path, part, split=local.split),
             where,
             retries=8,
         )

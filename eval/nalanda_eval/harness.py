@@ -17,6 +17,12 @@ or, where two forms are listed, the compact form of published evaluation bundles
     copa_val              premise, question (cause or effect), choice1, choice2, label
     social_iqa_val        context, question, answerA, answerB, answerC, label
     commonsense_qa_val    question, choices {text, label}, answerKey
+    swde_val, fda_val, squad_completion_val               text, value
+    based_triviaqa_val, based_nq_val, based_drop_val      context, question, answers [...]
+    triviaqa_val          question, answer {aliases, …}
+    nq_open_val           question, answer [...]
+    drop_val              query_id, passage, question, answer, validated_answers
+    haystack.txt          the text around needles, plain
 
 (SciQ's file has the validation split; from the hub the harness takes the test split.)
 
@@ -53,6 +59,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from transformers import AutoConfig, AutoTokenizer
 
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 from nalanda.common.files import write_atomically
@@ -60,8 +67,9 @@ from nalanda.config.model_folder import check_models
 from nalanda.inference.load import choose_device, load_model
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
+from nalanda_eval.needles import SAMPLES
 from nalanda_eval.perplexity import ratio
-from nalanda_eval.task_data import find_tasks
+from nalanda_eval.task_data import TaskSource, find_tasks
 
 
 def evaluate(
@@ -83,9 +91,11 @@ def evaluate(
 
     Args:
         models: checkpoint directories or hub ids.
-        tasks: `table4` (the literature's suite), `all` (it and the other tasks of the module's docstring),
-            `python_docs` (the demo's), names of the harness's tasks, task files (.yaml), or directories of
-            them. A relative `data_files` in a task file refers to `data`, or else to the file's folder.
+        tasks: `table4` (the literature's suite), `all` (it and the other tasks of the module's docstring, up
+            to CommonsenseQA), `recall` (those after it), `needles` (RULER's; one kind is `niah_single_1`, one
+            length of it `niah_single_1_4k`), `python_docs` (the demo's), names of the harness's tasks, task
+            files (.yaml), or directories of them. A relative `data_files` in a task file refers to `data`,
+            or else to the file's folder.
         data: a directory with local data (see the module's docstring); by default the hub.
         limit: at most so many documents a task, or that share of them if below 1.
         batch_size: texts read together; it affects only the speed.
@@ -112,6 +122,9 @@ def evaluate(
     check_models(models)
     device = None if device is None else choose_device(device)
     sources, left_out = find_tasks(tasks, data)  # before the slow import
+    if any(source.needle for source in sources):
+        sources, needles_out = _fitting(sources, models, max_length, long, trust_remote_code)
+        left_out |= needles_out
     directory = None if output is None else _directory(Path(output))
 
     processes = launched()
@@ -123,7 +136,15 @@ def evaluate(
     with console.status("importing lm-evaluation-harness …"), _quiet():
         from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
 
-        loaded = load_tasks(sources)
+        tokens = len
+        if any(source.needle for source in sources):
+            tokenizer: Any = AutoTokenizer.from_pretrained(models[0], trust_remote_code=trust_remote_code)
+
+            def tokens(text: str) -> int:
+                return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+        samples = min(SAMPLES, int(limit)) if limit and limit >= 1 else SAMPLES
+        loaded = load_tasks(sources, tokens, samples)
 
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -237,6 +258,30 @@ def launched() -> Any:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
 
 
+def _fitting(
+    sources: list[TaskSource], models: list[str], max_length: int | None, long: str, trust_remote_code: bool
+) -> tuple[list[TaskSource], dict[str, str]]:
+    """The sources without needles longer than what every model sees at once, and why they are left out."""
+    if long == "whole":
+        return sources, {}
+    sees = max_length or min(_sees(name, trust_remote_code) for name in models)
+    fitting = [source for source in sources if not source.needle or source.needle.length <= sees]
+    how = f"a model sees {sees} tokens at once; read them with --long whole, or with --max-length"
+    if not fitting:
+        raise InputError(f"--tasks: no needle fits: {how}")
+    return fitting, {f"needles of more than {sees} tokens": how} if len(fitting) < len(sources) else {}
+
+
+def _sees(name: str, trust_remote_code: bool) -> int:
+    """Tokens that a model sees at once, as the harness reads its config."""
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
+    known = (getattr(config, key, None) for key in ("n_positions", "max_position_embeddings", "n_ctx"))
+    return next(filter(None, known), 2048)
+
+
 def _check_endless(model: Any, name: str) -> None:
     """Raises `InputError` for a model whose cache grows with the text or whose positions are limited."""
     try:
@@ -274,6 +319,9 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
             stderr[metric] = _perplexity_stderr(
                 metric, [sample[metric] for sample in samples], metrics[metric]
             )
+    if "contains" in metrics and len(samples) > 1:  # averaged by numpy, of which the harness knows no error
+        found = np.array([sample["contains"] for sample in samples], dtype=float)
+        stderr["contains"] = float(found.std(ddof=1)) / math.sqrt(len(found))
     return {
         "metrics": metrics,
         "stderr": stderr,

@@ -45,6 +45,7 @@ from nalanda_eval.synthetic import (
     Copying,
     ListOps,
     Needle,
+    Needles,
     Regression,
     StateTracking,
     Task,
@@ -575,6 +576,7 @@ QUICK: dict[str, Task] = {
     for task in (
         MQAR(pairs=(2, 4, 8, 12), sequence=48, values=16),
         Needle(sequence=32, values=16),
+        Needles(keys=(2, 4, 8, 12), sequence=40, values=16),
         Copying(lengths=(4, 8, 16), longer=(24,), symbols=16),
         StateTracking("parity", "Z2", trained_length=16),
         StateTracking("modular", "Z5", trained_length=16),

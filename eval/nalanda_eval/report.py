@@ -1,12 +1,15 @@
 """Tables of results: one row a model, for the literature's tasks below published rows."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from nalanda_eval.needles import NEEDLES, short_length
 
 # The zero-shot suite of NaLaFormer's table 4: task, metric, column.
 TABLE4 = (
@@ -32,30 +35,96 @@ LITERATURE: dict[str, tuple[float | None, ...]] = {
     "Gated DeltaNet": (26.59, 31.67, 65.8, 35.2, 50.8, 46.0, 23.5),
     "NaLa + Gated DeltaNet": (25.89, 32.32, 65.6, 36.2, 53.2, 45.4, 23.8),
 }
+# Recall from the text that is read, as in Based's paper (arXiv 2402.18668) and later ones: the share of
+# continuations that contain the right answer. Three of the tasks are the harness's, three in `tasks/recall`.
+RECALL = (
+    ("swde", "contains", "SWDE"),
+    ("squad_completion", "contains", "SQuAD"),
+    ("fda", "contains", "FDA"),
+    ("based_triviaqa", "contains", "TriviaQA"),
+    ("based_nq", "contains", "NQ"),
+    ("based_drop", "contains", "DROP"),
+)
+# Gated DeltaNet's paper (arXiv 2412.06464), table 4.
+RECALL_LITERATURE: dict[str, tuple[float | None, ...]] = {
+    "RetNet": (14.0, 28.5, 7.0, 54.4, 16.2, 17.3),
+    "HGRN2": (8.3, 25.3, 4.8, 51.2, 14.2, 16.9),
+    "Mamba": (9.8, 25.8, 3.7, 54.3, 14.9, 17.4),
+    "Mamba2": (19.1, 33.6, 25.3, 61.0, 20.8, 19.2),
+    "DeltaNet": (17.9, 30.9, 18.4, 53.9, 17.3, 18.6),
+    "Gated DeltaNet": (25.4, 34.8, 23.7, 60.0, 20.0, 19.8),
+    "Transformer++": (29.5, 38.0, 52.2, 58.3, 22.5, 21.6),
+    "Samba": (33.0, 39.2, 50.5, 57.7, 23.5, 20.2),
+    "Gated DeltaNet-H1": (35.6, 39.7, 52.0, 60.1, 24.6, 22.2),
+    "Gated DeltaNet-H2": (38.2, 40.4, 50.7, 63.3, 24.8, 23.3),
+}
 PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
+SHARES = ("acc", "contains", "em", "exact_match", "f1")
+"""Metrics from 0 to 1, or their first letters; they are shown in percent."""
 
 
-def suite(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
-    """Table 4 as text: header, the literature's rows and two rows a model; None if none of its tasks ran.
+@dataclass(frozen=True)
+class Suite:
+    """A table of tasks beside published rows."""
 
-    A model's second row has the standard errors. Accuracies are in percent. A dash marks what was not
-    measured; `avg` is the mean of the five accuracies, a dash if one is missing.
+    tasks: tuple[tuple[str, str, str], ...]
+    """Each task, its metric and its column."""
+    published: dict[str, tuple[float | None, ...]]
+    note: str
+    """What the published rows are; `{}` is their number."""
+
+
+SUITES = {
+    "table4": Suite(
+        TABLE4, LITERATURE, "The first {} rows are published: 340 M parameters, 15 B tokens of SlimPajama."
+    ),
+    "recall": Suite(
+        RECALL,
+        RECALL_LITERATURE,
+        "The first {} rows of the recall tasks are published: 1.3 B parameters, 100 B tokens of FineWeb-Edu, "
+        "texts cut to 2 k tokens around the answer. They are not comparable with other sizes, nor with texts "
+        "that are not cut so.",
+    ),
+}
+
+
+def suite(
+    results: dict[str, Any], name: str = "table4"
+) -> tuple[list[str], list[list[str]], list[list[str]]] | None:
+    """One of `SUITES` as text: header, published rows and two rows a model; None if none of its tasks ran.
+
+    A model's second row has the standard errors. Shares are in percent. A dash marks what was not measured;
+    `avg` is the mean of the shares, a dash if one is missing.
     """
-    names = {task for task, _, _ in TABLE4}
-    if not names & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
+    table = SUITES[name]
+    if not _named(table) & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
         return None
-    header = ["model", *(title for _, _, title in TABLE4), "avg"]
-    literature = [_suite_row(name, list(figures)) for name, figures in LITERATURE.items()]
+    header = ["model", *(title for _, _, title in table.tasks), "avg"]
+    published = [_suite_row(table, name, list(figures)) for name, figures in table.published.items()]
     ours = []
     for name, model in zip(_titles(results), results["models"], strict=True):
         for kind, title in {"metrics": name, "stderr": ""}.items():
-            ours.append(_suite_row(title, [_figure(model, task, metric, kind) for task, metric, _ in TABLE4]))
-    return header, literature, ours
+            figures = [_figure(model, task, metric, kind) for task, metric, _ in table.tasks]
+            ours.append(_suite_row(table, title, figures))
+    return header, published, ours
+
+
+def needle_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+    """Accuracies on needles in percent: header, and one row a model and kind, by length; None without any."""
+    lengths = sorted({needle.length for needle in NEEDLES.values()})
+    rows = []
+    for name, model in zip(_titles(results), results["models"], strict=True):
+        for kind in dict.fromkeys(needle.kind for needle in NEEDLES.values()):
+            tasks = [f"{kind}_{short_length(length)}" for length in lengths]
+            if model["tasks"].keys() & set(tasks):
+                cells = [_cell("acc", _figure(model, task, "acc")) for task in tasks]
+                rows.append([name, kind.removeprefix("niah_").replace("_", " "), *cells])
+    return (["model", "needle", *map(short_length, lengths)], rows) if rows else None
 
 
 def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
     """All other tasks: header, and one row a metric with its standard error; None without such tasks."""
-    names = {task for task, _, _ in TABLE4}
+    names = set(NEEDLES).union(*map(_named, SUITES.values()))
     asked = {  # a dict keeps the order of tasks and metrics
         (task, metric): [task, metric.replace("_", " ")]
         for model in results["models"]
@@ -73,11 +142,9 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
 
 def notes(results: dict[str, Any]) -> list[str]:
     """Notes on the tables: sources of the rows, what is left out, a limit, each model's cost."""
-    lines = []
-    if table4 := suite(results):
-        lines.append(
-            f"The first {len(table4[1])} rows are published: 340 M parameters, 15 B tokens of SlimPajama."
-        )
+    lines = [
+        table.note.format(len(table.published)) for name, table in SUITES.items() if suite(results, name)
+    ]
     lines.append("Behind a ± stand standard errors.")
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
@@ -115,13 +182,10 @@ def result_rows(results: dict[str, Any]) -> list[list[Any]]:
 def results_markdown(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     blocks = []
-    if table4 := suite(results):
-        header, literature, ours = table4
+    for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         bold = [[row[0] and f"**{row[0]}**", *row[1:]] for row in ours]
-        blocks.append(markdown_table(header, [*literature, *bold], left=1))
-    if rest := others(results):
-        header, rows = rest
-        blocks.append(markdown_table(header, rows))
+        blocks.append(markdown_table(header, [*published, *bold], left=1))
+    blocks += [markdown_table(*table) for table in (needle_table(results), others(results)) if table]
     return "\n\n".join([*blocks, *notes(results)]) + "\n"
 
 
@@ -134,17 +198,15 @@ def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> 
 def print_results(results: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables."""
     console = console or Console()
-    if table4 := suite(results):
-        header, literature, ours = table4
+    for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         table = _table(header, left=1)
-        for row in literature:
-            table.add_row(*row, style="dim", end_section=row is literature[-1])
+        for row in published:
+            table.add_row(*row, style="dim", end_section=row is published[-1])
         for row in ours:
             table.add_row(*row, style=None if row[0] else "dim")
         console.print(table)
         console.print()
-    if rest := others(results):
-        header, rows = rest
+    for header, rows in filter(None, (needle_table(results), others(results))):
         table = _table(header, left=2)
         for row in rows:
             table.add_row(*row)
@@ -171,12 +233,19 @@ def _table(header: list[str], left: int) -> Table:
     return table
 
 
-def _suite_row(name: str, figures: list[float | None]) -> list[str]:
+def _named(table: Suite) -> set[str]:
+    return {task for task, _, _ in table.tasks}
+
+
+def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str]:
     """A row of a model's figures, or without a name of their standard errors."""
-    known = [value for value in figures[2:] if value is not None]
-    average = (sum(known) if name else math.hypot(*known)) / 5 if len(known) == 5 else None
-    metrics = [*(metric for _, metric, _ in TABLE4), "acc"]
-    cells = zip(metrics, [*figures, average], strict=True)
+    metrics = [metric for _, metric, _ in table.tasks]
+    shares = [value for metric, value in zip(metrics, figures, strict=True) if metric.startswith(SHARES)]
+    known = [value for value in shares if value is not None]
+    average = (
+        (sum(known) if name else math.hypot(*known)) / len(shares) if len(known) == len(shares) else None
+    )
+    cells = zip([*metrics, "acc"], [*figures, average], strict=True)
     if name:
         return [name, *(_cell(metric, value) for metric, value in cells)]
     return ["", *("" if error is None else f"±{_cell(metric, error)}" for metric, error in cells)]
@@ -184,7 +253,7 @@ def _suite_row(name: str, figures: list[float | None]) -> list[str]:
 
 def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
     value = model["tasks"].get(task, {kind: {}})[kind].get(metric)
-    return value * 100 if value is not None and metric.startswith(("acc", "exact_match")) else value
+    return value * 100 if value is not None and metric.startswith(SHARES) else value
 
 
 def _cell(metric: str, value: float | None) -> str:

@@ -179,6 +179,50 @@ class Needle(Task):
 
 
 @dataclass(frozen=True)
+class Needles(Task):
+    """Keys and their values scattered in noise; then every key, in random order, and its value is asked.
+
+    RULER's multi-key needles (arXiv 2404.06654) in symbols; all keys are asked, so that training sees more.
+    Case: the number of keys. Split by the ordered list of pairs.
+    """
+
+    name: str = "needles"
+    keys: tuple[int, ...] = (1, 4, 8, 16)
+    sequence: int = 128
+    values: int = 32
+    """Number of values, of keys and of noise tokens."""
+    axis: ClassVar[str] = "keys"
+
+    def __post_init__(self):
+        if max(self.keys) > self.values or 3 * max(self.keys) > self.sequence:
+            raise ValueError(
+                f"{self.name}: {max(self.keys)} keys need a sequence of {3 * max(self.keys)} or more, "
+                f"and as many values; sequence is {self.sequence}, values {self.values}"
+            )
+
+    vocab_size = property(lambda self: 3 * self.values)
+    cases = property(lambda self: self.keys)
+    chance = property(lambda self: 1 / self.values)
+
+    def length(self, case: int) -> int:
+        return self.sequence
+
+    def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
+        def pairs(m: int) -> Tensor:
+            keys, values = (distinct(draw, m, case, self.values) for _ in range(2))
+            return torch.stack([keys, self.values + values], 2).flatten(1)
+
+        told, end = self.kept(pairs, n, split), self.sequence - case
+        ids = torch.randint(2 * self.values, 3 * self.values, (n, self.sequence), generator=draw)
+        first = 2 * distinct(draw, n, case, end // 2).sort(1).values
+        ids = ids.scatter(1, torch.stack([first, first + 1], 2).flatten(1), told)
+        order = distinct(draw, n, case, case)
+        labels = torch.full_like(ids, IGNORED)
+        ids[:, end:], labels[:, end:] = (told[:, i::2].gather(1, order) for i in range(2))
+        return ids, labels
+
+
+@dataclass(frozen=True)
 class Copying(Task):
     """A random string, a separator, and the string again; from the separator on, the next symbol is asked.
 
@@ -378,6 +422,7 @@ TASKS: dict[str, Task] = {
     for task in (
         MQAR(),
         Needle(),
+        Needles(),
         Copying(),
         StateTracking("parity", "Z2"),
         StateTracking("modular", "Z5"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nalanda.common.errors import InputError
-from nalanda_eval.report import TABLE4
+from nalanda_eval.needles import NEEDLE_GROUPS, NEEDLES, NeedleTask
+from nalanda_eval.report import RECALL, TABLE4
 
 PACKAGED = Path(__file__).parent / "tasks"
 
@@ -18,7 +19,7 @@ class LocalData:
     """Local documents for one of the harness's own task files, which expects the hub's field names."""
 
     official: str
-    """Path of the task file in the harness's folder of tasks."""
+    """Path of the task file in the harness's folder of tasks, or of ours."""
     file: str
     """Name in the data directory, without .jsonl or .jsonl.gz."""
     split: str
@@ -58,6 +59,9 @@ _COPA = ("premise", "question", "choice1", "choice2", "label")
 _SIQA = ("context", "question", "answerA", "answerB", "answerC", "label")
 _HELLASWAG = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 _WINOGRANDE = ("sentence", "option1", "option2", "answer")
+_COMPLETION = ("text", "value")
+_PASSAGE = ("context", "question", "answers")
+_DROP = ("query_id", "passage", "question", "answer", "validated_answers")
 
 
 LOCAL = {
@@ -79,9 +83,25 @@ LOCAL = {
     "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", "validation", _SIQA),
     "commonsense_qa": LocalData("commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC),
 }
+_QA = {
+    "triviaqa": LocalData("triviaqa/default.yaml", "triviaqa_val", "validation", ("question", "answer")),
+    "nq_open": LocalData("nq_open/nq_open.yaml", "nq_open_val", "validation", ("question", "answer")),
+    "drop": LocalData("drop/default.yaml", "drop_val", "validation", _DROP),
+}
+_IN_CONTEXT = {
+    name: LocalData(str(PACKAGED / "recall" / f"{name}.yaml"), f"{name}_val", "validation", _PASSAGE)
+    if name.startswith("based_")
+    else LocalData(f"{name}/{name}.yaml", f"{name}_val", "validation", _COMPLETION)
+    for name, _, _ in RECALL
+}
 
 
-GROUPS = {"table4": [task for task, _, _ in TABLE4], "all": list(LOCAL)}
+GROUPS = {
+    "table4": [task for task, _, _ in TABLE4],
+    "recall": [*_IN_CONTEXT, *_QA],
+    "all": list(LOCAL),
+}
+LOCAL |= _IN_CONTEXT | _QA
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,8 @@ class TaskSource:
     documents: Path | None = None
     """File to read, with `local`."""
     data: Path | None = None
-    """Folder of the relative data_files, with `task_file`."""
+    """Folder of the relative data_files, with `task_file`; or of the text, with `needle`."""
+    needle: NeedleTask | None = None
 
 
 def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], dict[str, str]]:
@@ -125,6 +146,9 @@ def find_tasks(tasks: list[str], data: str | None) -> tuple[list[TaskSource], di
 
 
 def _expand(task: str, data: Path | None) -> list[TaskSource]:
+    if task in NEEDLE_GROUPS or task in NEEDLES:
+        names = NEEDLE_GROUPS.get(task, [task])
+        return [TaskSource(name, data=data, needle=NEEDLES[name]) for name in names]
     if task in GROUPS or task in LOCAL:
         return [_official(name, data) for name in GROUPS.get(task, [task])]
     path = PACKAGED / task if (PACKAGED / task).is_dir() and task.isidentifier() else Path(task).expanduser()

@@ -387,7 +387,7 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
-    with pytest.raises(InputError, match="mmlu: no data to fetch; choose from table4, all, wikitext"):
+    with pytest.raises(InputError, match="mmlu: no data to fetch; choose from table4, recall, all, wikitext"):
         CliRunner().invoke(nalanda_cli.app, [*arguments[:-1], "mmlu"], catch_exceptions=False)
 
 

@@ -39,6 +39,7 @@ from nalanda_eval.synthetic import (
     Copying,
     ListOps,
     Needle,
+    Needles,
     Regression,
     StateTracking,
     cayley,
@@ -127,6 +128,22 @@ def test_needle_lies_at_its_depth():
         assert bool((noise >= 12).all())
     where = (rows_of(task, "train", None, n=900)[0][:, :-1] < 6).double().argmax(1)
     assert set(where.tolist()) == set(range(21))  # training has every depth
+
+
+def test_needles_are_scattered_in_noise_and_all_are_asked():
+    task = Needles(keys=(1, 5), sequence=30, values=7)
+    for case in task.keys:
+        inputs, labels, asked = rows_of(task, "train", case)
+        assert torch.equal(asked, torch.arange(30).expand(40, -1) >= 30 - case)
+        for row, answers in zip(inputs.tolist(), labels.tolist(), strict=True):
+            hay = row[: 30 - case]
+            told = {key: value for key, value in itertools.pairwise(hay) if key < 7}
+            assert len(told) == len(set(told.values())) == case
+            assert all(7 <= value < 14 for value in told.values())
+            assert sum(symbol >= 14 for symbol in hay) == 30 - 3 * case  # all else is noise
+            assert dict(zip(row[30 - case :], answers[30 - case :], strict=True)) == told
+    places = {row.index(min(row)) for row in rows_of(task, "train", 1, n=900)[0][:, :-1].tolist()}
+    assert places == set(range(0, 28, 2))
 
 
 def test_copying_repeats_what_stood_before_the_separator():
@@ -238,6 +255,8 @@ def told(task, inputs):
         return [tuple(row[: end - end % 2]) for row, end in zip(rows, blank, strict=True)]
     if isinstance(task, Needle):
         return [(row[-1], row[row.index(row[-1]) + 1]) for row in rows]
+    if isinstance(task, Needles):
+        return [tuple(symbol for symbol in row[:-2] if symbol < 8) for row in rows]
     if isinstance(task, Copying):
         return [tuple(row[: len(row) // 2]) for row in rows]
     if isinstance(task, StateTracking):
@@ -250,6 +269,7 @@ def told(task, inputs):
     [
         MQAR(pairs=(2,), sequence=8, values=4),
         Needle(depths=(0.5,), sequence=6, values=8),
+        Needles(keys=(2,), sequence=8, values=4),
         Copying(lengths=(3,), longer=(), symbols=6),
         StateTracking("parity", "Z2", trained_length=12, times=(1, 2)),
         ListOps(bands=((3, 5),)),
@@ -266,7 +286,7 @@ def test_no_instance_is_in_two_splits(task):
     share = {split: len(found[split]) / len(everything) for split in SPLITS}
     assert share["train"] > share["test"] > 0.02
     assert share["validation"] > 0.02
-    expected = {"mqar": 144, "needle": 64, "copying": 216, "parity": 64}
+    expected = {"mqar": 144, "needles": 144, "needle": 64, "copying": 216, "parity": 64}
     assert len(everything) == expected.get(task.name, len(everything))
 
 
@@ -478,6 +498,7 @@ def test_the_command_leaves_tables_and_pictures(tmp_path):
         ({"overrides": ["mqar.pair=3"]}, "did you mean pairs"),
         ({"overrides": ["training.steps=x"]}, "must be int"),
         ({"overrides": ["mqar.pairs=[200]"]}, "need a sequence"),
+        ({"overrides": ["needles.keys=[50]"]}, "need a sequence"),
         ({"overrides": ["steps=3"]}, "write SECTION.KEY=VALUE"),
     ],
 )

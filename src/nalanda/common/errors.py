@@ -44,6 +44,7 @@ EXTRAS = {
     "mlx_lm": "mlx",
     "scipy": "eval",
     "sentencepiece": "sentencepiece",
+    "wonderwords": "eval",
     "xllamacpp": "deploy",
 }
 """Packages that only some commands import, and the extra of `pyproject.toml` that installs each."""
