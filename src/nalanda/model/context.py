@@ -131,6 +131,8 @@ class Parts:
         self.B, self.size = B, size
         self.continued = continued.nonzero().squeeze(1)
         """Rows whose first document here began before this part."""
+        self.through = (first == last)[continued].nonzero().squeeze(1)
+        """Those of them, by place, of which this part has nothing else."""
         spans = [torch.arange(*self.cu_seqlens[i : i + 2].tolist()) for i in first[continued]]
         self.tokens = torch.cat(spans) if spans else first.new_zeros(0)
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
@@ -288,8 +290,9 @@ def _cut(
     if parts.passing:
         whole = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
         if rank in parts.passing:
-            inside = (rows.first == rows.last)[continued]
-            whole = whole.index_copy(0, continued[inside], M.expand(-1, *whole.shape[1:])[inside])
+            through = parts.through.to(v.device)
+            M = M.expand(-1, *whole.shape[1:])
+            whole = whole.index_copy(0, continued[through], M[through])
     o, S = _Incoming.apply(o, parts.context, whole, U)
     if not len(continued):
         return o, ends
