@@ -3,6 +3,7 @@
 torchrun starts this file itself: `worker` trains there one run after another.
 """
 
+import functools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.data.prepare import prepare
 from nalanda.report.info import info
-from nalanda.train import build
+from nalanda.train import build, parallel
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
 
@@ -37,6 +38,9 @@ KINDS = {
 """A mixer whose state grows with the text, and documents whose states pass from step to step."""
 TWO, FOUR = ["train.context_parallel=2"], ["train.context_parallel=2", "train.parallel=fsdp"]
 FP32 = ["model.mixer=[gated_deltanet, nala]"]
+
+# Inductor would compile C++ for minutes.
+parallel.compile_blocks = functools.partial(parallel.compile_blocks, backend="aot_eager")
 
 
 def job(name: str, start: str | None = None, *settings: str) -> list:

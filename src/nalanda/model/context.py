@@ -75,6 +75,7 @@ class Context:
         _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.group)
         return out
 
+    @torch.compiler.disable
     def from_last(self, x: Tensor) -> Tensor:
         """The last part's x, without gradients."""
         x = x.detach().contiguous()
@@ -138,6 +139,7 @@ class Parts:
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
         self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
 
+    @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
     def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
@@ -156,6 +158,7 @@ class Parts:
         missing = width - left.shape[1]
         return x, torch.cat([left.new_zeros(self.B, missing, *x.shape[2:]), left], 1) if missing else left
 
+    @torch.compiler.disable
     def conv_states(
         self, xs: list[Tensor], width: int, states: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
