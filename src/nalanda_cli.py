@@ -254,7 +254,10 @@ def chat(
 def info(
     recipe: Annotated[str | None, typer.Argument(help="recipe file or name; tables without one")] = None,
     overrides: Overrides = None,
-    processes: Annotated[int, typer.Option(min=1, help="processes that share a step")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="processes that share a step; by default train.context_parallel"),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",

@@ -12,9 +12,10 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
+from nalanda.model.sequences import Sequences
 from nalanda.report import tables
 from nalanda.report.info import info, print_info
-from nalanda.train.estimate import activation_bytes, estimate, saved_bytes
+from nalanda.train.estimate import activation_bytes, estimate, exchanged_bytes, saved_bytes
 from nalanda.train.log import UTILISATION
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -104,7 +105,7 @@ def test_saved_bytes_are_counted():
         def forward(self, x, seq):
             return super().forward(x)
 
-    assert saved_bytes(Block(7, 11, device="meta"), x) == 3 * 5 * 7 * 4
+    assert saved_bytes(Block(7, 11, device="meta"), x, Sequences()) == 3 * 5 * 7 * 4
 
 
 def test_attention_keeps_no_matrix_of_probabilities():
@@ -118,6 +119,27 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
     assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
     assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+
+
+def test_a_context_divides_activations_and_sends_states():
+    """U alone over two processes, M and U over more, and three columns of q, k and v for the convolutions."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
+    config = NalandaConfig(mixer="gated_deltanet", **shape)
+    HV, F, V = 2, 32, 32
+
+    def sent(T: int, parts: int, checkpointing: bool = False) -> int:
+        return exchanged_bytes(config, 1, T, torch.float32, checkpointing, parts)
+
+    halo = 3 * 3 * HV * F * 4
+    assert sent(512, 1) == 0
+    assert sent(512, 2) == sent(1024, 2) == 2 * 2 * (HV * F * V * 4 + halo) - 2 * HV * F * V * 4
+    assert sent(512, 4) == 2 * 2 * 3 * (HV * F * (F + V) * 4 + halo)
+    assert sent(512, 4, True) == 1.5 * sent(512, 4)
+    whole, half, fourth = (
+        activation_bytes(config, 1, 4096, torch.float32, False, parts) - 2 * 4 * 2**26 for parts in (1, 2, 4)
+    )
+    assert whole / 2 < half < 0.65 * whole
+    assert whole / 4 < fourth < 0.35 * whole
 
 
 def test_time_is_flops_over_a_share_of_the_peak():

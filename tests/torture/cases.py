@@ -273,12 +273,10 @@ def preparation(work: Work) -> str:
     return f"2 kills, 1 and 2 workers; sha256 of {len(sums[0])} files equal"
 
 
-def carried(work: Work) -> str:
-    """Documents longer than a row, their states carried from row to row, killed three times: the run equals
-    the uninterrupted one, states and all"""
-    run = work.run("carried")
+def carrying(work: Work) -> tuple[str, ...]:
+    """The settings of a run of 40 steps whose long documents continue from row to row."""
     prepared(work)
-    settings = (
+    return (
         "data.mixture=[]",
         f"data.source={work.folder / 'prepared' / 'code'}",
         f"tokenizer={work.whole() / 'tokenizer'}",
@@ -286,6 +284,12 @@ def carried(work: Work) -> str:
         "data.carry_rows=3",
         "train.steps=40",
     )
+
+
+def carried(work: Work) -> str:
+    """Documents longer than a row, their states carried from row to row, killed three times: the run equals
+    the uninterrupted one, states and all"""
+    run, settings = work.run("carried"), carrying(work)
     for target in (10, 20, 30):
         with Trainer(work.recipe, run, *settings) as trainer:
             trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
@@ -356,6 +360,54 @@ def processes(work: Work) -> str:
     need(stream(run) == stream(work.whole()), "other rows than on one process")
     error = loss_error(run, work.whole(), 1e-4)  # 80 steps amplify what the sums' order changes
     return f"{work.steps} steps of equal rows; losses differ by {error:.1e} at most"
+
+
+def context(work: Work) -> str:
+    """Rows cut over two processes, killed at a random step, while the second saves, and stopped by a SIGTERM
+    that only it gets: goes on bit for bit, states carried from row to row included"""
+    run, settings = work.run("context"), ("train.context_parallel=2", *carrying(work))
+    target = random.Random(work.seed).randint(10, 14)
+    with Trainer(work.recipe, run, *settings, processes=2) as trainer:
+        trainer.until(lambda: trained(run) >= target, f"step {target}")
+        trainer.kill()
+    pause = {"at": "write done", "path": SAVE, "after_step": 21, "rank": 1}
+    with Trainer(work.recipe, run, *settings, processes=2, pause=pause) as trainer:
+        trainer.paused()
+        trainer.kill()
+    check_saved(run)
+    pause = {"at": "forward", "after_step": 25, "rank": 1}
+    with Trainer(work.recipe, run, *settings, processes=2, pause=pause) as trainer:
+        number, _ = trainer.paused()
+        os.kill(number, signal.SIGTERM)
+        trainer.go()
+        text = trainer.end(1)
+    need(re.search(rf"exitcode\s*:\s*{128 + signal.SIGTERM}\b", text), text[-800:])
+    need("interrupted: saved" in text, text[-300:])
+    finish(work.recipe, run, *settings, processes=2)
+    equal = same(run, work.whole(*settings, processes=2), prepared=True, spread=2)
+    return f"2 kills and a SIGTERM in 40 steps; {equal}"
+
+
+def contexts(work: Work) -> str:
+    """1 process → 2 that share rows → 2 × 2 under FSDP2 → 2 with rows of their own → 1, killed by SIGKILL or
+    stopped by SIGTERM in between, states carried from row to row: the same rows in every step, and the same
+    losses but for the order of their sums"""
+    run, settings = work.run("contexts"), carrying(work)
+    two = "train.context_parallel=2"
+    launches = ((1, ()), (2, (two,)), (4, (two, "train.parallel=fsdp", "train.micro_batch_size=1")), (2, ()))
+    for target, (count, more) in zip((8, 16, 24, 32), launches, strict=True):
+        with Trainer(work.recipe, run, *settings, *more, processes=count) as trainer:
+            trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
+            if target == 16:
+                workers = [n for n in trainer.members() if n != trainer.process.pid]
+                os.kill(max(workers), signal.SIGTERM)
+                need("interrupted: saved" in trainer.end(1), trainer.tail())
+            trainer.kill()
+        check_saved(run)
+    finish(work.recipe, run, *settings)
+    whole = work.whole(*settings)
+    need(stream(run) == stream(whole), "other rows than on one process")
+    return f"40 steps of equal rows; losses differ by {loss_error(run, whole, 1e-4):.1e} at most"
 
 
 # ------------------------------ damage and disks
@@ -1385,6 +1437,8 @@ CASES = (
     carried,
     asynchronous,
     fsdp,
+    context,
+    contexts,
     damaged,
     disk_full,
     signals,

@@ -20,7 +20,7 @@ import zstandard
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
 PAUSED = Path(__file__).with_name("paused.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 SHARDS = {"web": (4, 300), "code": (3, 30)}  # shards, documents in each
 LENGTHS = {"web": (1, 1, 1, 2, 3), "code": (2, 4, 40)}  # so that a row of one has far fewer labels
 WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
@@ -125,13 +125,13 @@ class Trainer:
         for name in ("paused", "go"):
             (self.notes / name).unlink(missing_ok=True)
         orders = {"folder": str(self.notes), "group": 3000, **orders}
-        launcher = TORCHRUN if processes == 2 else (sys.executable,)
+        launcher = (*TORCHRUN, str(processes)) if processes > 1 else (sys.executable,)
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NALANDA_"))},
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "NALANDA_TORTURE": json.dumps(orders),
-            **({"ACCELERATE_USE_CPU": "true"} if processes == 2 else {}),
+            **({"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}),
             **(env or {}),
         }
         self.output = (self.notes / "output.txt").open("a+")

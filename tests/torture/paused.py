@@ -148,7 +148,9 @@ def looked_at(model, arguments, keywords):
         return
     passes += 1
     tokens = arguments[0] if arguments else keywords["input_ids"]
-    rows.extend(tokens.tolist())
+    context = keywords.get("context")
+    if context is None or context.rank == 0:  # the others of a context are given the same rows
+        rows.extend(tokens.tolist())
     if ORDERS.get("dump") and step == 0:
         kept = {k: v.cpu() for k, v in keywords.items() if k in ("labels", "cu_seqlens")}
         batches.append({"input_ids": tokens.cpu(), **kept})

@@ -79,9 +79,9 @@ def prepared(name: str, kind: str, shard_size: int | None = None, **settings):
     settings = {"precision": "fp32"} | settings
     accelerator = Accelerator(mixed_precision="bf16" if settings["precision"] == "bf16" else "no")
     chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings)
-    model = build(name)
+    model, sharing = build(name), parallel.Sharing(accelerator, kind, chosen)
     made = parallel.parallelize(
-        accelerator, model, kind, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
+        accelerator, model, sharing, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
     )
     return accelerator, model.train(), *made
 

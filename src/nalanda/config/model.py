@@ -54,6 +54,10 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     longest = getattr(model_config, "max_position_embeddings", None) or config.data.seq_len
     if model_config.model_type != "nalanda" and longest < config.data.seq_len:
         raise InputError(f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions")
+    if config.train.context_parallel > 1 and model_config.model_type != "nalanda":
+        raise InputError(
+            f"train.context_parallel: needs one of Nalanda's own models, not {model_config.model_type}; set 1"
+        )
     if tokenizer is not None:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model_config, key, getattr(tokenizer, key))

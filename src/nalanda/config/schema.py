@@ -232,7 +232,7 @@ class TrainConfig:
     tokens_per_step: int
     """Tokens of all processes together; reached by gradient accumulation."""
     micro_batch_size: int
-    """Rows of one forward pass of one process."""
+    """Rows of one forward pass of one process, or of the processes of one context."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of matrix products; bf16 is autocast, with fp32 weights, moments and reductions."""
     z_loss: float = 0.0
@@ -244,6 +244,10 @@ class TrainConfig:
     says so, else ddp."""
     shard_size: int | None = None
     """hybrid: processes that share one model; null: those of a node."""
+    context_parallel: int = 1
+    """Processes, neighbours in rank, that share each row: context parallelism. Each computes a part of the
+    row, and they exchange states; the result is that of whole rows. Activations take about an N-th of the
+    memory. The rows of a step do not depend on it, and it may change when a run resumes."""
     gradient_checkpointing: bool = False
     compile: Literal[True, False, "auto"] = "auto"
     """Whether torch.compile fuses the blocks' forward and backward passes; auto: on GPUs. The first step then
@@ -256,7 +260,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
-        for key in ("steps", "tokens_per_step", "micro_batch_size"):
+        for key in ("steps", "tokens_per_step", "micro_batch_size", "context_parallel"):
             if getattr(self, key) < 1:
                 raise InputError(f"train.{key}: expected 1 or more, got {getattr(self, key)}")
         if self.z_loss < 0:
@@ -466,7 +470,11 @@ class RunConfig:
                 f"train.steps {self.train.steps}"
             )
         check_seed(self.seed)
-        self.accumulation(processes=1)
+        if self.data.seq_len % (parts := self.train.context_parallel):
+            raise InputError(
+                f"data.seq_len: {self.data.seq_len} is not a multiple of train.context_parallel {parts}"
+            )
+        self.accumulation(processes=parts)
         if "auto" not in self.model and set(self.model) != {"init_from"}:
             from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 
@@ -484,15 +492,23 @@ class RunConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def accumulation(self, processes: int) -> int:
-        """Micro-batches of a process per step. Raises `InputError` if they do not fill a step exactly."""
+        """Micro-batches of a process per step. Raises `InputError` if they do not fill a step exactly, or the
+        processes no whole number of contexts."""
         train, seq_len = self.train, self.data.seq_len
-        tokens = train.micro_batch_size * seq_len * processes
+        contexts, rest = divmod(processes, train.context_parallel)
+        if rest:
+            raise InputError(
+                f"train.context_parallel: {processes} process(es) are not a multiple of "
+                f"{train.context_parallel}"
+            )
+        tokens = train.micro_batch_size * seq_len * contexts
         if train.tokens_per_step % tokens:
             below = train.tokens_per_step // tokens * tokens
+            unit = "process(es)" if train.context_parallel == 1 else "context(s)"
             choices = " or ".join(str(n) for n in (below, below + tokens) if n)
             raise InputError(
                 f"train.tokens_per_step: {train.tokens_per_step} is not a multiple of micro_batch_size "
-                f"{train.micro_batch_size} × seq_len {seq_len} × {processes} process(es) = {tokens}; "
+                f"{train.micro_batch_size} × seq_len {seq_len} × {contexts} {unit} = {tokens}; "
                 f"take {choices}"
             )
         return train.tokens_per_step // tokens

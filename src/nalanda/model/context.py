@@ -75,6 +75,7 @@ class Context:
         _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.group)
         return out
 
+    @torch.compiler.disable
     def from_last(self, x: Tensor) -> Tensor:
         """The last part's x, without gradients."""
         x = x.detach().contiguous()
@@ -131,11 +132,14 @@ class Parts:
         self.B, self.size = B, size
         self.continued = continued.nonzero().squeeze(1)
         """Rows whose first document here began before this part."""
+        self.through = (first == last)[continued].nonzero().squeeze(1)
+        """Those of them, by place, of which this part has nothing else."""
         spans = [torch.arange(*self.cu_seqlens[i : i + 2].tolist()) for i in first[continued]]
         self.tokens = torch.cat(spans) if spans else first.new_zeros(0)
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
         self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
 
+    @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
     def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
@@ -154,6 +158,7 @@ class Parts:
         missing = width - left.shape[1]
         return x, torch.cat([left.new_zeros(self.B, missing, *x.shape[2:]), left], 1) if missing else left
 
+    @torch.compiler.disable
     def conv_states(
         self, xs: list[Tensor], width: int, states: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -288,8 +293,9 @@ def _cut(
     if parts.passing:
         whole = U.new_zeros(*U.shape[:3], 1 if linear else U.shape[2])
         if rank in parts.passing:
-            inside = (rows.first == rows.last)[continued]
-            whole = whole.index_copy(0, continued[inside], M.expand(-1, *whole.shape[1:])[inside])
+            through = parts.through.to(v.device)
+            M = M.expand(-1, *whole.shape[1:])
+            whole = whole.index_copy(0, continued[through], M[through])
     o, S = _Incoming.apply(o, parts.context, whole, U)
     if not len(continued):
         return o, ends

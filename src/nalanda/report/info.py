@@ -15,7 +15,15 @@ from nalanda.config.model import build_model_config, config_source
 from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
 from nalanda.report.runs import layers
-from nalanda.train.estimate import activation_bytes, held_bytes, run_time, shards, time_range, vocabulary
+from nalanda.train.estimate import (
+    activation_bytes,
+    exchanged_bytes,
+    held_bytes,
+    run_time,
+    shards,
+    time_range,
+    vocabulary,
+)
 from nalanda.train.estimate import parameters as count_parameters
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 
@@ -23,20 +31,23 @@ from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_fl
 def info(
     recipe: str,
     overrides: list[str],
-    processes: int = 1,
+    processes: int | None = None,
     *,
     memory: bool = True,
     device: str | None = None,
 ) -> dict[str, Any]:
     """The figures that `nalanda info` prints for a recipe, as plain numbers.
 
-    memory: whether to count activations, which takes a second.
+    processes: of the launch; by default those of one context.
+    memory: whether to count activations and what contexts exchange, which takes a second.
     device: device of each process, for the time: a GPU's name, "here" or "cpu" (both are measured if no data
         sheet is known).
 
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
     config = use_mirror(load_config(recipe, overrides))
+    parts = config.train.context_parallel
+    processes = processes or parts
     accumulation = config.accumulation(processes)
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
@@ -54,12 +65,12 @@ def info(
     train, seq_len = config.train, config.data.seq_len
     flops, flops_source = flops_per_token(model, seq_len)
     ours = isinstance(model_config, NalandaConfig)
-    activations = None
+    activations = exchanged = None
     if ours and memory:
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-        activations = activation_bytes(
-            model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing
-        )
+        shape = model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing, parts
+        activations = activation_bytes(*shape)
+        exchanged = accumulation * exchanged_bytes(*shape)
     weights = held_bytes(model, config, processes, shards(config, processes))
     training_flops = flops * train.steps * train.tokens_per_step
     peak, peak_source = peak_of(device, train.precision) if device else (None, None)
@@ -82,6 +93,8 @@ def info(
         "accumulation": accumulation,
         "compile": train.compile,
         "processes": processes,
+        "context_parallel": parts,
+        "context_bytes_per_step": exchanged,
         "steps": train.steps,
         "tokens": train.steps * train.tokens_per_step,
         "training_flops": training_flops,
@@ -124,6 +137,9 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     if f["activation_bytes"] is not None:
         table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch; kernels keep less")
         table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the sum of both")
+    if f["context_parallel"] > 1:
+        note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
+        table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)
     rows = (
         f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     )

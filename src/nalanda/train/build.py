@@ -68,6 +68,7 @@ class Run:
     saver: checkpoint.Saver
     spikes: SpikeDetector
     row_states: RowStates | None
+    sharing: parallel.Sharing
     text_bytes: TextBytes | None = None
     """Bytes of the tokens' text, or None if the tokenizer loses some."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Run:
             optimizer=self.optimizer,
             data_state=data_state,
             trainer_state={**asdict(self.at), "spikes": self.spikes.state_dict(), "processes": processes},
-            row_states=self.row_states.state_tensors() if self.row_states else None,
+            row_states=self.row_states.state_tensors() if self.row_states and self.sharing.first else None,
         )
         if wait:
             self.saver.wait()
@@ -127,7 +128,7 @@ class Run:
 def set_up(
     config: RunConfig,
     accelerator: Accelerator,
-    sharing: parallel.Kind,
+    sharing: parallel.Sharing,
     facts: dict,
     changes: dict[str, list],
     resume: Path | None,
@@ -143,7 +144,7 @@ def set_up(
         tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
         if main and not is_whole(run_dir / "tokenizer"):
             save_tokenizer(tokenizer, run_dir / "tokenizer")
-    batches, validation = open_batches(config, tokenizer, rank, processes)
+    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size)
     contents = None
     if main:  # one process hashes the files
         contents = batches.contents | (
@@ -156,7 +157,7 @@ def set_up(
 
     set_seed(config.seed)
     # Weights, gradients and one moment per parameter share a CPU's memory.
-    bytes_each = 12 if accelerator.device.type == "cpu" and sharing == "ddp" else 4
+    bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
     model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
     flops, flops_source = flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
@@ -174,7 +175,7 @@ def set_up(
     saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
     spikes = SpikeDetector(config.guard)
     parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
-    run = Run(config, *parts, text_bytes=text_bytes(tokenizer) if validation else None)
+    run = Run(config, *parts, sharing, text_bytes=text_bytes(tokenizer) if validation else None)
     if resume:
         data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
         if run.checkpoint is None or data_state is None:
@@ -182,7 +183,7 @@ def set_up(
         batches.load_state_dict(data_state)
         if row_states:
             rows = config.train.micro_batch_size
-            slots = slots_of(rank, processes, config.accumulation(processes), rows)
+            slots = slots_of(sharing.rank, sharing.world_size, config.accumulation(processes), rows)
             saved = read_slots(run.checkpoint.glob("lanes-*"), slots)
             row_states.load(saved, slots, accelerator.device)
     run.facts |= {
@@ -199,7 +200,8 @@ def set_up(
         "peak": peak_source,
         "device": str(accelerator.device.type),
         "processes": processes,
-        "parallel": sharing if processes > 1 else None,
+        "parallel": sharing.kind if processes > 1 else None,
+        "context_parallel": config.train.context_parallel,
         "precision": config.train.precision,
         "compiled": parallel.compiles(config.train.compile, accelerator.device),
         "versions": versions(),

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from nalanda.common.text import duration, size
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.model import NalandaConfig
+from nalanda.model.context import Context, Parts
 from nalanda.model.modeling import Block
 from nalanda.model.sequences import Sequences
 from nalanda.train import parallel
@@ -68,8 +69,9 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
         train = config.train
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         kept = activation_bytes(
-            model.config, train.micro_batch_size, config.data.seq_len, dtype, train.gradient_checkpointing
-        )
+            model.config, train.micro_batch_size, config.data.seq_len, dtype, train.gradient_checkpointing,
+            train.context_parallel,
+        )  # fmt: skip
         memory += f", at most {size(kept)} for activations"
     return f"{time_range(time_left(config, facts))}; {memory}"
 
@@ -92,22 +94,75 @@ def vocabulary(config: RunConfig) -> int:
         return len(build_tokenizer(config.tokenizer, config.data, directory))
 
 
-def activation_bytes(
-    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool
-) -> int:
-    """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits.
+class _Counted(Context):
+    """A process whose neighbours do not exist; counts the bytes that it would send them."""
 
-    Runs one block of each kind on the meta device and adds up autograd's saved tensors. An upper bound:
-    kernels keep less than the torch path.
-    """
-    blocks = {}
+    def __init__(self, size: int):
+        # Documents pass through the second part, unless it is the last.
+        self.rank, self.size, self.sent = 1, size, 0
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.sent += (self.size - 1) * x.nbytes
+        return x.new_empty(self.size, *x.shape)
+
+    def shift(self, tensors: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+        if 0 <= self.rank + by < self.size:
+            self.sent += sum(x.nbytes for x in tensors)
+        return [torch.empty_like(x) for x in tensors]
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        self.sent += (self.size - 1) * x[0].nbytes
+        return torch.empty_like(x[0])
+
+
+def _blocks(
+    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, context: Context | None
+) -> Iterator[tuple[str, nn.Module, torch.Tensor, Sequences]]:
+    """A block of each kind on the meta device, by its mixer's name, with its input: rows of one document,
+    or a part of them."""
     for name in dict.fromkeys(config.layer_mixers):
         # Called before a run's first step, whose random state must not change.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
-        blocks[name] = saved_bytes(block, x)
-    stream = rows * seq_len * config.hidden_size * dtype.itemsize
+        seq = Sequences()
+        if context is not None:
+            parts = Parts(context, rows, seq_len, None, None, None)
+            x = x.detach()[:, : parts.size].reshape(1, -1, config.hidden_size).requires_grad_()
+            seq = Sequences(parts.cu_seqlens, parts.past, parts.rows, x.device, False, parts)
+        yield name, block, x, seq
+
+
+def exchanged_bytes(
+    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool, parts: int
+) -> int:
+    """Bytes that one process sends to the others of its context for a micro-batch, forward and backward,
+    where every row is one document. Runs a block of each kind on the meta device."""
+    if parts == 1:
+        return 0
+    context, sent = _Counted(parts), 0
+    for name, block, x, seq in _blocks(config, rows, seq_len, dtype, context):
+        context.sent = 0
+        y, _ = block(x, seq)
+        again = context.sent if checkpointing else 0
+        y.sum().backward()
+        sent += (context.sent + again) * config.layer_mixers.count(name)
+    return sent
+
+
+def activation_bytes(
+    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool, parts: int = 1
+) -> int:
+    """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits, on one process
+    of a context of `parts`.
+
+    Runs one block of each kind on the meta device and adds up autograd's saved tensors. An upper bound:
+    kernels keep less than the torch path, and rows of many documents less than those of one.
+    """
+    context = _Counted(parts) if parts > 1 else None
+    kinds = _blocks(config, rows, seq_len, dtype, context)
+    blocks = {name: saved_bytes(block, x, seq) for name, block, x, seq in kinds}
+    stream = rows * seq_len // parts * config.hidden_size * dtype.itemsize
     if checkpointing:
         kept = stream * config.num_hidden_layers + max(blocks.values())
     else:
@@ -127,7 +182,7 @@ class _FusedAttention(torch.autograd.Function):
         return o
 
 
-def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
+def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
     """Bytes of the distinct storages that `block(x)` keeps for its backward pass, without parameters."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
     held: list[torch.Tensor] = []  # kept alive, so that storage addresses stay distinct
@@ -141,7 +196,7 @@ def saved_bytes(block: nn.Module, x: torch.Tensor) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     with hooks, mock.patch.object(F, "scaled_dot_product_attention", attend):
-        _ = block(x, Sequences())
+        _ = block(x, seq)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in own)
 

@@ -53,16 +53,16 @@ def train(config: RunConfig) -> Path:
     """
     config.check()
     transformers.logging.disable_progress_bar()  # saving a few files needs none
-    sharing = parallel.choose_parallel(config.train.parallel, os.environ)
+    kind = parallel.choose_parallel(config.train.parallel, os.environ)
     with memory.explain_out_of_memory(config):
         accelerator = launch(config)
         if not accelerator.is_main_process:
-            return _train(config, accelerator, sharing, None)
+            return _train(config, accelerator, kind, None)
         with lock_run_dir(Path(config.output_dir)):
-            return _train(config, accelerator, sharing, claim(Path(config.output_dir), config))
+            return _train(config, accelerator, kind, claim(Path(config.output_dir), config))
 
 
-def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, claimed: Any) -> Path:
+def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, claimed: Any) -> Path:
     """`train`, with the processes launched and the folder locked. claimed: what
     `claim` returned on the main process, None on others."""
     main, device, processes = accelerator.is_main_process, accelerator.device, accelerator.num_processes
@@ -75,6 +75,7 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             print(f"{run_dir} is finished, {done} steps: raise train.steps to train further", flush=True)
         return run_dir
 
+    sharing = parallel.Sharing(accelerator, kind, config.train)
     run = set_up(config, accelerator, sharing, facts, changes, resume)
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
@@ -105,7 +106,10 @@ def _train(config: RunConfig, accelerator: Accelerator, sharing: parallel.Kind, 
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(micro_batches):
                 with parallel.accumulating(run.wrapped, last=i == accumulation - 1):
-                    part = summed_loss(run.wrapped, batch, device, config.train.z_loss, row_states, i)
+                    carried = row_states, i
+                    part = summed_loss(
+                        run.wrapped, batch, device, config.train.z_loss, *carried, sharing.context
+                    )
                     part = part / max(1, labels)
                     accelerator.backward(part * processes)  # DDP takes the mean over the processes
                 loss += part.detach()
@@ -189,9 +193,14 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
         f"{facts['parameters_without_embeddings']:,} without embeddings"
     )
     log.say(f"optimizer  {config.optim.name}: {describe_groups(run.optimizer.param_groups)}")
+    sharers = f"{facts['processes']} process(es)"
+    if run.sharing.context:
+        sharers = (
+            f"{run.sharing.world_size} context(s) of {c.context_parallel} processes, each a part of a row"
+        )
     log.say(
         f"step       {c.tokens_per_step:,} tokens = {c.micro_batch_size} rows × {config.data.seq_len} tokens"
-        f" × {accumulation} accumulated × {facts['processes']} process(es)"
+        f" × {accumulation} accumulated × {sharers}"
     )
     log.say(f"steps      {c.steps:,} = {c.steps * c.tokens_per_step:,} tokens")
     log.say(
@@ -216,7 +225,7 @@ def next_step(
     """
     before = run.batches.state_dict()
     micro_batches, failure = take_batches(run.batches, accumulation)
-    labels = sum(count_labels(batch) for batch in micro_batches)
+    labels = sum(count_labels(batch, run.sharing.context) for batch in micro_batches)
     code = failure.exit_code if failure else 0
     counts = torch.tensor([labels, code, code > 0])
     if run.accelerator.num_processes > 1:  # one process alone needs no synchronisation
@@ -285,7 +294,7 @@ def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
 
 def report_validation(run: Run, log: RunLog) -> None:
     """Validates the model, and writes the result to the log."""
-    values = validate(run.accelerator, run.model, run.validation, run.text_bytes)
+    values = validate(run.accelerator, run.model, run.validation, run.text_bytes, run.sharing.context)
     run.at.val_loss, run.at.val_bpb = values["val_loss"], values.get("val_bpb")
     loss = values["val_loss"]
     values |= negative_share(run.model, next(iter(run.validation.values()))[0]["input_ids"])

@@ -10,18 +10,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from nalanda.data.text_bytes import TextBytes
+from nalanda.model.context import Context
 from nalanda.train.row_states import RowStates
 
 
-def count_labels(batch: dict[str, Tensor]) -> int:
-    """Tokens that the loss counts. The model shifts labels by one: a row's first label is no target."""
-    return int((batch["labels"][:, 1:] != -100).sum())
+def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
+    """Tokens that the loss counts, in this process's part of the rows. The model shifts labels by one: a
+    row's first label is no target."""
+    counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
+    return int((context.part(counted) if context else counted).sum())
 
 
-def count_bytes(batch: dict[str, Tensor], text_bytes: TextBytes) -> int:
+def count_bytes(batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None) -> int:
     """UTF-8 bytes of the text that those tokens stand for."""
-    counted = (batch["labels"][:, 1:] != -100).numpy()
-    return int(text_bytes(batch["input_ids"].numpy())[:, 1:][counted].sum())
+    sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]
+    counted = F.pad(sizes * (batch["labels"][:, 1:] != -100), (0, 1))
+    return int((context.part(counted) if context else counted).sum())
 
 
 def summed_loss(
@@ -31,8 +35,10 @@ def summed_loss(
     z_loss: float = 0.0,
     row_states: RowStates | None = None,
     index: int = 0,
+    context: Context | None = None,
 ) -> Tensor:
-    """The sum of a micro-batch's token losses; `model` may be wrapped. z_loss changes only the gradient.
+    """The sum of a micro-batch's token losses, in this process's part of the rows; `model` may be wrapped.
+    z_loss changes only the gradient.
 
     With `row_states`, rows start from the states that the last step left for micro-batch `index`.
     """
@@ -40,7 +46,8 @@ def summed_loss(
     labels = batch["labels"].to(device, non_blocking=True)
     bare: Any = getattr(model, "module", model)
     if bare.config.model_type == "nalanda":
-        packing = {"cu_seqlens": batch["cu_seqlens"], "logits_to_keep": 1, "z_loss": z_loss}
+        packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "context": context}
+        packing |= {"logits_to_keep": 1, "z_loss": z_loss}
         if row_states:
             packing |= row_states.before(index, batch)
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
@@ -77,15 +84,19 @@ def validate(
     model: nn.Module,
     batches: dict[str, list[dict[str, Tensor]]],
     text_bytes: TextBytes | None = None,
+    context: Context | None = None,
 ) -> dict[str, float]:
     """Mean losses over the label tokens of all processes, in total and per source. model: the bare one.
 
     With `text_bytes` also bits per byte, `val_bpb`: the summed loss in bits over the bytes of the label
     tokens' text, which does not depend on the tokenizer.
     """
-    counted = [text_bytes and sum(count_bytes(b, text_bytes) for b in part) for part in batches.values()]
+    counted = [
+        text_bytes and sum(count_bytes(b, text_bytes, context) for b in part) for part in batches.values()
+    ]
     sums = [
-        (*loss_sums(model, part), size or 0) for part, size in zip(batches.values(), counted, strict=True)
+        (*loss_sums(model, part, context), size or 0)
+        for part, size in zip(batches.values(), counted, strict=True)
     ]
     model.train()
     table = torch.tensor(
@@ -120,13 +131,16 @@ def describe_perplexity(values: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def loss_sums(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int]:
-    """(sum of the label tokens' losses, number of label tokens); leaves the model in evaluation mode."""
+def loss_sums(
+    model: Any, batches: Iterable[dict[str, Tensor]], context: Context | None = None
+) -> tuple[float, int]:
+    """(sum of the label tokens' losses, number of label tokens), in this process's part of the rows; leaves
+    the model in evaluation mode."""
     model.eval()
     total, count = 0.0, 0
     for batch in batches:
-        total += summed_loss(model, batch, model.device).item()
-        count += count_labels(batch)
+        total += summed_loss(model, batch, model.device, context=context).item()
+        count += count_labels(batch, context)
     return total, count
 
 

@@ -90,11 +90,12 @@ def would_fit(config: RunConfig) -> str:
 
     def kept(rows: int) -> int:
         shape = model_config, rows, config.data.seq_len
-        return activation_bytes(*shape, dtype, train.gradient_checkpointing)
+        return activation_bytes(*shape, dtype, train.gradient_checkpointing, train.context_parallel)
 
     one, two = kept(1), kept(2)  # memory is linear in the number of rows
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host()
-    share = train.tokens_per_step // (config.data.seq_len * processes)  # rows of a process and step
+    rows_a_step = train.tokens_per_step // config.data.seq_len
+    share = rows_a_step * train.context_parallel // processes  # rows of a process and step
     fitting = [
         rows
         for rows in range(1, train.micro_batch_size)

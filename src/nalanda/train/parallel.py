@@ -1,4 +1,4 @@
-"""Shares one model among processes: DDP, FSDP2 or hybrid FSDP2.
+"""Shares one model among processes: DDP, FSDP2 or hybrid FSDP2; and each row, by context parallelism.
 
 accelerate launches, chooses the device and reduces the loop's values. FSDP2 is torch's `fully_shard`, over
 nccl and gloo: accelerate 1.15 silently turns FSDP on CPUs into DDP.
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nalanda.common.errors import InputError
+from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
@@ -38,7 +39,7 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise InputError(
             "accelerate's parallelism_config is not read: take it out of its config and set "
-            "train.parallel=hybrid and train.shard_size"
+            "train.parallel=hybrid and train.shard_size, or train.context_parallel"
         )
     fsdp = on("ACCELERATE_USE_FSDP")
     if fsdp and on("FSDP_OFFLOAD_PARAMS"):
@@ -49,10 +50,43 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     return "fsdp" if fsdp else "ddp"
 
 
+class Sharing:
+    """How the processes share the work. train: `TrainConfig`.
+
+    `train.context_parallel` processes, neighbours in rank, are a context: they read the same rows, and each
+    computes a part of them. Weights are shared, and gradients summed, over all processes.
+
+    kind: of `choose_parallel`.
+    mesh: the processes, `[data · context]`, or for hybrid `[replicas, data · context]` with a node's as the
+        second; None if no group of them is needed.
+    context: None if every process has whole rows.
+    rank, world_size: this context among all, as the loader of the rows counts.
+
+    Raises InputError for a number of processes that cannot be split so.
+    """
+
+    def __init__(self, accelerator: Accelerator, kind: Kind, train: Any):
+        processes, parts = accelerator.num_processes, train.context_parallel
+        self.kind, self.mesh, self.context = kind, None, None
+        self.rank, self.world_size = accelerator.process_index // parts, processes // parts
+        self.sharded = kind != "ddp" and processes > 1
+        if self.sharded or parts > 1:
+            self.mesh = mesh(kind, accelerator, train)
+        if self.mesh is not None and parts > 1:
+            last = self.mesh.ndim - 1
+            split = self.mesh._unflatten(last, (self.mesh.size(last) // parts, parts), ("data", "context"))
+            self.context = Context(split["context"].get_group())
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the first of its context, which saves what they all have."""
+        return self.context is None or self.context.rank == 0
+
+
 def parallelize(
     accelerator: Accelerator,
     model: nn.Module,
-    kind: Kind,
+    sharing: Sharing,
     train: Any,
     build: Callable[[], torch.optim.Optimizer],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -62,18 +96,17 @@ def parallelize(
     The order is activation checkpointing, sharding, compilation, autocast, optimizer: sharding replaces the
     parameters and the blocks' classes. `model` stays the bare model; under FSDP2 it is what is called.
     """
-    sharded = kind != "ddp" and accelerator.num_processes > 1
     if train.gradient_checkpointing:
         # transformers 5.23 renames the method, and warns about the old name.
         new = getattr(model, "activation_checkpointing_enable", None)
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
     blocks = units(model)
-    if sharded:
-        bf16 = train.precision == "bf16"
-        shard(model, blocks, mesh(kind, accelerator, train.shard_size), bf16=bf16)
+    if sharing.sharded:
+        assert sharing.mesh is not None
+        shard(model, blocks, sharing.mesh, bf16=train.precision == "bf16")
     if compiles(train.compile, accelerator.device):
         compile_blocks(blocks)
-    if not sharded:
+    if not sharing.sharded:
         return accelerator.prepare(model, build())
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         raise RuntimeError("FSDP2 left parameters whole")
@@ -105,14 +138,18 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
         block.forward = compiled(block)
 
 
-def mesh(kind: Kind, accelerator: Accelerator, shard_size: int | None) -> DeviceMesh:
+def mesh(kind: Kind, accelerator: Accelerator, train: Any) -> DeviceMesh:
     """`[processes]`, or for hybrid `[replicas, shards]` with a node's processes as the shards."""
     processes = accelerator.num_processes
-    if kind == "fsdp":
+    if kind != "hybrid":
         return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
-    size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
+    size = train.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))
     if processes % size:
         raise InputError(f"train.shard_size: {processes} processes are not a multiple of {size}")
+    if size % train.context_parallel:
+        raise InputError(
+            f"train.shard_size: {size} is not a multiple of train.context_parallel {train.context_parallel}"
+        )
     shape = (processes // size, size)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replicate", "shard"))
 

@@ -1,0 +1,181 @@
+"""Runs whose rows are cut over processes: the same losses as on one process, resumed from one to the other.
+
+torchrun starts this file itself: `worker` trains there one run after another.
+"""
+
+import functools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate.state import AcceleratorState
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import load_config
+from nalanda.data.prepare import prepare
+from nalanda.report.info import info
+from nalanda.train import build, parallel
+from nalanda.train.log import read_metrics
+from nalanda.train.loop import train
+
+KINDS = {
+    "hybrid": ["model.mixer=[gated_deltanet, softmax]", "train.gradient_checkpointing=true"],
+    "carried": [
+        "model.mixer=[gla, deltanet]",
+        "model.feature_map=nala",
+        "data.long_documents=carry",
+        "data.carry_rows=4",
+    ],
+}
+"""A mixer whose state grows with the text, and documents whose states pass from step to step."""
+TWO, FOUR = ["train.context_parallel=2"], ["train.context_parallel=2", "train.parallel=fsdp"]
+FP32 = ["model.mixer=[gated_deltanet, nala]"]
+
+# Inductor would compile C++ for minutes.
+parallel.compile_blocks = functools.partial(parallel.compile_blocks, backend="aot_eager")
+
+
+def job(name: str, start: str | None = None, *settings: str) -> list:
+    """A run, from the beginning or from step 2 of the run `start`."""
+    return [name, start, [*KINDS.get(name.split()[0], FP32), *settings]]
+
+
+def perform(folder: Path, name: str, start: str | None, settings: list[str]) -> None:
+    run = folder / name
+    if start and int(os.environ.get("RANK", 0)) == 0:
+        shutil.copytree(folder / start, run, ignore=shutil.ignore_patterns("step-4", "final", "run.json"))
+    if dist.is_initialized():
+        dist.barrier()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    built = build.build_model
+    try:
+        if name.split()[0] in KINDS:
+            torch.set_default_dtype(torch.float64)
+            build.build_model = lambda *rest, **options: built(*rest, **options).double()
+        train(load_config(folder / "recipe.yaml", [f"output_dir={run}", *settings]))
+    finally:
+        build.build_model = built
+        torch.set_default_dtype(torch.float32)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def worker(folder: Path, jobs: list) -> None:
+    for each in jobs:
+        perform(folder, *each)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    sys.exit()
+
+
+def launch(processes: int, folder: Path, *jobs: list, fails: bool = False) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    command = [*start, str(processes), __file__, str(folder), json.dumps(jobs)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) == fails, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Runs on one process, on two, and on two from step 2 of that on one."""
+    folder = tmp_path_factory.mktemp("context")
+    words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=draw.choice((1, 2, 9, 60)))) for _ in range(200)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {
+        "output_dir": str(folder / "unset"),
+        "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
+        "tokenizer": {"train": "words"},
+        "data": {"source": str(folder / "a.jsonl"), "seq_len": 32, "max_validation_rows": 7},
+        "optim": {"lr": 3e-3},
+        "train": {"steps": 4, "tokens_per_step": 256, "micro_batch_size": 2, "precision": "fp32"},
+        "validation": {"every": 2},
+        "checkpoint": {"every": 2},
+        "log": {"every": 1, "tensorboard": False},
+    }
+    (folder / "text.yaml").write_text(yaml.safe_dump(settings))
+    config = load_config(folder / "text.yaml")
+    prepare(config.data, config.tokenizer, folder / "set")
+    settings["data"]["source"], settings["tokenizer"] = str(folder / "set"), str(folder / "set" / "tokenizer")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    for kind in KINDS:
+        perform(folder, *job(f"{kind} one"))
+    jobs = [(f"{kind} two", None) for kind in KINDS] + [(f"{kind} one two", f"{kind} one") for kind in KINDS]
+    launch(2, folder, *(job(name, start, *TWO) for name, start in jobs))
+    return folder
+
+
+def equal(folder: Path, names: list[str], error: float) -> None:
+    """The runs have the losses, gradient norms and validation losses of the first, to a relative error."""
+
+    def logged(name: str, key: str) -> list[float]:
+        return [line[key] for line in read_metrics(folder / name / "metrics.jsonl") if key in line]
+
+    for key, count in (("loss", 4), ("grad_norm", 4), ("val_loss", 2)):
+        first, *others = (logged(name, key) for name in names)
+        assert len(first) == count
+        for other in others:
+            assert other == pytest.approx(first, rel=error), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_as_one_and_go_on_for_one_another(folder, kind):
+    perform(folder, *job(f"{kind} two one", f"{kind} two"))
+    equal(folder, [f"{kind} {rest}" for rest in ("one", "two", "one two", "two one")], 1e-12)
+    facts = json.loads((folder / f"{kind} two" / "run.json").read_text())
+    assert (facts["processes"], facts["context_parallel"]) == (2, 2)
+    changes = json.loads((folder / f"{kind} one two" / "run.json").read_text())["changes"]
+    assert changes[0]["train.context_parallel"] == [1, 2]
+
+
+def test_states_are_saved_once(folder):
+    last = folder / "carried two" / "checkpoints" / "step-4"
+    assert [file.name for file in last.glob("lanes-*")] == ["lanes-0.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_processes_as_two_contexts(folder, kind):
+    launch(4, folder, job(f"{kind} four", None, *FOUR), job(f"{kind} two four", f"{kind} two", *FOUR))
+    perform(folder, *job(f"{kind} four one", f"{kind} four"))
+    equal(folder, [f"{kind} {rest}" for rest in ("one", "four", "two four", "four one")], 1e-12)
+
+
+@pytest.mark.slow
+def test_fp32_and_compiled(folder):
+    perform(folder, *job("fp32 one"))
+    compiled = job("fp32 compiled", None, *TWO, "train.compile=true")
+    launch(2, folder, job("fp32 two", None, *TWO), compiled)
+    equal(folder, [f"fp32 {rest}" for rest in ("one", "two", "compiled")], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["train.context_parallel=3"], "data.seq_len: 32 is not a multiple of train.context_parallel 3"),
+        (["train.context_parallel=0"], "train.context_parallel: expected 1 or more, got 0"),
+        (TWO, "train.context_parallel: 1 process"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_a_line(folder, settings, says):
+    with pytest.raises(InputError, match=says):
+        perform(folder, "refused", None, settings)
+
+
+def test_other_models_are_refused(folder):
+    with pytest.raises(InputError, match="context_parallel: needs one of Nalanda's own models, not llama"):
+        info(str(folder / "recipe.yaml"), [*TWO, "model={auto: llama, hidden_size: 32}"])
