@@ -72,6 +72,10 @@ def test_cut_rows_by_hand():
     many = replace(none, seq_len=1600)
     scanned = predict(many, replace(SIMPLE, devices=16, node=16), Split(context=16))
     assert scanned.sent == pytest.approx(64 * 2 * (4 * 3e6 + 2e6 + 15 * 1e5))  # four rounds, then U
+    # Of nodes of 4, one device sends to another node in the first round and in each ring, two in the second
+    # round, all in the others.
+    nodes = predict(many, replace(SIMPLE, devices=16, node=4), Split(context=16))
+    assert nodes.crossing == pytest.approx(64 * 2 * ((1 + 2 + 4 + 4) * 3e6 + 2e6 + 15 * 1e5))
 
 
 def test_softmax_over_parts_is_imbalanced():
@@ -80,6 +84,8 @@ def test_softmax_over_parts_is_imbalanced():
     cut = predict(ATTENTION, SIMPLE, Split(context=2))
     share = (1e9 / 2 + 2e8 / 2 + 1e9) / 2e9
     assert cut.compute == pytest.approx(share * whole.compute)
+    mean = (1e9 + 2e8 / 2 + (1 / 4 + 1) * 1e9) / 2 / 2e9  # a quarter of the pairs in the first part
+    assert cut.step * (1 - cut.idle) == pytest.approx(mean * whole.compute + 28e9 / 1e12)
     assert cut.memory == 16e9 + 500e6 + 300 / 1 * 500  # the rest of a row's keys and queries
     recomputed = predict(ATTENTION, SIMPLE, Split(context=2, recompute=True))
     assert recomputed.memory == 16e9 + 500e6 + 300 / 2 * 500  # of one layer
@@ -143,7 +149,8 @@ def test_counts_of_a_recipe():
     assert linear.passing == linear.ending == 24 * 2 * 4 * 128 * 256
 
 
-def test_printed(capsys):
+def test_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     main(["info", "demo", *TINY, "--devices", "2,16", "--cluster", "latency=0"])
     out = capsys.readouterr().out
     assert out.count("← best") == 2

@@ -184,9 +184,8 @@ def count(recipe: str, overrides: list[str]) -> Counts:
         fixed, each = measured[recompute]
         return fixed + each * tokens
 
-    layers = [_cut_costs(mixer, T, dtype.itemsize) for mixer in c.distinct_mixers().values()]
-    of = dict(zip(c.distinct_mixers(), layers, strict=True))
-    sums = sum((of[name] for name in c.layer_mixers), Counter())
+    layers = {name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()}
+    sums = sum((layers[name] for name in c.layer_mixers), Counter())
     return Counts(
         T, train.tokens_per_step // T, train.micro_batch_size,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -210,12 +209,12 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             found["halo_messages"] = 1
         else:
             HV, F, V = shape
-            delta, read = isinstance(mixer, DeltaNet), 2 * HV * F * V
-            passing, ending = (
-                (read + delta_rule_flops(HV, F, F), delta_rule_flops(HV, F, V)) if delta else (read, read)
-            )
-            found.update({"passing": passing, "ending": ending, "state_messages": 1})
-            found.update(transitions=4 * HV * F * (F if delta else 1), states=4 * HV * F * V)
+            delta, read = isinstance(mixer, DeltaNet), 2 * HV * F * V  # reading the state that arrives
+            found["state_messages"] += 1
+            found["states"] += 4 * HV * F * V
+            found["transitions"] += 4 * HV * F * (F if delta else 1)
+            found["passing"] += read + (delta_rule_flops(HV, F, F) if delta else 0)  # pyrefly: ignore
+            found["ending"] += delta_rule_flops(HV, F, V) if delta else read  # pyrefly: ignore
     if found["keys"]:
         attended = found["keys"] + itemsize * mixer.num_heads * (mixer.K + mixer.V)
         found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T), attended=attended)
@@ -379,24 +378,25 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
     console = console or Console()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("devices", justify="right")
-    table.add_column("split", no_wrap=True)
-    for head in ("micro-batches", "memory", "step", "idle", "sent", "crossing", "MFU"):
-        table.add_column(head, justify="right")
+    for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
+        table.add_column(head, justify="left" if head == "split" else "right", no_wrap=head != "split")
     for cluster, costs in plans.items():
         best = min((c for c in costs if c.fits), key=lambda c: c.step, default=None)
+        if not costs:
+            table.add_row(str(cluster.devices), "none", end_section=True)
         for cost in costs:
             split = cost.split
-            micro = f"{cost.accumulation} × {split.micro}" + (" *" if split.recompute else "")
-            memory = f"{cost.memory / 1e9:,.1f} GB" + ("" if cost.fits else " ✗")
             table.add_row(
-                str(cluster.devices), str(split) + (" ← best" if cost is best else ""), micro, memory,
-                f"{cost.step:.3g} s", f"{100 * cost.idle:.1f} %", f"{cost.sent / 1e9:,.3g} GB",
-                f"{cost.crossing / 1e9:,.3g} GB", f"{100 * cost.mfu:.1f} %",
-                style="bold" if cost is best else "" if cost.fits else "dim", end_section=cost is costs[-1],
+                str(cluster.devices), f"{split} ← best" if cost is best else str(split),
+                f"{cost.accumulation} × {split.micro}{' *' if split.recompute else ''}",
+                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}", f"{cost.step:.3g}",
+                f"{100 * cost.idle:.1f}", f"{cost.sent / 1e9:,.3g}", f"{cost.crossing / 1e9:,.3g}",
+                f"{100 * cost.mfu:.1f}", style="bold" if cost is best else "" if cost.fits else "dim",
+                end_section=cost is costs[-1],
             )  # fmt: skip
     console.print(table)
-    console.print("* recomputed in the backward pass; ✗ does not fit", style="dim")
+    note = "* recomputed; ✗ does not fit; splits that the step's rows do not fill are left out"
+    console.print(note, style="dim")
     for cluster in plans:
         t = tensor_parallelism(counts, cluster)
         console.print(
