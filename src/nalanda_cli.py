@@ -261,6 +261,20 @@ def info(
     device: Annotated[
         str, typer.Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="8,64,512", help="predict steps on so many devices by DDP, FSDP2, hybrid, context"
+        ),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=VALUE,…",
+            help="with --devices: node (8 devices), peak (989 TFLOP/s), mfu (0.4), memory (80 GB), "
+            "hbm (3350 GB/s), nvlink (450 GB/s), network (400 Gb/s a node), latency (5 µs), overlap (1)",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
@@ -280,6 +294,17 @@ def info(
             "feature_maps": tables.map_rows(),
         }
         print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.print_tables()
+        return
+    if devices is not None:
+        from dataclasses import asdict
+
+        from nalanda.report.plan import clusters, count, plan, print_plan
+
+        wanted = clusters(devices, cluster)
+        counts = count(recipe, overrides or [])
+        plans = {each: plan(counts, each) for each in wanted}
+        rows = [{"devices": each.devices, **asdict(cost)} for each in plans for cost in plans[each]]
+        print(json.dumps(rows, indent=1)) if as_json else print_plan(counts, plans)
         return
     figures = info(recipe, overrides or [], processes, device=device)
     print(json.dumps(figures, indent=1)) if as_json else print_info(figures)
@@ -738,6 +763,20 @@ def bench_parts(
     from nalanda.bench.context import bench_context
 
     bench_context(length=length, json=json)
+
+
+@bench.command("scale")
+def bench_scaling(
+    rounds: Annotated[int, typer.Option(min=1, help="steps of each split")] = 10,
+    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+) -> None:
+    """Hold predictions of `nalanda info --devices` against steps of two processes on this CPU.
+
+    Predicts DDP, FSDP2 and rows cut over both, at the demo's shape over gloo, from measured rates.
+    """
+    from nalanda.bench.scale import bench_scale
+
+    bench_scale(rounds=rounds, json=json)
 
 
 @bench.command("serve")

@@ -12,6 +12,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config, config_source
+from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
 from nalanda.report.runs import layers
@@ -26,6 +27,18 @@ from nalanda.train.estimate import (
 )
 from nalanda.train.estimate import parameters as count_parameters
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
+
+
+def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
+    """A recipe and its model, in fp32 on the meta device. Raises InputError as `info` does."""
+    config = use_mirror(load_config(recipe, overrides))
+    keys = config.model
+    if "vocab_size" not in keys and isinstance(config_source(keys), type):
+        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # rounded as in training
+    model_config = build_model_config(config)
+    count_parameters(model_config)  # raises for sizes that no tensor can have
+    with torch.device("meta"):
+        return config, AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
 
 
 def info(
@@ -45,17 +58,11 @@ def info(
 
     Raises InputError for a recipe that cannot be trained, or an unknown device.
     """
-    config = use_mirror(load_config(recipe, overrides))
+    config, model = described(recipe, overrides)
     parts = config.train.context_parallel
     processes = processes or parts
     accumulation = config.accumulation(processes)
-    keys = config.model
-    if "vocab_size" not in keys and isinstance(config_source(keys), type):
-        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # rounded as in training
-    model_config = build_model_config(config)
-    count_parameters(model_config)  # raises for sizes that no tensor can have
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    model_config: Any = model.config
     parameters = sum(p.numel() for p in model.parameters())
     outside = {
         id(m.weight): m.weight.numel()

@@ -1,0 +1,407 @@
+"""Predicts step time, memory and traffic of a recipe on many devices, from the model's own counts.
+
+Devices compute at a fixed share of their peak. An exchange takes its bytes over the bandwidth, and a latency
+a message. `docs/scale.md` states the assumptions, and compares predictions with measurements.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nalanda.common.errors import InputError
+from nalanda.common.text import suggest
+from nalanda.model import NalandaConfig
+from nalanda.model.context import SCAN_FROM
+from nalanda.model.delta import DeltaNet
+from nalanda.model.ops import delta_rule_flops
+from nalanda.report.info import described
+from nalanda.train import parallel
+from nalanda.train.estimate import activation_bytes, held_bytes
+
+USABLE = 0.9
+"""Share of a device's memory that tensors may take; the rest is the context's, the collectives' and lost."""
+UPDATE = 28
+"""Bytes that AdamW reads and writes a parameter."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices and their links. The defaults are nodes of eight H100."""
+
+    devices: int
+    node: int = 8
+    """Devices of a node."""
+    peak: float = 989
+    """TFLOP/s of a device."""
+    mfu: float = 0.4
+    """Share of `peak` at which a device computes. A high one makes exchanges harder to hide."""
+    memory: float = 80
+    """GB of a device."""
+    hbm: float = 3350
+    """GB/s of a device's memory, for the optimizer."""
+    nvlink: float = 450
+    """GB/s that a device sends to others of its node."""
+    network: float = 400
+    """Gb/s that a node sends to others; its devices share them."""
+    latency: float = 5
+    """µs of a message between two devices."""
+    overlap: float = 1.0
+    """Share of a pass behind which exchanges of weights and gradients hide."""
+
+    def seconds(self, flops: float) -> float:
+        return flops / (self.mfu * self.peak * 1e12)
+
+    def send(self, count: float, hops: int, reach: int, crossing: int = 1, messages: float = 1) -> np.ndarray:
+        """`hops` times, each device of a group sends `count` bytes to a next one, in so many messages.
+
+        reach: devices that the group spans; crossing: devices of a node that send to other nodes at once.
+        Returns (seconds, bytes that a device sends, bytes that a node sends to others).
+        """
+        inside = reach <= self.node
+        shared = self.network * 1e9 / 8 / crossing
+        speed = self.nvlink * 1e9 if inside else min(self.nvlink * 1e9, shared)
+        seconds = count / speed + messages * self.latency * 1e-6
+        return hops * np.array([seconds, count, 0 if inside else crossing * count])
+
+    def gather(self, count: float, size: int, stride: int = 1, messages: float = 1) -> np.ndarray:
+        """`send` of a ring's all-gather of `count` bytes, each of `size` devices having a part of them.
+
+        A reduce-scatter takes the same, an all-reduce is both. stride: the distance of the devices.
+        """
+        crossing = min(self.node, stride)
+        return self.send(count / size, size - 1, size * stride, crossing, messages)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a recipe computes, keeps and exchanges. FLOPs are of the forward pass."""
+
+    seq_len: int
+    rows: int
+    """Rows of a step."""
+    micro: int
+    """Most rows of a micro-batch."""
+    parameters: int
+    matrices: int
+    """Parameters of the blocks' Linear layers."""
+    wire: int
+    """Bytes of a matrix's entry that FSDP2 gathers."""
+    layers: int
+    hidden_size: int
+    flops: float
+    """Of a token."""
+    held: Callable[[int, int], int]
+    """(processes, shards) to bytes of weights, gradients and moments of a device."""
+    kept: Callable[[float, bool], float]
+    """(tokens, whether blocks are recomputed) to bytes of activations."""
+    recompute: bool = False
+    """Whether the recipe asks for recomputation; otherwise it is taken where nothing else fits."""
+    # Of rows that are cut over processes, see `model/context.py`; sums over layers:
+    attention: float = 0.0
+    """FLOPs of a token that grow with seq_len, a part of `flops`."""
+    attended: float = 0.0
+    """Bytes of a token that these layers keep of whole rows."""
+    growing: float = 0.0
+    """Number of these layers."""
+    passing: float = 0.0
+    """More FLOPs of a token in a part through which the state passes."""
+    ending: float = 0.0
+    """More FLOPs of a token in the last part."""
+    transitions: float = 0.0
+    """Bytes of M, of a row."""
+    states: float = 0.0
+    """Bytes of U, of a row."""
+    halos: float = 0.0
+    """Bytes of what short convolutions and windows read of the part before, of a row."""
+    keys: float = 0.0
+    """Bytes of a token's keys and values in layers that attend to all tokens."""
+    state_messages: float = 0.0
+    halo_messages: float = 0.0
+    key_messages: float = 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    kind: parallel.Kind = "ddp"
+    context: int = 1
+    """Processes that share a row."""
+    micro: int = 1
+    """Rows of a micro-batch."""
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        name = {"ddp": "DDP", "fsdp": "FSDP2", "hybrid": "hybrid"}[self.kind]
+        return name + (f" × context {self.context}" if self.context > 1 else "")
+
+
+@dataclass(frozen=True)
+class Cost:
+    split: Split
+    devices: int
+    accumulation: int
+    memory: float
+    """Bytes of a device."""
+    fits: bool
+    compute: float
+    """Seconds of the slowest device, with recomputation and second passes."""
+    step: float
+    """Seconds."""
+    idle: float
+    """Share of the step in which a device waits, the mean over devices."""
+    sent: float
+    """Bytes that a device sends in a step."""
+    crossing: float
+    """Bytes that a node sends to others in a step."""
+    mfu: float
+    """The model's FLOPs in a step's time, as a share of the peak."""
+
+
+def count(recipe: str, overrides: list[str]) -> Counts:
+    """The counts of a recipe. Raises InputError for one that cannot be trained, or is no Nalanda model."""
+    config, model = described(recipe, overrides)
+    c: Any = model.config
+    if not isinstance(c, NalandaConfig):
+        raise InputError(f"--devices: counts Nalanda's own models only; {recipe} has a {c.model_type}")
+    train, T = config.train, config.data.seq_len
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    blocks = parallel.units(model)
+    measured: dict[bool, tuple[float, float]] = {}
+
+    def kept(tokens: float, recompute: bool) -> float:
+        if recompute not in measured:  # bytes are linear in the tokens
+            one, two = (activation_bytes(c, 1, n, dtype, recompute) for n in (2048, 4096))
+            measured[recompute] = (2 * one - two, (two - one) / 2048)
+        fixed, each = measured[recompute]
+        return fixed + each * tokens
+
+    layers = {name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()}
+    sums = sum((layers[name] for name in c.layer_mixers), Counter())
+    return Counts(
+        T, train.tokens_per_step // T, train.micro_batch_size,
+        parameters=sum(p.numel() for p in model.parameters()),
+        matrices=sum(p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()),
+        wire=dtype.itemsize, layers=len(blocks), hidden_size=c.hidden_size, flops=c.flops_per_token(T),
+        held=lambda processes, shards: held_bytes(model, config, processes, shards), kept=kept,
+        recompute=train.gradient_checkpointing, **sums,
+    )  # fmt: skip
+
+
+def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
+    """What a layer adds to the sums of `Counts`."""
+    found: Counter = Counter()
+    longer = mixer.state_spec(2 * T)
+    for name, (shape, dtype) in mixer.state_spec(T).items():
+        entries = math.prod(shape)
+        if longer[name][0] != shape:  # keys or values of all tokens
+            found.update(keys=itemsize * entries // T, key_messages=1)
+        elif dtype is None:
+            found.update(halos=itemsize * entries)
+            found["halo_messages"] = 1
+        else:
+            HV, F, V = shape
+            delta, read = isinstance(mixer, DeltaNet), 2 * HV * F * V  # reading the state that arrives
+            found["state_messages"] += 1
+            found["states"] += 4 * HV * F * V
+            found["transitions"] += 4 * HV * F * (F if delta else 1)
+            found["passing"] += read + (delta_rule_flops(HV, F, F) if delta else 0)  # pyrefly: ignore
+            found["ending"] += delta_rule_flops(HV, F, V) if delta else read  # pyrefly: ignore
+    if found["keys"]:
+        attended = found["keys"] + itemsize * mixer.num_heads * (mixer.K + mixer.V)
+        found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T), attended=attended)
+    return found
+
+
+def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
+    """The cost of a step. Raises ValueError if the rows of a step do not fill the processes."""
+    c, C, N = counts, split.context, cluster.devices
+    if N % C or c.seq_len % C or c.rows % (N // C * split.micro):
+        raise ValueError(f"{c.rows} rows of {c.seq_len} tokens do not fill {N} processes by {split}")
+    passes = 4 if split.recompute else 3
+    accumulation = c.rows // (N // C * split.micro)
+    tokens = split.micro * c.seq_len // C
+    more = [0.0, *[c.passing] * (C - 2), *[c.ending] * (C > 1)]
+    # A part's queries are preceded by rows without use, one for each key before it, so part r of C attends as
+    # a row of (r + 1)/C of the tokens does.
+    share = [C * ((r + 1) / C) ** 2 for r in range(C)]
+    parts = [c.flops - c.attention + m + s * c.attention for m, s in zip(more, share, strict=True)]
+    # Parts meet in each layer, so the slowest of each kind of layer counts.
+    slowest = c.flops - c.attention + max(more) + max(share) * c.attention
+    micro = cluster.seconds(passes * tokens * slowest)
+    shards = {"ddp": 1, "fsdp": N, "hybrid": min(N, cluster.node)}[split.kind]
+    update = UPDATE * c.parameters / shards / (cluster.hbm * 1e9)
+
+    weights, exposed = _weights(c, cluster, shards, accumulation, micro / passes, passes)
+    rows = _context(c, cluster, split) * ((passes - 1) * accumulation)
+    step = accumulation * micro + exposed + rows[0] + update
+    busy = accumulation * cluster.seconds(passes * tokens * sum(parts) / C) + update
+
+    memory = c.held(N, shards) + c.kept(tokens, split.recompute)
+    if shards > 1 and accumulation > 1:
+        memory += 4 * c.parameters  # FSDP2 sums whole gradients until it reduces them
+    if C > 1 and c.growing:
+        layers = c.growing if split.recompute else 1
+        memory += c.attended / layers * (split.micro * c.seq_len - tokens)
+    sent = weights + rows
+    model = 3 * c.flops * c.rows * c.seq_len
+    return Cost(
+        split, N, accumulation, memory, memory <= USABLE * cluster.memory * 1e9, accumulation * micro, step,
+        1 - busy / step, float(sent[1]), float(sent[2]), model / (step * N * cluster.peak * 1e12),
+    )  # fmt: skip
+
+
+def _weights(
+    c: Counts, cluster: Cluster, shards: int, accumulation: int, forward: float, passes: int
+) -> tuple[np.ndarray, float]:
+    """What a step exchanges of weights and gradients, as `Cluster.send`, and the seconds that nothing hides.
+
+    forward: seconds of a micro-batch's forward pass. DDP reduces gradients behind the last backward pass.
+    FSDP2 gathers a block behind the computation of the one before; the root and the first block wait.
+    """
+    N, gradients = cluster.devices, 4 * c.parameters
+    backward = (passes - 1) * forward * cluster.overlap
+    if shards == 1:
+        reduced = 2 * cluster.gather(gradients, N)
+        return reduced, max(0.0, reduced[0] - backward)
+    root = cluster.gather(4 * (c.parameters - c.matrices), shards)
+    blocks = cluster.gather(c.wire * c.matrices, shards, messages=c.layers)
+    reduced = cluster.gather(gradients, shards, messages=c.layers + 1)
+    if shards < N:
+        reduced += 2 * cluster.gather(gradients / shards, N // shards, shards, c.layers + 1)
+    first = root[0] + blocks[0] / c.layers
+    ahead = max(0.0, blocks[0] * (1 - 1 / c.layers) - forward * cluster.overlap)
+    again, last = (max(0.0, seconds - backward) for seconds in (blocks[0], blocks[0] + reduced[0]))
+    exposed = accumulation * (first + ahead) + (accumulation - 1) * again + last
+    return (root + 2 * blocks) * accumulation + reduced, exposed
+
+
+def _context(c: Counts, cluster: Cluster, split: Split) -> np.ndarray:
+    """What the parts of a micro-batch exchange in a pass, as `Cluster.send`; nothing hides it. The backward
+    pass sends the same."""
+    C, B = split.context, split.micro
+    sent = cluster.gather(B * C * c.halos, C, messages=c.halo_messages)
+    sent += cluster.gather(B * c.keys * c.seq_len, C, messages=c.key_messages)
+    both = B * (c.transitions + c.states)
+    if 2 < C < SCAN_FROM:
+        return sent + cluster.gather(C * both, C, messages=c.state_messages)
+    if C > 2:
+        for step in range(math.ceil(math.log2(C))):
+            sent += cluster.send(both, 1, C, min(cluster.node, 2**step), messages=2 * c.state_messages)
+    return sent + cluster.send(B * c.states, int(C > 1), C, messages=c.state_messages)
+
+
+def plan(counts: Counts, cluster: Cluster) -> list[Cost]:
+    """The fastest DDP, FSDP2 and hybrid that fit, and the fastest that cuts rows over processes.
+
+    Where none fits, the one with least memory; nothing where the rows of a step do not fill the processes.
+    """
+    N, found = cluster.devices, []
+    kinds: list[parallel.Kind] = ["ddp", "fsdp", *(["hybrid"] if cluster.node < N else [])]
+    whole = [[(kind, 1)] for kind in kinds] if N > 1 else [[("ddp", 1)]]
+    cut = [(kind, 2**i) for kind in kinds for i in range(1, N.bit_length())]
+    for choices in (*whole, cut):
+        costs = []
+        for kind, context in choices:
+            for micro in range(counts.micro, 0, -1):  # of equals the first is taken
+                for recompute in {counts.recompute, True}:
+                    with contextlib.suppress(ValueError):
+                        costs.append(predict(counts, cluster, Split(kind, context, micro, recompute)))
+        fitting = [cost for cost in costs if cost.fits]
+        if fitting:
+            found.append(min(fitting, key=lambda cost: cost.step))
+        elif costs:
+            found.append(min(costs, key=lambda cost: cost.memory))
+    return found
+
+
+def tensor_parallelism(counts: Counts, cluster: Cluster) -> dict[str, float]:
+    """When tensor parallelism over a node would pay; it is not built.
+
+    activations: time of its all-reduces, as a share of that of the products. A block all-reduces 2·D bytes a
+        token four times, and nothing hides it.
+    tokens: of a device's micro-batch, behind which FSDP2 hides 2 + 2 + 4 bytes a parameter within a node. To
+        other nodes both send the same.
+    parameters: of the smallest model where so many tokens do not fit beside FSDP2's shards and three fp32
+        copies of a block. It has 12·D² parameters a block, D = 128 a layer, and recomputes: a token keeps 2·D
+        bytes a layer, and 34·D in one.
+    """
+    t, D = cluster.node, counts.hidden_size
+    reduced = counts.layers * 4 * 2 * (t - 1) / t * 2 * D / (cluster.nvlink * 1e9)
+    tokens = 8 / (cluster.nvlink * 1e9) / cluster.seconds(6)
+
+    def needed(layers: int) -> float:
+        width = 128 * layers
+        block = 12 * width**2
+        return 16 * layers * block / cluster.devices + 12 * block + tokens * width * (2 * layers + 34)
+
+    layers = next(n for n in itertools.count(1) if needed(n) > USABLE * cluster.memory * 1e9)
+    share = reduced / cluster.seconds(3 * counts.flops / t)
+    return {"activations": share, "tokens": tokens, "parameters": 12 * layers * (128 * layers) ** 2}
+
+
+def clusters(devices: str, settings: str = "") -> list[Cluster]:
+    """Of `8,64,512` and `network=3200,mfu=0.3`. Raises InputError for what is neither."""
+    known = [f.name for f in fields(Cluster) if f.name != "devices"]
+    given: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        name, _, value = setting.partition("=")
+        if name not in known:
+            raise InputError(f"--cluster: no setting {name!r}{suggest(name, known)}")
+        try:
+            given[name] = int(value) if name == "node" else float(value)
+        except ValueError:
+            given[name] = -1
+        least = 0 if name in ("latency", "overlap") else 1e-9
+        if not least <= given[name] < math.inf:
+            raise InputError(f"--cluster: {setting!r}: expected a positive number")
+    found = []
+    for number in devices.split(","):
+        if not number.strip().isdecimal() or not int(number):
+            raise InputError(f"--devices: {number!r} is no number of devices; give such as 8,64,512")
+        cluster = Cluster(int(number), **given)
+        if cluster.devices > cluster.node and cluster.devices % cluster.node:
+            raise InputError(f"--devices: {number} devices do not fill nodes of {cluster.node}")
+        found.append(cluster)
+    return found
+
+
+def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:
+    """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
+    console = console or Console()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
+        table.add_column(head, justify="left" if head == "split" else "right", no_wrap=head != "split")
+    for cluster, costs in plans.items():
+        best = min((c for c in costs if c.fits), key=lambda c: c.step, default=None)
+        if not costs:
+            table.add_row(str(cluster.devices), "none", end_section=True)
+        for cost in costs:
+            split = cost.split
+            table.add_row(
+                str(cluster.devices), f"{split} ← best" if cost is best else str(split),
+                f"{cost.accumulation} × {split.micro}{' *' if split.recompute else ''}",
+                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}", f"{cost.step:.3g}",
+                f"{100 * cost.idle:.1f}", f"{cost.sent / 1e9:,.3g}", f"{cost.crossing / 1e9:,.3g}",
+                f"{100 * cost.mfu:.1f}", style="bold" if cost is best else "" if cost.fits else "dim",
+                end_section=cost is costs[-1],
+            )  # fmt: skip
+    console.print(table)
+    note = "* recomputed; ✗ does not fit; splits that the step's rows do not fill are left out"
+    console.print(note, style="dim")
+    for cluster in plans:
+        t = tensor_parallelism(counts, cluster)
+        console.print(
+            f"{cluster.devices} devices: tensor parallelism (not built) would pay from "
+            f"{t['parameters'] / 1e9:,.0f} B parameters; here its all-reduces would take "
+            f"{100 * t['activations']:.0f} % of the products' time",
+            soft_wrap=True,
+        )
