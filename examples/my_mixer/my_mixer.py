@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nalanda.model import FeatureMap, Mixer, ops, register_feature_map, register_mixer
 from nalanda.model.base import Heads, State, StateSpec
+from nalanda.model.context import recurrence
 from nalanda.model.layers import Fp32Module, at_least_fp32
 from nalanda.model.sequences import Sequences
 
@@ -46,6 +47,7 @@ class ForgetfulAttention(Mixer):
     source = "this example"
     map_name = "squared_relu"  # the default; `model.feature_map` chooses another
     gated = False  # no output gate, unless `model.use_gate` asks for one
+    cut = True  # `recurrence` serves rows that are cut over processes
 
     def __init__(self, config, layer_idx: int, *, forget: bool = True):
         super().__init__(config, layer_idx)
@@ -53,7 +55,9 @@ class ForgetfulAttention(Mixer):
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> torch.Tensor:
         g = None if self.rates is None else self.rates().expand(*heads["v"].shape[:2], -1)
-        o, final = ops.linear_attention(
+        o, final = recurrence(
+            ops.linear_attention,
+            seq,
             heads["q"],
             heads["k"],
             heads["v"],
@@ -61,7 +65,6 @@ class ForgetfulAttention(Mixer):
             feature_map=self.feature_map,
             initial_state=state.get("memory"),
             output_final_state=new is not None,
-            cu_seqlens=seq.cu_seqlens,
             mode="recurrent" if heads["q"].shape[1] == 1 else "chunk",
         )
         if new is not None and final is not None:

@@ -255,7 +255,9 @@ def packed_is_separate(model: Any) -> None:
 
 def cut_rows_are_whole(model: Any) -> None:
     """Rows cut over three threads, by documents that end, begin or lie inside a part, end at its edge or pass
-    through: losses, gradients and row states are those of whole rows."""
+    through: losses, gradients and row states are those of whole rows. For mixers that say they serve them."""
+    if not all(layer.mixer.cut for layer in model.model.layers):
+        return
     B, T, N = 2, 69, 3
     packings = [None, [0, 5, 46, 69, 88, 89, 134, 138]]
     carries = not model.model.growing_mixers()

@@ -22,7 +22,7 @@ from nalanda.data.documents import READERS, Document, register_reader
 from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
 from nalanda.model.linear import LinearAttention
-from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, logits
+from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, in_threads, logits
 from nalanda.train.export import export
 from nalanda.train.loop import train
 from nalanda.train.optim import BUILDERS, register_optimizer
@@ -216,6 +216,17 @@ class Changed(GatedDeltaNet):
 class Positional(LinearAttention):
     def __init__(self, config, layer_idx, scale):
         super().__init__(config, layer_idx)
+
+
+class Uncut(LinearAttention):
+    cut = False
+
+
+def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
+    monkeypatch.setitem(MIXERS, "uncut", Uncut)
+    model = build("uncut")
+    with pytest.raises(ValueError, match="mixer 'uncut' does not serve rows that are cut"):
+        in_threads(1, lambda context: model(ids(1, 4), context=context))
 
 
 @pytest.mark.parametrize(

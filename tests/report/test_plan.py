@@ -15,7 +15,7 @@ COUNTS = Counts(
     state_messages=10, halo_messages=10,
 )  # fmt: skip
 SIMPLE = Cluster(2, peak=1, mfu=0.5, memory=100, hbm=1000, nvlink=10, network=8, latency=0, overlap=0)
-ATTENTION = replace(COUNTS, attention=1e9, keys=100, key_messages=2, growing=2, attended=300)
+ATTENTION = replace(COUNTS, attention=1e9, keys=100, key_messages=2, growing=2)
 TINY = [
     *("model.hidden_size=64", "model.num_heads=2", "model.vocab_size=128", "model.intermediate_size=128"),
     *("data.seq_len=128", "train.tokens_per_step=1024", "train.micro_batch_size=1"),
@@ -79,16 +79,16 @@ def test_cut_rows_by_hand():
 
 
 def test_softmax_over_parts_is_imbalanced():
-    """The last part attends with a query for each of its keys, so no part is faster than whole rows."""
+    """Of two parts the last one attends with three quarters of the pairs."""
     whole = predict(ATTENTION, replace(SIMPLE, devices=1), Split())
     cut = predict(ATTENTION, SIMPLE, Split(context=2))
-    share = (1e9 / 2 + 2e8 / 2 + 1e9) / 2e9
+    share = (1e9 / 2 + 2e8 / 2 + 3 / 4 * 1e9) / 2e9
     assert cut.compute == pytest.approx(share * whole.compute)
-    mean = (1e9 + 2e8 / 2 + (1 / 4 + 1) * 1e9) / 2 / 2e9  # a quarter of the pairs in the first part
+    mean = (1e9 + 2e8 / 2 + (1 / 4 + 3 / 4) * 1e9) / 2 / 2e9  # a quarter of the pairs in the first part
     assert cut.step * (1 - cut.idle) == pytest.approx(mean * whole.compute + 28e9 / 1e12)
-    assert cut.memory == 16e9 + 500e6 + 300 / 1 * 500  # the rest of a row's keys and queries
+    assert cut.memory == 16e9 + 500e6 + 100 / 1 * 500  # the rest of a row's keys and values
     recomputed = predict(ATTENTION, SIMPLE, Split(context=2, recompute=True))
-    assert recomputed.memory == 16e9 + 500e6 + 300 / 2 * 500  # of one layer
+    assert recomputed.memory == 16e9 + 500e6 + 100 / 2 * 500  # of one layer
     assert recomputed.compute == pytest.approx(4 / 3 * cut.compute)
     keys = 100 * 1000 / 2
     assert recomputed.sent - cut.sent == pytest.approx(64 * (2e6 + 1e5 + keys))

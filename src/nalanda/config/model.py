@@ -17,6 +17,7 @@ from nalanda.common.text import suggest
 from nalanda.config.model_folder import not_here
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
+from nalanda.model.mixers import uncut_mixers
 
 FLA = ("delta_net", "gated_deltanet", "gla", "retnet")
 """Model types of flash-linear-attention with recipes here; no hub is asked for these names."""
@@ -58,6 +59,8 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         raise InputError(
             f"train.context_parallel: needs one of Nalanda's own models, not {model_config.model_type}; set 1"
         )
+    if config.train.context_parallel > 1 and (names := uncut_mixers(model_config)):
+        raise InputError(f"train.context_parallel: mixer {names[0]} does not serve cut rows; set 1")
     if tokenizer is not None:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model_config, key, getattr(tokenizer, key))

@@ -7,10 +7,12 @@ of each follows from the sequence's length.
 import copy
 import functools
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, Mixer, State, StateSpec
 from .layers import RMSNorm, rotary_angles, rotate
@@ -43,6 +45,7 @@ class SoftmaxAttention(Mixer):
     equation = "o = Σ_j softmax_j(K^−½ q·k_j) v_j, q and k rotated"
     source = "arXiv 1706.03762, 2104.09864"
     norm = None
+    cut = True
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
     blocks = False
@@ -107,6 +110,8 @@ class SoftmaxAttention(Mixer):
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, v = (heads[name] for name in ("q", "k", "v"))
         T = q.shape[1]
+        if seq.parts is not None and self.reach is None:
+            return self.mix_parts(q, k, v, seq, state, new)
         if seq.parts is not None or (seq.rows is not None and new is not None):
             return self.mix_rows(q, k, v, seq, state, new)
         if new is not None:
@@ -130,21 +135,20 @@ class SoftmaxAttention(Mixer):
     def mix_rows(
         self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
     ) -> Tensor:
-        """Attends packed rows that continue row states or parts of other processes.
+        """Attends packed rows that continue row states or parts of other processes, within `reach`.
 
         The kept keys that a continuing sequence still sees are put before it, with queries whose outputs are
         dropped. Then all are attended as whole sequences.
         """
-        tokens, width = None, self.reach
+        assert self.reach is not None, "row states of whole rows cannot grow"
+        tokens = None
         if seq.parts is not None:
-            width = width or seq.parts.whole + (state["k"].shape[1] if "k" in state else 0)
             k, left_k = seq.parts.left(k, self.reach, state.get("k"))
             v, left_v = seq.parts.left(v, self.reach, state.get("v"))
             state = {"k": left_k, "v": left_v}
         if "k" in state:
             assert seq.past is not None
-            kept_rows = state["k"].shape[1]
-            seq, source, tokens = seq.with_kept(kept_rows, self.wanted(seq.past), q.device)
+            seq, source, tokens = seq.with_kept(self.reach, self.wanted(seq.past), q.device)
             kept = {name: state[name].flatten(0, 1) for name in ("k", "v")}
             k, v = (
                 torch.cat([x[0], kept[name].to(x.dtype)]).index_select(0, source)[None]
@@ -152,10 +156,35 @@ class SoftmaxAttention(Mixer):
             )
             q = q.new_zeros(k.shape[1], *q.shape[2:]).index_copy(0, tokens, q[0])[None]
         if new is not None:
-            assert width is not None, "row states of whole rows cannot grow"
-            new |= {"k": seq.tails(k, width), "v": seq.tails(v, width)}
+            new |= {"k": seq.tails(k, self.reach), "v": seq.tails(v, self.reach)}
         o = self.attend_all(q, k, v, seq)
         return o if tokens is None else o.index_select(1, tokens)
+
+    @torch.compiler.disable  # lengths depend on the values of cu_seqlens
+    def mix_parts(
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences, state: State, new: State | None
+    ) -> Tensor:
+        """Attends a part of rows without a `reach`, after the keys and values of all parts before it."""
+        parts = seq.parts
+        k, left_k = parts.left(k, None, state.get("k"))
+        v, left_v = parts.left(v, None, state.get("v"))
+        if new is not None:  # complete at the last part
+            width = parts.whole + (state["k"].shape[1] if "k" in state else 0)
+            for name, before, x in (("k", left_k, k), ("v", left_v, v)):
+                new[name] = last(torch.cat([before, x[0].unflatten(0, (parts.B, -1))], 1), width)
+        o = q if len(parts.tokens) == q.shape[1] else self.attend_all(q, k, v, seq)
+        continued = []
+        for row, start, end in parts.continuations():
+            past = int(parts.past[parts.rows.first[row]])
+            before = (x[row : row + 1, x.shape[1] - past :] for x in (left_k, left_v))
+            keys, values = (
+                torch.cat([x, own[:, start:end]], 1) for x, own in zip(before, (k, v), strict=True)
+            )
+            continued.append(weigh(q[:, start:end], keys, values, causal=True))
+        if not continued:
+            return o
+        done = torch.cat(continued, 1)
+        return done if o is q else o.index_copy(1, parts.tokens.to(q.device), done)
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
@@ -292,8 +321,16 @@ class DiagAttention(SoftmaxAttention):
 def weigh(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scores: str = "softmax"
 ) -> Tensor:
-    """Attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`. scores: softmax or relu."""
+    """Attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`. scores: softmax or relu.
+
+    causal: the last query sees all keys, and each before it one fewer.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
+        bias: Any = causal_lower_right(q.shape[2], k.shape[2])  # no matrix where a kernel knows the order
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
+        ).transpose(1, 2)
     if mask is not None:
         mask = mask[:, None]
     if scores == "softmax":

@@ -18,7 +18,8 @@ It may define
 
 - `heads` and `read_out`, before and after `mix`; `linears`, the Linear layers that read x, whose outputs
   `heads` takes from `project(x)`, one product;
-- class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields;
+- class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields; and
+  `cut`, for rows that are cut over processes, which need `context.recurrence` in place of an op;
 - `step_options` and `step_inputs`: with these, a kernel for one token replaces the three steps in decoding. A
   subclass that changes a step must define its own `step_options`; None means no kernel.
 
@@ -110,6 +111,8 @@ class Mixer(FusedLinears):
     """Parts of v with weights of their own."""
     shared_qk = False
     """Whether q and k are one projection."""
+    cut = False
+    """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
     signed_weights = False
     """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
 

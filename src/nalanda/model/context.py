@@ -12,7 +12,7 @@ A row of T tokens is cut into N parts of T/N. Part r needs of the others only
 So the traffic of a recurrence does not depend on T. All exchanges have gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -140,6 +140,12 @@ class Parts:
         self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
 
     @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
+    def continuations(self) -> Iterator[tuple[int, int, int]]:
+        """(row, first token, end) of each document here that began before this part."""
+        for row in self.continued.tolist():
+            first = int(self.rows.first[row])
+            yield row, *self.cu_seqlens[first : first + 2].tolist()
+
     def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 

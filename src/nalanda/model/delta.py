@@ -68,6 +68,7 @@ class DeltaNet(Mixer):
     equation = "S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
     source = "arXiv 2406.06484"
     conv_size = 4
+    cut = True
     map_name = "silu"
     gated = False
     decays = False

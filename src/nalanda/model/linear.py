@@ -26,6 +26,7 @@ class LinearAttention(Mixer):
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq"
     source = "arXiv 2006.16236"
     conv_size = 4
+    cut = True
     map_name = "elu1"
     gated = False
     norm = None

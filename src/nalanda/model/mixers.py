@@ -64,6 +64,11 @@ def _faults(mixer: type[Mixer]) -> Iterator[str]:
         )
 
 
+def uncut_mixers(config) -> list[str]:
+    """The mixers of a config that do not serve rows cut over processes."""
+    return [name for name in dict.fromkeys(config.layer_mixers) if not MIXERS[name].cut]
+
+
 def build_mixer(name: str, config, layer_idx: int) -> Mixer:
     """The mixer called `name`, with its share of `config.mixer_options`.
 

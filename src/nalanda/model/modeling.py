@@ -22,7 +22,7 @@ from .epilogues import add_norm, swiglu
 from .graphs import current_graphs, decoding_graphs
 from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
-from .mixers import build_mixer
+from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears
 from .sequences import Layout, Rows, Sequences
@@ -245,6 +245,8 @@ class Decoder(NalandaPreTrainedModel):
                     "rows that are cut over processes take cu_seqlens and row_states: give no cache, "
                     "attention_mask or position_ids"
                 )
+            for name in uncut_mixers(self.config):
+                raise ValueError(f"mixer {name!r} does not serve rows that are cut over processes")
             given = context.part(given)
         x = self.embed_tokens(given) if inputs_embeds is None else given
         if carrying or context is not None:

@@ -109,8 +109,6 @@ class Counts:
     # Of rows that are cut over processes, see `model/context.py`; sums over layers:
     attention: float = 0.0
     """FLOPs of a token that grow with seq_len, a part of `flops`."""
-    attended: float = 0.0
-    """Bytes of a token that these layers keep of whole rows."""
     growing: float = 0.0
     """Number of these layers."""
     passing: float = 0.0
@@ -216,8 +214,7 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             found["passing"] += read + (delta_rule_flops(HV, F, F) if delta else 0)  # pyrefly: ignore
             found["ending"] += delta_rule_flops(HV, F, V) if delta else read  # pyrefly: ignore
     if found["keys"]:
-        attended = found["keys"] + itemsize * mixer.num_heads * (mixer.K + mixer.V)
-        found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T), attended=attended)
+        found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
     return found
 
 
@@ -230,9 +227,7 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     accumulation = c.rows // (N // C * split.micro)
     tokens = split.micro * c.seq_len // C
     more = [0.0, *[c.passing] * (C - 2), *[c.ending] * (C > 1)]
-    # A part's queries are preceded by rows without use, one for each key before it, so part r of C attends as
-    # a row of (r + 1)/C of the tokens does.
-    share = [C * ((r + 1) / C) ** 2 for r in range(C)]
+    share = [(2 * r + 1) / C for r in range(C)]  # a part's queries see all keys of the parts before
     parts = [c.flops - c.attention + m + s * c.attention for m, s in zip(more, share, strict=True)]
     # Parts meet in each layer, so the slowest of each kind of layer counts.
     slowest = c.flops - c.attention + max(more) + max(share) * c.attention
@@ -250,7 +245,7 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
         memory += 4 * c.parameters  # FSDP2 sums whole gradients until it reduces them
     if C > 1 and c.growing:
         layers = c.growing if split.recompute else 1
-        memory += c.attended / layers * (split.micro * c.seq_len - tokens)
+        memory += c.keys / layers * (split.micro * c.seq_len - tokens)
     sent = weights + rows
     model = 3 * c.flops * c.rows * c.seq_len
     return Cost(
