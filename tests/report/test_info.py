@@ -164,9 +164,13 @@ def test_weights_and_moments_by_how_they_are_shared():
     assert held(processes=4) == 20 * n  # DDP's buckets
     muon = held("optim.name=muon")
     assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, except for embedding and head
-    split = held("train.parallel=fsdp", processes=4)
+    once = "train.tokens_per_step=65536"  # one micro-batch a step
+    split = held("train.parallel=fsdp", once, processes=4)
     assert 4 * n < split < 8 * n
-    hybrid = held("train.parallel=hybrid", "train.shard_size=2", processes=4)
+    assert (
+        held("train.parallel=fsdp", processes=4) == split + 4 * n
+    )  # whole gradients, until they are reduced
+    hybrid = held("train.parallel=hybrid", "train.shard_size=2", once, processes=4)
     assert split < hybrid < 16 * n
 
 

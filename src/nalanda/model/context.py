@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .chunk import wide_dtype
 from .layers import at_least_fp32, no_autocast
 from .ops import linear_attention, map_features
 from .sequences import Rows, Sequences
@@ -259,10 +260,11 @@ def recurrence(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`ops.delta_rule` or `ops.linear_attention` over the sequences of `seq`, whose rows may be cut.
 
-    A cut row takes one pass from the state zero, to which what the state at the part adds is added. Let F be
-    the features and V the values of a head. A delta rule computes that by a second pass, over the tokens of
-    documents that began before the part: of width F where the state passes through to a next part, since it
-    gives M too, else of width V. Linear attention multiplies exp(Σ g) q with the state, without a pass.
+    The last part waits for its state and takes one pass. All others take one from the state zero, to which
+    what the state at the part adds is added. Let F be the features and V the values of a head. A delta rule
+    computes that by a second pass, over the tokens of documents that began before the part: of width F where
+    the state passes through to a next part, since it gives M too, else of width V. Linear attention
+    multiplies exp(Σ g) q with the state, without a pass.
     """
     if seq.parts is None:
         options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "mode": mode}
@@ -279,14 +281,22 @@ def _cut(
     op: partial, seq: Sequences, inputs: tuple[Any, ...], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`recurrence` on this part of the rows. op: with its options; inputs: mapped."""
-    parts, v = seq.parts, inputs[2]
+    parts, (q, k, v, *gates) = seq.parts, inputs
     rank, linear = parts.context.rank, op.func is linear_attention
     rows, tokens = seq.tables(v.device).rows, parts.tokens.to(v.device)
     assert rows is not None
+    continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
+    if rank and rank == parts.context.size - 1:  # nobody waits for its state
+        shape, dtype = (parts.B, v.shape[2], k.shape[3]), wide_dtype(q, k, v, *gates)
+        U = v.new_zeros(*shape, v.shape[3], dtype=dtype)
+        M = v.new_zeros(*shape, 1 if linear else k.shape[3], dtype=dtype) if parts.passing else None
+        v, S = _Incoming.apply(v, parts.context, M, U)
+        S = S.index_select(0, continued)
+        begin = S.new_zeros(len(parts.past), *S.shape[1:]).index_copy(0, rows.first[continued], S)
+        return op(q, k, v, *gates, initial_state=begin, cu_seqlens=seq.cu_seqlens)
     # Row states enter at the first part, and are in its U.
     initial_state = None if rank else initial_state
     o, ends = op(*inputs, initial_state=initial_state, cu_seqlens=seq.cu_seqlens)
-    continued = (parts.continued if rank else parts.continued[:0]).to(v.device)
     some: list[Any] = []
     answers: Any = None
     M: Any = None

@@ -100,8 +100,9 @@ class Counts:
     hidden_size: int
     flops: float
     """Of a token."""
-    held: Callable[[int, int], int]
-    """(processes, shards) to bytes of weights, gradients and moments of a device."""
+    held: Callable[[int, int, bool], int]
+    """(processes, shards, whether micro-batches accumulate) to bytes of weights, gradients and moments of a
+    device."""
     kept: Callable[[float, bool], float]
     """(tokens, whether blocks are recomputed) to bytes of activations."""
     recompute: bool = False
@@ -113,8 +114,6 @@ class Counts:
     """Number of these layers."""
     passing: float = 0.0
     """More FLOPs of a token in a part through which the state passes."""
-    ending: float = 0.0
-    """More FLOPs of a token in the last part."""
     transitions: float = 0.0
     """Bytes of M, of a row."""
     states: float = 0.0
@@ -189,7 +188,7 @@ def count(recipe: str, overrides: list[str]) -> Counts:
         parameters=sum(p.numel() for p in model.parameters()),
         matrices=sum(p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()),
         wire=dtype.itemsize, layers=len(blocks), hidden_size=c.hidden_size, flops=c.flops_per_token(T),
-        held=lambda processes, shards: held_bytes(model, config, processes, shards), kept=kept,
+        held=lambda processes, shards, more: held_bytes(model, config, processes, shards, more), kept=kept,
         recompute=train.gradient_checkpointing, **sums,
     )  # fmt: skip
 
@@ -212,7 +211,6 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             found["states"] += 4 * HV * F * V
             found["transitions"] += 4 * HV * F * (F if delta else 1)
             found["passing"] += read + (delta_rule_flops(HV, F, F) if delta else 0)  # pyrefly: ignore
-            found["ending"] += delta_rule_flops(HV, F, V) if delta else read  # pyrefly: ignore
     if found["keys"]:
         found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
     return found
@@ -226,7 +224,7 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     passes = 4 if split.recompute else 3
     accumulation = c.rows // (N // C * split.micro)
     tokens = split.micro * c.seq_len // C
-    more = [0.0, *[c.passing] * (C - 2), *[c.ending] * (C > 1)]
+    more = [0.0, *[c.passing] * (C - 2), 0.0][:C]  # of the parts; the last one waits for its state
     share = [(2 * r + 1) / C for r in range(C)]  # a part's queries see all keys of the parts before
     parts = [c.flops - c.attention + m + s * c.attention for m, s in zip(more, share, strict=True)]
     # Parts meet in each layer, so the slowest of each kind of layer counts.
@@ -240,9 +238,7 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     step = accumulation * micro + exposed + rows[0] + update
     busy = accumulation * cluster.seconds(passes * tokens * sum(parts) / C) + update
 
-    memory = c.held(N, shards) + c.kept(tokens, split.recompute)
-    if shards > 1 and accumulation > 1:
-        memory += 4 * c.parameters  # FSDP2 sums whole gradients until it reduces them
+    memory = c.held(N, shards, accumulation > 1) + c.kept(tokens, split.recompute)
     if C > 1 and c.growing:
         layers = c.growing if split.recompute else 1
         memory += c.keys / layers * (split.micro * c.seq_len - tokens)

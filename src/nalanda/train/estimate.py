@@ -44,15 +44,20 @@ def shards(config: RunConfig, processes: int) -> int:
     return {"fsdp": processes, "hybrid": config.train.shard_size or processes}.get(kind, 1)
 
 
-def held_bytes(model: nn.Module, config: RunConfig, processes: int, shards: int) -> int:
+def held_bytes(
+    model: nn.Module, config: RunConfig, processes: int, shards: int, accumulates: bool | None = None
+) -> int:
     """Bytes of fp32 weights, gradients and moments on one device. DDP adds its gradient buckets; FSDP2 adds
-    what is gathered at a time: the root, two blocks, and a block's gradient."""
+    what is gathered at a time: the root, two blocks, and a block's gradient; and whole gradients where it
+    accumulates, as the recipe does unless `accumulates` says otherwise."""
     groups = parameter_groups(model, config.optim)
     total = sum(p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"])
     parameters = sum(p.numel() for p in model.parameters())
     if shards == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
+    if config.accumulation(processes) > 1 if accumulates is None else accumulates:
+        total += shards * 4 * parameters  # until the last micro-batch they are summed on each device
     return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
