@@ -337,7 +337,8 @@ def _transitions(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor
     F, HV = k.shape[-1], v.shape[2]
     unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(len(bounds) - 1, HV, F, F)
     silent = v.new_zeros(*v.shape[:3], F)
-    answers, M = op(q, k, silent, *gates, initial_state=unit.contiguous(), cu_seqlens=bounds)
+    beta_g_erase = gates[:3]  # the values are zero, and have another width than write
+    answers, M = op(q, k, silent, *beta_g_erase, initial_state=unit.contiguous(), cu_seqlens=bounds)
     return list(answers[0].split(bounds.diff().tolist())), M
 
 
