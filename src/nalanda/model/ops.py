@@ -180,12 +180,11 @@ def _recurrence(
             if x is not None and x.ndim == 4 and x.shape[3] != q.shape[-1]:
                 has, needs = x.shape[3], q.shape[-1]
                 raise ValueError(f"{name}: {has} key channels; q and k have {needs} features after their map")
-        channels = beta is not None and g is not None and g.ndim == 4
-        if mode == "chunk" and not channels and erase is None and write is None:
-            grads = (q, k, v, beta, g, initial_state)
-            save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads)
+        if mode == "chunk":
+            tensors = (q, k, v, beta, g, erase, write, initial_state)
+            save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
             core = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
-            o, state, _ = core(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save)
+            o, state, _ = core(*tensors, cu_seqlens, scale, chunk_size, save)
         else:
             o, state = _stepwise(mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale)
     return o, state if output_final_state else None
