@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -200,9 +200,8 @@ class _Chunk:
             self.q_in, self.k_out = q, k
         else:
             if self.vector:
-                self.decay_in, self.decay_out = g.exp(), torch.ones_like(g)  # eᵞ, e^{γ_C − γ} at the end
-                rows = (q,) if beta is None else (q, self.erased)
-                self.qk, *kk = self._vector_scores(rows, self.decay_in, self.decay_out)
+                self.decay_in, self.decay_out, self.factors = _factors(g)
+                self.qk = self._vector_scores(q)
                 self.qk.diagonal(0, 1, 2).copy_((q * k).sum(-1))
             else:
                 # e^x below the normal numbers is slow on CPUs, and so are products with its results.
@@ -217,7 +216,7 @@ class _Chunk:
         if beta is not None:
             self.beta = beta[..., None]
             if self.vector:
-                (self.kk,) = kk
+                self.kk = self._vector_scores(self.erased)
             else:
                 self.kk = self.erased @ k.mT  # tril(Δ RK⊤, −1), [P, C, C]
                 (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
@@ -231,71 +230,66 @@ class _Chunk:
             else:
                 self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ self.erased
 
-    # A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
-    # neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
-    # exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
-    # products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
-
-    def _spans(self, since: Tensor, until: Tensor) -> Iterator[tuple[slice, slice, int, Tensor, Tensor]]:
-        """(slices into a pair of spans, size, e^{γ_i − γ_m}, e^{γ_m − γ_j}).
-
-        since, until: e^g and 1, [P, C, K]. They become, in place, the decays from a span's first token up to
-        and with each token, and from after each token to the span's last; at the end eᵞ and e^{γ_C − γ}.
-        """
-        size = 1
-        while size < self.q.shape[1]:
-            before, after = slice(0, size), slice(size, None)
-            since_, until_ = (x.unflatten(1, (-1, 2 * size)) for x in (since, until))
-            yield before, after, size, since_[:, :, after], until_[:, :, before]
-            until_[:, :, before] *= since_[:, :, -1:]
-            since_[:, :, after] *= since_[:, :, size - 1 : size]
-            size *= 2
-
-    def _vector_scores(self, rows: tuple[Tensor, ...], since: Tensor, until: Tensor) -> list[Tensor]:
-        """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
-        p, c, _ = self.k.shape
-        scores = [self.k.new_zeros(p, c, c) for _ in rows]
-        for before, after, size, late, early in self._spans(since, until):
-            k = (self.k.unflatten(1, (-1, 2 * size))[:, :, before] * early).mT
-            for x, score in zip(rows, scores, strict=True):
-                block = (x.unflatten(1, (-1, 2 * size))[:, :, after] * late) @ k
-                _diagonal_blocks(score, 2 * size)[:, :, after, before] = block
+    def _vector_scores(self, x: Tensor) -> Tensor:
+        """tril(Δ XK⊤, −1) of X [P, C, K]."""
+        p, c, _ = x.shape
+        scores = x.new_zeros(p, c, c)
+        for late, early in self.factors:
+            size = late.shape[2]
+            later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
+            k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early
+            block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
+            _below_diagonal(scores, size).copy_(block)
         return scores
 
     def vector_scores_backward(
-        self, d_scores: list[Tensor], d_rows: list[Tensor], dk: Tensor, dg: Tensor
+        self, d_scores: list[Tensor], d_rows: list[Tensor], dk: Tensor, since: Tensor, until: Tensor
     ) -> None:
-        """Adds to d_rows, those of Q (and of R, which may be dk), to dk and to dg the gradients through the
-        scores, from their gradients [P, C, C]."""
-        assert self.g is not None
-        past = torch.ones_like(d_scores[0][0]).tril_(-1)
-        rows = (self.q, self.erased)[: len(d_rows)]
-        for before, after, size, late, early in self._spans(self.g.exp(), torch.ones_like(self.g)):
-            spans = (-1, 2 * size)
-            k, dk_, dg_ = (x.unflatten(1, spans) for x in (self.k, dk, dg))
-            k = k[:, :, before]
-            k_early = k * early
-            earlier, reads = None, None
-            for x, dx, d_score in zip(rows, d_rows, d_scores, strict=True):
-                x, dx = (y.unflatten(1, spans)[:, :, after] for y in (x, dx))
-                block = _diagonal_blocks(d_score, 2 * size)[:, :, after, before]
-                later = (block @ k_early).mul_(late)
-                of_k = block.mT @ (x * late)
-                dx += later
-                read = later.mul_(x)
-                earlier = of_k if earlier is None else earlier.add_(of_k)
-                reads = read if reads is None else reads.add_(read)
-            earlier = earlier.mul_(early)
-            dk_[:, :, before] += earlier
-            # Sums over the tokens from one on, and over those before it.
-            dg_[:, :, after] += past[-size:, -size:].T.clone().fill_diagonal_(1) @ reads
-            if size > 1:
-                dg_[:, :, before] += past[:size, :size] @ earlier.mul_(k)
+        """Gradients through the scores of Q (and R), from those of the scores, d_scores [P, C, C].
+
+        Adds to d_rows, of Q (and of R, which may be dk), and to dk. since, until: of γ and γ_C − γ without
+        the scores; `since` becomes that of g, by adding up what `_factors` multiplies, longest spans first.
+        """
+        for late, early in reversed(self.factors):
+            size = late.shape[2]
+            k, dk_, since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until))
+            since_[:, :, 0, -1] += since_[:, :, 1].sum(2)
+            since_[:, :, 1, -1] += until_[:, :, 0].sum(2)
+            k_early, of_k = k[:, :, 0] * early, 0
+            for x, dx, d_score in zip((self.q, self.erased), d_rows, d_scores, strict=False):
+                x, dx = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, dx))
+                later, block = x * late, _below_diagonal(d_score, size)
+                of_x = block @ k_early if size > 1 else block * k_early
+                dx.addcmul_(late, of_x)
+                since_[:, :, 1].addcmul_(later, of_x)
+                of_k = of_k + (block.mT @ later if size > 1 else block * later)
+            dk_[:, :, 0].addcmul_(early, of_k)
+            until_[:, :, 0].addcmul_(k_early, of_k)
 
 
-def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """The diagonal blocks of [P, C, C] as a view [P, C/size, size, size]."""
-    return x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(0, 1, 3).movedim(3, 1)
+# A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
+# neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
+# exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
+# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
+
+
+def _factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Of g [P, C, K]: eᵞ, e^{γ_C − γ}, and for spans of 1, 2, 4, … tokens (e^{γ_i − γ_m}, e^{γ_m − γ_j}) of
+    the second and the first span of each pair, [P, pairs, span, K]."""
+    since, until, factors, size = g.exp(), torch.ones_like(g), [], 1
+    while size < g.shape[1]:
+        since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (since, until))
+        factors.append((since_[:, :, 1].clone(), until_[:, :, 0].clone()))
+        until_[:, :, 0] *= since_[:, :, 1, -1:]
+        since_[:, :, 1] *= since_[:, :, 0, -1:]
+        size *= 2
+    return since, until, factors
+
+
+def _below_diagonal(x: Tensor, size: int) -> Tensor:
+    """The blocks of [P, C, C] that pair the second span with the first: a view [P, pairs, size, size]."""
+    x = x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0]
+    return x.diagonal(0, 1, 3).movedim(3, 1)
 
 
 def _read_chunk(
@@ -393,17 +387,18 @@ def _chunk_backward(
         # Linear attention with the values V'.
         dx, d_qk = dv_new, (do_ @ v_new.mT).tril_()
         dq, dk = do_ @ s.mT, v_new @ d_next.mT
-        dg = reads = pairs = d_qk.new_empty(0)
+        dg = reads = writes = pairs = d_qk.new_empty(0)
         if g_ is not None:
             dq.mul_(chunk.decay_in)
             dk.mul_(chunk.decay_out)
             whole = chunk.decay * (s * d_next).sum(-1, keepdim=True)  # [P, K, 1]
             reads, writes = q_ * dq, k_ * dk
-            if not chunk.vector:
-                whole, reads, writes = whole.sum(1, True), reads.sum(-1, True), writes.sum(-1, True)
-            dg = torch.zeros_like(reads)
-            dg[:, 1:] = writes[:, :-1].cumsum(1)
-            dg += whole.mT
+            if chunk.vector:
+                reads[:, -1:] += whole.mT
+            else:
+                reads, dg = reads.sum(-1, True), torch.zeros_like(whole.sum(1, True).expand(-1, c, 1))
+                dg[:, 1:] = writes.sum(-1, True)[:, :-1].cumsum(1)
+                dg += whole.sum(1, True)
         d_scores, d_rows = [d_qk], [dq]
         if chunk.vector:
             diagonal = d_qk.diagonal(0, 1, 2)[..., None]
@@ -448,11 +443,12 @@ def _chunk_backward(
             dx.mul_(chunk.beta)
         if g_ is not None:
             if chunk.vector:
-                chunk.vector_scores_backward(d_scores, d_rows, dk, dg)
-            dg += straddling @ reads
-            if not chunk.vector:
+                chunk.vector_scores_backward(d_scores, d_rows, dk, reads, writes)
+                segment.write(d_g, reads, 1)
+            else:
+                dg += straddling @ reads
                 dg += (straddling @ pairs).tril_(-1).sum(-1, keepdim=True)
-            segment.write(d_g, dg if chunk.vector else dg.squeeze(-1), 1)
+                segment.write(d_g, dg.squeeze(-1), 1)
         if chunk.erase is not None:
             segment.write(d_erase, k_ * d_erased, 1)
             dk.addcmul_(chunk.erase, d_erased)
