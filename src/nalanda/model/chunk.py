@@ -18,7 +18,7 @@ from .layers import no_autocast
 
 # Tokens per head in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
 # 128); elsewhere many, to fill the device within bounded memory.
-_CPU_TOKENS = 4096
+_CPU_TOKENS = 2048
 _DEVICE_TOKENS = 262144
 # Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 kB each.
 _KEPT_TOKENS = 16384
@@ -195,13 +195,14 @@ class _Chunk:
         self.q, self.k, self.g, self.erase = q, k, g, erase
         self.erased = k if erase is None else erase * k
         self.vector = g is not None and g.ndim == 3
+        kk: list[Tensor] = []
         if g is None:
             self.qk = (q @ k.mT).tril_()  # tril(Δ QK⊤), [P, C, C]
             self.q_in, self.k_out = q, k
         else:
             if self.vector:
                 self.decay_in, self.decay_out, self.factors = _factors(g)
-                self.qk = self._vector_scores(q)
+                self.qk, *kk = self._vector_scores((q,) if beta is None else (q, self.erased))
                 self.qk.diagonal(0, 1, 2).copy_((q * k).sum(-1))
             else:
                 # e^x below the normal numbers is slow on CPUs, and so are products with its results.
@@ -216,7 +217,7 @@ class _Chunk:
         if beta is not None:
             self.beta = beta[..., None]
             if self.vector:
-                self.kk = self._vector_scores(self.erased)
+                (self.kk,) = kk
             else:
                 self.kk = self.erased @ k.mT  # tril(Δ RK⊤, −1), [P, C, C]
                 (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
@@ -230,16 +231,17 @@ class _Chunk:
             else:
                 self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ self.erased
 
-    def _vector_scores(self, x: Tensor) -> Tensor:
-        """tril(Δ XK⊤, −1) of X [P, C, K]."""
-        p, c, _ = x.shape
-        scores = x.new_zeros(p, c, c)
+    def _vector_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
+        """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
+        p, c, _ = self.k.shape
+        scores = [self.k.new_zeros(p, c, c) for _ in rows]
         for late, early in self.factors:
             size = late.shape[2]
-            later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
             k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early
-            block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
-            _below_diagonal(scores, size).copy_(block)
+            for x, score in zip(rows, scores, strict=True):
+                later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
+                block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
+                _below_diagonal(score, size).copy_(block)
         return scores
 
     def vector_scores_backward(
@@ -255,14 +257,16 @@ class _Chunk:
             k, dk_, since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until))
             since_[:, :, 0, -1] += since_[:, :, 1].sum(2)
             since_[:, :, 1, -1] += until_[:, :, 0].sum(2)
-            k_early, of_k = k[:, :, 0] * early, 0
+            k_early, of_k = k[:, :, 0] * early, None
             for x, dx, d_score in zip((self.q, self.erased), d_rows, d_scores, strict=False):
                 x, dx = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, dx))
                 later, block = x * late, _below_diagonal(d_score, size)
                 of_x = block @ k_early if size > 1 else block * k_early
                 dx.addcmul_(late, of_x)
                 since_[:, :, 1].addcmul_(later, of_x)
-                of_k = of_k + (block.mT @ later if size > 1 else block * later)
+                moved = block.mT @ later if size > 1 else later.mul_(block)
+                of_k = moved if of_k is None else of_k.add_(moved)
+            assert of_k is not None
             dk_[:, :, 0].addcmul_(early, of_k)
             until_[:, :, 0].addcmul_(k_early, of_k)
 
@@ -509,10 +513,10 @@ def _backward(
     d_o = torch.zeros_like(v) if d_o is None else d_o
     with no_autocast(v):
         grads = function(d_o, d_final, *inputs, states, ctx.scale, ctx.chunk_size)
-    grads = [None if x is None else dx for x, dx in zip(inputs, grads, strict=False)]  # cu_seqlens has none
-    if initial_state is not None:
-        grads[7] = grads[7].to(initial_state.dtype)
-    return *grads, None, None, None, None
+    *grads, d_initial = (None if x is None else dx for x, dx in zip(inputs[:-1], grads, strict=True))
+    if d_initial is not None:
+        d_initial = d_initial.to(initial_state.dtype)
+    return *grads, d_initial, None, None, None, None
 
 
 # torch.compile sees the chunkwise form as one operator and its backward as another, not as an unrolled loop.
