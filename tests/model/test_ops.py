@@ -251,6 +251,30 @@ def test_nothing_is_read_before_it_is_written(packed, kind):
     assert_same(results, expected)
 
 
+@every_mode
+@pytest.mark.parametrize("g", [None, -torch.inf], ids=["ordinary", "resets"])
+@every_kind
+def test_a_prefix_does_not_see_what_follows(mode, g, kind):
+    """Outputs of a prefix, and their gradients, are those of the prefix alone."""
+    inputs, cut = make(1, 130, kind=kind), 77
+    if g is not None and inputs["g"] is not None:
+        inputs = with_resets(inputs, g)
+
+    def prefix(length):
+        leaves = {
+            name: (x if name == "initial_state" else x[:, :length]).clone().requires_grad_()
+            for name, x in inputs.items()
+            if x is not None
+        }
+        o = call(**leaves, mode=mode)[0][:, :cut]
+        o.square().sum().backward()
+        return {"o": o.detach()} | {name: x.grad for name, x in leaves.items()}
+
+    whole, alone = prefix(130), prefix(cut)
+    assert all((x[:, cut:] == 0).all() for name, x in whole.items() if name != "initial_state")
+    assert_same({n: x[:, :cut] if n != "initial_state" else x for n, x in whole.items()}, alone)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @every_kind
 def test_a_sequence_does_not_see_the_other(packed, kind):
@@ -615,5 +639,7 @@ def test_flops_are_those_of_the_products():
     # Per token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
     expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
     assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
+    halved = expected - 2 * 64 * 128  # of two products with K, half each
+    assert ops.delta_rule_flops(1, 128, 128, 64, channels=True) == pytest.approx(halved)
     assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)
     assert ops.linear_attention_flops(1, 128, 96, 64) == 2 * (2 * 128 * 96 + 64 * 128 + 64 * 96)

@@ -190,14 +190,20 @@ def _recurrence(
     return o, state if output_final_state else None
 
 
-def delta_rule_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
+def delta_rule_flops(
+    num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64, *, channels: bool = False
+) -> float:
     """Forward FLOPs per token of the chunkwise form; `key_dim` is K after the map.
 
     A multiply-add counts as two. Products count in full: three with the state (K·V), KK⊤, QK⊤ and T(βeᵞK)
     (C·K each), T(βV) and (QK⊤)V' (C·V each), the inverse (C²/6). The sequence's length does not matter.
+
+    channels: a decay per key channel, which needs half of KK⊤ and QK⊤ (those below the diagonal). The gates
+    of what is erased and written, like all work on single numbers, count as nothing.
     """
-    products = 3 * key_dim * value_dim + chunk_size * (3 * key_dim + 2 * value_dim) + chunk_size**2 / 6
-    return 2.0 * num_heads * products
+    scores = 1 if channels else 2
+    within = (scores + 1) * key_dim + 2 * value_dim
+    return 2.0 * num_heads * (3 * key_dim * value_dim + chunk_size * within + chunk_size**2 / 6)
 
 
 def linear_attention_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
