@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from .layers import no_autocast
 
 # Tokens per head in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
-# 128); elsewhere many, to fill the device within bounded memory.
+# 128, 9 kB with decays per key channel); elsewhere many, to fill the device within bounded memory.
 _CPU_TOKENS = 2048
 _DEVICE_TOKENS = 262144
-# Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 kB each.
+# Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 to 8 kB each.
 _KEPT_TOKENS = 16384
 
 
