@@ -88,6 +88,8 @@ class DeltaNet(Mixer):
     map_name = "silu"
     gated = False
     decays = False
+    channels = False
+    """Whether decays are by key channel."""
 
     def __init__(
         self,
@@ -201,8 +203,8 @@ class DeltaNet(Mixer):
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        rule = delta_rule_flops(self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return rule + super().flops(T)
+        sizes = (self.num_v_heads, self.feature_map.feature_dim, self.V)
+        return self.steps * delta_rule_flops(*sizes, channels=self.channels) + super().flops(T)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -232,7 +234,7 @@ class KDA(DeltaNet):
     source = "arXiv 2510.26692"
     gated = True
     gate_activation = "sigmoid"
-    decays = True
+    decays = channels = True
 
     def add_gates(self, D: int) -> None:
         HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
@@ -336,7 +338,3 @@ class DeltaProduct(DeltaNet):
 
     def step_options(self) -> dict | None:
         return super().step_options() if self.steps == 1 else None
-
-    def flops(self, T: int) -> float:
-        rule = delta_rule_flops(self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return super().flops(T) + (self.steps - 1) * rule
