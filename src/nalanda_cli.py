@@ -822,8 +822,8 @@ def recall(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="comma-separated: mqar, needle, needles, copying, parity, modular, s5, regression, listops "
-            "(default: all of these), or listops_lra, with the published length"
+            help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
+            "listops (default: all of these), or listops_lra, with the published length"
         ),
     ] = None,
     mixers: Annotated[

@@ -580,6 +580,8 @@ QUICK: dict[str, Task] = {
         Copying(lengths=(4, 8, 16), longer=(24,), symbols=16),
         StateTracking("parity", "Z2", trained_length=16),
         StateTracking("modular", "Z5", trained_length=16),
+        StateTracking("s3", "S3", trained_length=8),
+        StateTracking("a5", "A5", trained_length=8),
         StateTracking("s5", "S5", trained_length=8),
         Regression(examples=(1, 2, 4, 8)),
         ListOps(bands=((4, 12), (12, 24))),

@@ -254,12 +254,15 @@ class Copying(Task):
 def cayley(group: str) -> Tensor:
     """The multiplication table `[G, G]` of a group: entry (a, b) is a·b.
 
-    "Zp" is the numbers mod p, "S5" the permutations of 5 in lexicographic order, with (a·b)(i) = b(a(i)).
+    "Zp" is the numbers mod p, "S5" the permutations of 5 in lexicographic order, with (a·b)(i) = b(a(i)), and
+    "A5" the even ones of them.
     """
     order = int(group[1:])
     if group[0] == "Z":
         return (torch.arange(order)[:, None] + torch.arange(order)) % order
     elements = list(itertools.permutations(range(order)))
+    if group[0] == "A":
+        elements = [a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0]
     number = {element: i for i, element in enumerate(elements)}
     return torch.tensor([[number[tuple(b[i] for i in a)] for b in elements] for a in elements])
 
@@ -268,9 +271,15 @@ def cayley(group: str) -> Tensor:
 class StateTracking(Task):
     """The word problem of a group (arXiv 2404.08819): after each element, the product so far is asked.
 
-    Z2 is parity, Zp modular addition; S5 is the smallest symmetric group that is not solvable. Case: the
-    length. Training asks at every position of the trained length. Tests ask only after the first half of that
-    length (of longer cases, of the case), so that no word is asked in both. Split by that first half.
+    Z2 is parity, Zp addition mod p. A5 is the smallest group that is not solvable, S5 the smallest symmetric
+    one. Case: the length. Training asks at every position of the trained length. Tests ask only after the
+    first half of that length (of longer cases, of the case), so that no word is asked in both. Split by that
+    first half.
+
+    What one layer without convolutions can learn at every length, if the eigenvalues of its transitions reach
+    −1 (arXiv 2411.12537, 2502.10297): a delta rule parity; one of n steps a token those groups whose elements
+    are products of n reflections: n = 2 for Zp, S3, S4 and A5, the rotations of a solid, n = 4 for S5. With
+    eigenvalues in [0, 1] it learns not even parity.
     """
 
     name: str
@@ -281,9 +290,9 @@ class StateTracking(Task):
     axis: ClassVar[str] = "length (elements)"
 
     def __post_init__(self):
-        if self.group[:1] not in ("Z", "S") or not self.group[1:].isdecimal() or int(self.group[1:]) < 2:
+        if self.group[:1] not in ("Z", "S", "A") or not self.group[1:].isdecimal() or int(self.group[1:]) < 2:
             raise ValueError(
-                f"{self.name}: group={self.group!r}: must be Z or S and a number, such as Z2 or S5"
+                f"{self.name}: group={self.group!r}: must be Z, S or A and a number, such as Z2, S5 or A5"
             )
 
     vocab_size = property(lambda self: len(cayley(self.group)))
@@ -426,6 +435,8 @@ TASKS: dict[str, Task] = {
         Copying(),
         StateTracking("parity", "Z2"),
         StateTracking("modular", "Z5"),
+        StateTracking("s3", "S3", trained_length=16),
+        StateTracking("a5", "A5", trained_length=16),
         StateTracking("s5", "S5", trained_length=16),
         Regression(),
         ListOps(),

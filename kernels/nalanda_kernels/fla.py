@@ -22,6 +22,8 @@ def delta_rule(
     beta: Tensor,
     g: Tensor | None = None,
     *,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
     feature_map=None,
     qk_norm: str | None = None,
     scale: float | None = None,
@@ -35,9 +37,10 @@ def delta_rule(
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta and g `[B, T, HV]`, states `[N, HV, K, V]` in fp32.
 
     Raises:
-        Unsupported: precision above 16 bits, more than 256 features, chunks below 16 tokens, no tokens, or a
-            Triton that compiles fla's gated backward wrongly for this GPU.
+        Unsupported: gates by channel, precision above 16 bits, more than 256 features, chunks below 16
+            tokens, no tokens, or a Triton that compiles fla's gated backward wrongly for this GPU.
     """
+    no_channels(g, erase, write)
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
     _check(q, v, g, chunk_size)
     theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
@@ -112,6 +115,12 @@ def _common_dtype(q: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> tor
     if dtype not in allowed:
         raise Unsupported(f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}")
     return dtype
+
+
+def no_channels(g: Tensor | None, erase: Tensor | None, write: Tensor | None) -> None:
+    """For a delta rule's kernel with one gate a head. Raises Unsupported for others."""
+    if erase is not None or write is not None or (g is not None and g.ndim == 4):
+        raise Unsupported("it has no delta rule with gates by channel")
 
 
 def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.fla import features_of, options_of, without_autocast
+from nalanda_kernels.fla import features_of, no_channels, options_of, without_autocast
 from nalanda_kernels.triton.common import architecture
 
 WIDTH = 128  # of keys after their map, and of values
@@ -21,6 +21,8 @@ def delta_rule(
     beta: Tensor,
     g: Tensor | None = None,
     *,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
     feature_map=None,
     qk_norm: str | None = None,
     scale: float | None = None,
@@ -35,8 +37,8 @@ def delta_rule(
     state, which bf16 rounds by 4e-3. chunk_size is ignored.
 
     Raises:
-        Unsupported: no decay, other widths than 128, precision above 16 bits, an empty sequence, another
-            card, or torch.compile, whose graph its call would break.
+        Unsupported: no decay, gates by channel, other widths than 128, precision above 16 bits, an empty
+            sequence, another card, or torch.compile, whose graph its call would break.
     """
     if torch.compiler.is_compiling():
         raise Unsupported("torch.compile would break the graph at its call")
@@ -44,6 +46,7 @@ def delta_rule(
         raise Unsupported(f"{architecture()} is not one of {', '.join(CARDS)}")
     if g is None:
         raise Unsupported("it has no delta rule without a decay")
+    no_channels(g, erase, write)
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"it computes in 16 bits, not in {str(dtype)[6:]}")

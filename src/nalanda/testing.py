@@ -162,7 +162,8 @@ def mix_is_its_weights_times_v(model: Any) -> None:
             o = mixer.mix(heads, Sequences(), {}, None).transpose(1, 2)
         w = mixer.weights(x)
         v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
-        close((w @ v).unflatten(1, (-1, mixer.streams)).transpose(2, 3).flatten(-2), o)
+        products = (w @ v).unflatten(1, (mixer.steps, -1, mixer.streams)).sum(1)
+        close(products.transpose(2, 3).flatten(-2), o)
         assert w.triu(1).abs().max() == 0
 
 

@@ -47,6 +47,25 @@ FLA = {
             **{"o_norm": (6,), "o_proj": (D, 24)},
         },
     ),
+    "kda": (
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 0.5, "allow_neg_eigval": True},
+        {
+            **{"A_log": (4,), "dt_bias": (48,), "f_proj.0": (6, D), "f_proj.1": (48, 6), "b_proj": (4, D)},
+            **{"g_proj.0": (6, D), "g_proj.1": (24, 6), "g_proj.1.bias": (24,)},
+            **{"q_proj": (24, D), "k_proj": (24, D), "v_proj": (24, D)},
+            **{"q_conv1d": (24, 1, 4), "k_conv1d": (24, 1, 4), "v_conv1d": (24, 1, 4)},
+            **{"o_norm": (6,), "o_proj": (D, 24)},
+        },
+    ),
+    "gated_deltaproduct": (
+        {"num_heads": 2, "head_dim": 12, "expand_v": 0.5, "num_householder": 2, "use_forget_gate": True},
+        {
+            **{"A_log": (2,), "dt_bias": (2,), "a_proj": (2, D), "b_proj": (4, D), "g_proj": (12, D)},
+            **{"q_proj": (24, D), "k_proj": (48, D), "v_proj": (24, D)},
+            **{"q_conv1d": (24, 1, 4), "k_conv1d": (48, 1, 4), "v_conv1d": (24, 1, 4)},
+            **{"o_norm": (6,), "o_proj": (D, 12)},
+        },
+    ),
     "gla": (
         {"num_heads": 2, "expand_k": 0.5, "tie_word_embeddings": True},
         {
@@ -164,12 +183,16 @@ def mixed(kind, c, w, x):
         seen = (place[:, None] >= place) & (place[:, None] - place < c["window_size"])
         scores = torch.einsum("thk,shk->hts", q, k) * scale
         return torch.einsum("hts,shv->thv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    HV = c.get("num_v_heads", H)
-    if "delta" in kind:
-        activation = F.silu if kind == "gated_deltanet" else (lambda p: F.elu(p) + 1)
+    HV, steps = c.get("num_v_heads", H), c.get("num_householder", 1)
+    delta = "delta" in kind or kind == "kda"
+    if delta:
+        activation = (lambda p: F.elu(p) + 1) if kind == "delta_net" else F.silu
         q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in map(activation, (q, k)))
         v, beta = F.silu(v), (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1)
-    if kind == "gated_deltanet":
+    if kind == "kda":
+        a = (x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]).view(T, HV, -1)
+        g = -w["A_log"].exp()[:, None] * F.softplus(a)
+    elif "a_proj.weight" in w:
         g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
     elif kind == "gla":
         rank = x @ w["gk_proj.0.weight"].T
@@ -180,14 +203,16 @@ def mixed(kind, c, w, x):
     else:
         g = x.new_zeros(T, H)
     q, k = (p.repeat_interleave(HV // H, 1) for p in (q, k))
-    v = v.view(T, HV, -1)
+    v = v.view(T, steps * HV, -1)
     S, out = x.new_zeros(HV, k.shape[-1], v.shape[-1]), []
     for t in range(T):
         S = S * g[t].exp().view(HV, -1, 1)
-        write = v[t]
-        if "delta" in kind:
-            write = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", S, k[t]))
-        S = S + k[t, :, :, None] * write[:, None]
+        for i in range(steps):
+            mine = slice(i * HV, (i + 1) * HV)
+            write = v[t, mine]
+            if delta:
+                write = beta[t, mine, None] * (write - torch.einsum("hkv,hk->hv", S, k[t, mine]))
+            S = S + k[t, mine, :, None] * write[:, None]
         out.append(torch.einsum("hkv,hk->hv", S, q[t]) * scale)
     return torch.stack(out)
 
@@ -206,6 +231,9 @@ def logits_of(kind, c, tensors, ids):
             o = rms(o, mixer[name], eps) if name in mixer else o
         o = o.flatten(1)
         o = o * F.silu(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
+        if "g_proj.0.weight" in mixer:
+            gate = y @ mixer["g_proj.0.weight"].T @ mixer["g_proj.1.weight"].T + mixer["g_proj.1.bias"]
+            o = o * gate.sigmoid()
         x = x + o @ mixer["o_proj.weight"].T
         y = rms(x, layer["mlp_norm.weight"], eps)
         gate, up = (y @ layer[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
@@ -261,6 +289,8 @@ def test_what_we_train_goes_out_and_comes_back(tmp_path):
         [
             {"mixer": "deltanet", "head_dim": 6, "expand_v": 2.0, "conv_size": 0, "feature_map": "identity"},
             {"mixer": "gated_deltanet", "head_dim": 6, "expand_k": 2.0, "conv_size": 2, "use_gate": False},
+            {"mixer": "kda", "head_dim": 6, "expand_v": 2.0, "mixer_options": {"num_v_heads": 4}},
+            {"mixer": "delta_product", "head_dim": 6, "mixer_options": {"num_householder": 3}},
             {"mixer": "gla", "hidden_size": 30, "num_heads": 4, "head_dim": 6, "use_gate": False},
             {"mixer": ["retention"] * 2, "expand_v": 2.0, "bos_token_id": None, "eos_token_id": [3, 4]},
             {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
@@ -430,6 +460,7 @@ def refused(source, tmp_path, to=None):
         ("delta_net", {"share_conv_kernel": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("gated_deltanet", {"attnres_block_size": 2}),
+        ("kda", {"safe_gate": True, "lower_bound": -5.0}),
         ("gla", {"clamp_min": -1.0}),
         ("gla", {"use_short_conv": True}),
         ("gla", {"num_kv_heads": 1}),
@@ -456,6 +487,9 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("fla", {"mixer": "gated_deltanet", "feature_map": "relu"}, "feature_map='relu'"),
         ("fla", {"mixer": "deltanet", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
         ("fla", {"mixer": "deltanet", "use_bias": True}, "use_bias=True"),
+        ("fla", {"mixer": "kda", "use_gate": False}, "use_gate=False"),
+        ("fla", {"mixer": "kda", "mixer_options": {"norm_write": True}}, "norm_write=True"),
+        ("fla", {"mixer": "delta_product", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
         ("fla", {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}}, "gate_temperature=8.0"),
         ("fla", {"mixer": "retention", "mixer_options": {"rope_theta": 9.0}}, "rope_theta=9.0"),
         ("fla", {"mixer": "retention", "dropout": 0.1}, "dropout=0.1"),

@@ -154,15 +154,18 @@ def test_copying_repeats_what_stood_before_the_separator():
     assert torch.equal(inputs[:, 9:], inputs[:, :7])  # the answer itself is no input
 
 
-@pytest.mark.parametrize("name", ["parity", "modular", "s5"])
+@pytest.mark.parametrize("name", ["parity", "modular", "s3", "a5", "s5"])
 def test_states_are_the_running_products(name):
     task = TASKS[name]
-    permutations = list(itertools.permutations(range(5)))
     inputs, labels, asked = rows_of(task, "train", task.trained_length)
     assert bool(asked.all())
     for row, answers in zip(inputs.tolist(), labels.tolist(), strict=True):
-        if name == "s5":
-            arranged = list(range(5))  # what each permutation does, one after another, to five things
+        if name in ("s3", "a5", "s5"):
+            things = int(name[1])
+            permutations = list(itertools.permutations(range(things)))
+            if name == "a5":  # even: the determinants of their matrices are 1
+                permutations = [p for p in permutations if torch.eye(5)[list(p)].det() > 0]
+            arranged = list(range(things))  # what each permutation does, one after another, to the things
             for element, answer in zip(row, answers, strict=True):
                 arranged = [permutations[element][thing] for thing in arranged]
                 assert permutations[answer] == tuple(arranged)
@@ -175,7 +178,7 @@ def test_states_are_the_running_products(name):
 
 
 def test_the_cayley_table_is_a_group():
-    for group, order in (("Z7", 7), ("S3", 6), ("S5", 120)):
+    for group, order in (("Z7", 7), ("S3", 6), ("A5", 60), ("S5", 120)):
         table = cayley(group)
         assert table.shape == (order, order)
         everything = torch.arange(order)

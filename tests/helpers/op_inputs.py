@@ -8,9 +8,6 @@ import torch.nn.functional as F
 
 from nalanda import ops
 
-NAMES = ("q", "k", "v", "beta", "g", "initial_state")
-
-
 LENGTHS = (1, 15, 63, 64, 65, 127, 200)
 
 
@@ -26,24 +23,31 @@ def make(
     sequences=None,
     initial=True,
 ):
-    """Inputs in float64; keys have unit length, as in the models."""
+    """Inputs in float64; keys have unit length, as in the models. kind: delta or linear; gated_, with a decay
+    per head; vector_, with one per key channel; gdn2_, with gates of what is erased and written."""
     generator = torch.Generator().manual_seed(length + 1000 * value_heads)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    channels = (k_dim,) if kind == "vector_linear" else ()
-    return {
+    channels = (k_dim,) if kind.startswith("vector") else ()
+    inputs = {
         "q": normal(batch, length, heads, k_dim),
         "k": F.normalize(normal(batch, length, heads, k_dim), dim=-1),
         "v": normal(batch, length, value_heads, v_dim),
         "beta": normal(batch, length, value_heads).sigmoid() * 2 if kind.endswith("delta") else None,
-        "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 1) if "_" in kind else None,
+        "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 1)
+        if kind.startswith(("gated", "vector"))
+        else None,
         "initial_state": normal(sequences or batch, value_heads, k_dim, v_dim) if initial else None,
     }
+    if "gdn2" in kind:
+        inputs["erase"] = normal(batch, length, value_heads, k_dim).sigmoid() * 1.5
+        inputs["write"] = normal(batch, length, value_heads, v_dim).sigmoid() * 2
+    return inputs
 
 
-def call(q, k, v, beta=None, g=None, **options):
+def call(q, k, v, beta=None, g=None, **options):  # options: erase and write too
     op = ops.linear_attention if beta is None else functools.partial(ops.delta_rule, beta=beta)
     return op(q, k, v, g=g, **options)
 

@@ -46,6 +46,14 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
             ("raw", {"norm_write": True, "norm_read": True, "qk_norm": "none"}, {"feature_map": "identity"}),
             ("raw_nala", {"norm_write": True, "qk_norm": "none", "num_v_heads": 4}, {"use_gate": False}),
             ("rms", {"norm_write": True, "qk_norm": "rms"}, {"mixer": "deltanet", "feature_map": "silu"}),
+            ("kda", {"norm_write": True, "norm_read": True, "num_v_heads": 4}, {"mixer": "kda"}),
+            ("erase", {"allow_neg_eigval": True, "num_v_heads": 4}, {"mixer": "gated_deltanet2"}),
+            (
+                "steps",
+                {"num_householder": 3, "use_forget_gate": True, "num_v_heads": 4},
+                {"mixer": "delta_product"},
+            ),
+            ("groups", {"num_v_heads": 4}, {"mixer": "mamba2", "use_gate": False}),
             (
                 "own_norm",
                 {"qk_norm": "none"},
@@ -56,11 +64,16 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
 }
 
 
+SOME_MAPS = ("silu", "nala", "pola")  # under mixers that hand their map to the same op as those with all
+
+
 def rows() -> list:
-    """Every mixer with every map that it takes, or once without a map; and the variants."""
+    """Every mixer with the maps that it takes, or once without a map; and the variants."""
     found = [pytest.param(options, id=name) for name, options in VARIANTS.items()]
     for mixer, feature_map in itertools.product(MIXERS, (None, *FEATURE_MAPS)):
         options = {}
+        if mixer in ("kda", "gated_deltanet2", "delta_product", "mamba2") and feature_map not in SOME_MAPS:
+            continue
         if mixer == "linear_attention" and feature_map:  # signed maps cannot have a denominator
             options = {"denominator": build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative}
         try:

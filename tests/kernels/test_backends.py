@@ -136,11 +136,22 @@ def test_flash_qla_keeps_the_contract(name, bounds, stand_in):
         ({"K": 64}, {}, "K = 64"),
         ({"T": 0}, {}, "empty"),
         ({"T": 4}, {"cu_seqlens": torch.tensor([0, 4, 4])}, "empty"),
+        ({}, {"erase": torch.ones(1)}, "gates by channel"),
+        ({}, {"write": torch.ones(1)}, "gates by channel"),
     ],
 )
 def test_flash_qla_refuses(call, options, reason, stand_in):
     with pytest.raises(Unsupported, match=reason):
         flash_qla.delta_rule(*inputs(**call), **options)
+    assert not stand_in
+
+
+def test_kernels_with_a_decay_per_head_refuse_one_per_channel(stand_in):
+    q, k, v, beta, g = inputs()
+    channels = g[..., None].expand(*g.shape, q.shape[-1])
+    for backend in ("flash_qla", "fla", "triton"):
+        with pytest.raises(Unsupported, match="channel"):
+            KERNELS["delta_rule"][backend].load()(q, k, v, beta, channels)
     assert not stand_in
 
 

@@ -275,8 +275,11 @@ def test_one_operator_for_the_compiler(kind):
     [
         ({"q": torch.zeros(1, 20, 1, 600), "k": torch.zeros(1, 20, 1, 600)}, "600 features a head"),
         ({"q": torch.zeros(1, 20, 1, 12).double()}, "torch.float64 inputs"),
+        ({"g": torch.zeros(1, 20, 1, 12)}, "a decay for each key channel"),
+        ({"erase": torch.ones(1, 20, 1, 12)}, "gates of what is erased"),
+        ({"write": torch.ones(1, 20, 1, 20)}, "gates of what is erased"),
     ],
-    ids=["features", "float64"],
+    ids=["features", "float64", "decays", "erase", "write"],
 )
 def test_what_it_cannot_is_served_by_torch(change, reason):
     inputs = {n: x.float() for n, x in one_head(20, "delta", initial=False).items() if x is not None} | change

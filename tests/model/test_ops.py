@@ -20,9 +20,14 @@ from nalanda import ops
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
-# Delta rule and linear attention, without decay, with a decay per head, and with one per key channel.
-KINDS = ("delta", "gated_delta", "linear", "gated_linear", "vector_linear")
+# Delta rule and linear attention, without decay, with a decay per head, and with one per key channel; and the
+# delta rule with gates of what is erased and written.
+KINDS = (
+    *("delta", "gated_delta", "linear", "gated_linear", "vector_linear", "vector_delta"),
+    *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
+)
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_decay = pytest.mark.parametrize("kind", [kind for kind in KINDS if "gated" in kind or "vector" in kind])
 
 
 def assert_same(results, expected, dtype=torch.float64, tolerance=None):
@@ -57,6 +62,65 @@ def test_reference_is_the_recurrence():
     torch.testing.assert_close(results["state"][0, 0], state)
 
 
+def expanded(g, k):
+    """A decay per head as the same one for every key channel."""
+    return g[..., None].expand(*g.shape, k.shape[-1])
+
+
+def against_peer(mode, names, peer, dtype=torch.float32, **sizes):
+    """Holds the op, and all gradients of `names`, to a reference of flash-linear-attention's in fp32."""
+    kind = "vector_gdn2_delta" if "erase" in names else "vector_delta"
+    inputs = {n: x for n, x in make(2, 70, kind=kind, **sizes).items() if n in (*names, "initial_state")}
+    if "beta" not in names:
+        inputs["beta"] = torch.ones(*inputs["v"].shape[:3], dtype=torch.float64)
+
+    def theirs(mode, output_final_state, **inputs):
+        given = [inputs[name] for name in names]
+        return peer(*given, initial_state=inputs["initial_state"].float(), output_final_state=True)
+
+    kept = ("o", "state", *names)
+    ours, theirs = run(inputs, mode), run(inputs, mode, dtype, function=theirs)
+    assert_same({n: theirs[n] for n in kept}, {n: ours[n] for n in kept}, dtype)
+
+
+every_mode = pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
+
+
+@every_mode
+def test_a_decay_per_channel_is_kda(mode):
+    naive = pytest.importorskip("fla.ops.kda.naive")
+    against_peer(mode, ("q", "k", "v", "g", "beta"), naive.naive_recurrent_kda, value_heads=4)
+
+
+@every_mode
+def test_erase_and_write_are_those_of_gated_deltanet_2(mode):
+    naive = pytest.importorskip("fla.ops.gdn2.naive")
+    against_peer(mode, ("q", "k", "v", "g", "erase", "write"), naive.naive_recurrent_gdn2)
+
+
+@every_mode
+def test_steps_between_tokens_are_deltaproduct(mode):
+    """A token of n steps is n tokens of the op: the first decays, the last is read."""
+    naive, n = pytest.importorskip("fla.ops.gated_delta_product.naive"), 3
+    x = make(2, 30 * n)
+    first, last = (x[name].unflatten(1, (-1, n)) for name in ("g", "q"))
+    o, state = naive.naive_recurrent_gated_delta_product(
+        *(last[:, :, -1], x["k"], x["v"], first[:, :, 0], x["beta"]),
+        scale=8**-0.5, initial_state=x["initial_state"].float(), output_final_state=True, num_householder=n,
+    )  # fmt: skip
+    first[:, :, 1:] = 0
+    ours, final = call(**x, mode=mode, output_final_state=True)
+    assert_same({"o": o, "state": state}, {"o": ours[:, n - 1 :: n], "state": final}, torch.float32)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_gdn2_delta", "gated_linear"])
+def test_a_decay_per_head_is_one_per_channel(mode, kind):
+    x = make(2, 70, kind=kind)
+    alike = run(x | {"g": expanded(x["g"], x["k"])}, mode)
+    assert_same(alike | {"g": alike["g"].sum(-1)}, run(x, "reference"))
+
+
 @pytest.mark.parametrize("kind", ["linear", "gated_linear", "vector_linear"])
 def test_linear_attention_is_the_masked_quadratic_form(kind):
     x = make(2, 9, kind=kind, value_heads=4, initial=False)
@@ -70,7 +134,7 @@ def test_linear_attention_is_the_masked_quadratic_form(kind):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
-@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_any_chunk_size_gives_the_same(chunk_size, kind):
     inputs = make(1, 200, kind=kind, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
     assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
@@ -125,7 +189,7 @@ def test_beta_two_reflects():
 @pytest.mark.parametrize(
     "where", [slice(None), slice(60, 70), slice(0, None, 7)], ids=["all", "some", "every-7th"]
 )
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+@every_decay
 def test_strong_decay(mode, where, kind):
     inputs = make(1, 200, kind=kind, k_dim=96, v_dim=160)
     inputs["g"][:, where] = -20.0
@@ -135,7 +199,7 @@ def test_strong_decay(mode, where, kind):
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
 @pytest.mark.parametrize("g", RESETS)
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+@every_decay
 def test_resets_cost_no_digits(mode, g, kind):
     """Sums over a chunk would lose the digits of ordinary decays after a strong one."""
     inputs = with_resets(make(1, 130, kind=kind, k_dim=96, v_dim=160), g)  # chunks of 64
@@ -146,7 +210,7 @@ def test_resets_cost_no_digits(mode, g, kind):
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", "vector_linear"])
+@every_decay
 def test_a_reset_begins_a_sequence(mode, kind):
     inputs, bounds = make(1, 130, kind=kind, sequences=1), [0, 20, 64, 65, 130]
     inputs["g"][:, bounds[1:-1]] = -torch.inf
@@ -187,6 +251,30 @@ def test_nothing_is_read_before_it_is_written(packed, kind):
     assert_same(results, expected)
 
 
+@every_mode
+@pytest.mark.parametrize("g", [None, -torch.inf], ids=["ordinary", "resets"])
+@every_kind
+def test_a_prefix_does_not_see_what_follows(mode, g, kind):
+    """Outputs of a prefix, and their gradients, are those of the prefix alone."""
+    inputs, cut = make(1, 130, kind=kind), 77
+    if g is not None and inputs["g"] is not None:
+        inputs = with_resets(inputs, g)
+
+    def prefix(length):
+        leaves = {
+            name: (x if name == "initial_state" else x[:, :length]).clone().requires_grad_()
+            for name, x in inputs.items()
+            if x is not None
+        }
+        o = call(**leaves, mode=mode)[0][:, :cut]
+        o.square().sum().backward()
+        return {"o": o.detach()} | {name: x.grad for name, x in leaves.items()}
+
+    whole, alone = prefix(130), prefix(cut)
+    assert all((x[:, cut:] == 0).all() for name, x in whole.items() if name != "initial_state")
+    assert_same({n: x[:, :cut] if n != "initial_state" else x for n, x in whole.items()}, alone)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @every_kind
 def test_a_sequence_does_not_see_the_other(packed, kind):
@@ -211,7 +299,7 @@ def test_initial_state_is_left_alone():
 
 @pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
 @pytest.mark.parametrize("modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")])
-@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_state_carries_over(split, modes, kind):
     inputs = make(2, 129, kind=kind)
     whole, last = call(**inputs, output_final_state=True)
@@ -226,7 +314,7 @@ def test_state_carries_over(split, modes, kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])
-@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear"])
+@pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_half_precision_inputs_and_fp32_inside(dtype, mode, kind):
     inputs = {name: x.to(dtype) for name, x in make(2, 130, kind=kind).items() if x is not None}
     inputs["initial_state"] = inputs["initial_state"].float()
@@ -274,8 +362,8 @@ def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
 def test_maps_computed_again_in_the_backward_give_the_same(kind, monkeypatch):
     """As on a GPU, where the intermediates of maps are not kept."""
     inputs = make(1, 65, kind=kind, initial=False)
-    if kind == "vector_linear":
-        inputs["g"] = inputs["g"].repeat(1, 1, 1, 2)
+    wide = ("g",) * kind.startswith("vector") + ("erase",) * ("gdn2" in kind)
+    inputs |= {name: inputs[name].repeat(1, 1, 1, 2) for name in wide}
     options = {"feature_map": doubling_map, "qk_norm": "l2"}
     expected, calls = run(inputs, "chunk", **options), []
 
@@ -403,7 +491,9 @@ def test_torch_compile_sees_one_operator(packed, kind):
 
 @every_kind
 def test_operators_are_declared_as_they_behave(kind):
-    inputs = [x if x is None else x.requires_grad_() for x in make(1, 70, kind=kind).values()]
+    inputs = {name: x if x is None else x.requires_grad_() for name, x in make(1, 70, kind=kind).items()}
+    names = ("q", "k", "v", "beta", "g", "erase", "write", "initial_state")
+    inputs = [inputs.get(name) for name in names]
     torch.library.opcheck(ops.chunk_op, (*inputs, None, 1.0, 64, True))
 
 
@@ -524,7 +614,10 @@ def test_kernels_of_another_api_are_refused_once(monkeypatch):
         ({"backend": "cuda"}, "choose one of auto, torch"),
         ({"beta": None, "g": torch.zeros(2, 20, 2, 7)}, "g: 7 key channels"),
         ({"beta": None, "g": torch.zeros(2, 20)}, r"\[B, T, HV\] or \[B, T, HV, K\]"),
-        ({"g": torch.zeros(2, 20, 2, 8)}, "g: .* must be"),
+        ({"g": torch.zeros(2, 20, 2, 7)}, "g: 7 key channels"),
+        ({"erase": torch.zeros(2, 20, 2)}, r"erase: .* must be \[B, T, HV, K\]"),
+        ({"erase": torch.zeros(2, 20, 2, 7)}, "erase: 7 key channels"),
+        ({"write": torch.zeros(2, 20, 2, 8)}, r"write: .* must be \[B, T, HV, V\]"),
     ],
 )
 def test_bad_input_is_said_in_one_line(change, message):
@@ -546,5 +639,7 @@ def test_flops_are_those_of_the_products():
     # Per token and head at K = V = 128, C = 64: 3 products with the state, 5 within the chunk, the inverse.
     expected = 2 * (3 * 128**2 + 5 * 64 * 128 + 64**2 / 6)
     assert ops.delta_rule_flops(1, 128, 128, 64) == pytest.approx(expected)
+    halved = expected - 2 * 64 * 128  # of two products with K, half each
+    assert ops.delta_rule_flops(1, 128, 128, 64, channels=True) == pytest.approx(halved)
     assert ops.delta_rule_flops(8, 256, 128) > 8 * ops.delta_rule_flops(1, 128, 128)
     assert ops.linear_attention_flops(1, 128, 96, 64) == 2 * (2 * 128 * 96 + 64 * 128 + 64 * 96)

@@ -303,8 +303,10 @@ _forward_op.register_autograd(
 )
 
 
-def delta_rule(q, k, v, beta, g=None, **options) -> tuple[Tensor, Tensor | None]:
+def delta_rule(q, k, v, beta, g=None, *, erase=None, write=None, **options) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.delta_rule`."""
+    if erase is not None or write is not None:
+        raise Unsupported("gates of what is erased and written")
     return _chunkwise(q, k, v, beta, g, **options)[:2]
 
 

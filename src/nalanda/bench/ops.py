@@ -20,6 +20,8 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.model import ops
 
 CASES = ("gated delta rule", "delta rule", "linear attention")
+CHANNEL_CASES = ("KDA", "Gated DeltaNet 2")
+"""Delta rules with gates by channel; timed beside the gated delta rule."""
 HEAD_DIM = 128
 """K and V."""
 SHAPES = ((2048, 8), (8192, 4))
@@ -40,7 +42,8 @@ def bench_ops(
     The peers are transformers' torch paths: Qwen3-Next's gated delta rule and MiniMax's lightning attention.
     Prints the agreement of outputs and gradients, then per shape the median milliseconds of both (runs
     alternate), the median ratio of neighbouring runs, and our share of the machine's matrix-product rate
-    (three times the forward FLOPs, without recomputation). Last comes the time per token up to T = 65 536.
+    (three times the forward FLOPs, without recomputation). Then come the delta rules with gates by channel,
+    as multiples of the gated delta rule's time; last, the time per token up to T = 65 536.
 
     Args:
         threads: number of threads for torch.
@@ -65,21 +68,29 @@ def bench_ops(
         _print_agreement(console)
         rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
         _print_rows(console, rows)
+        channels = [_against_scalar(case, T, H, repeats) for case in CHANNEL_CASES for T, H in SHAPES]
+        _print_channels(console, channels)
         linearity = _linearity(repeats) if long else []
         _print_linearity(console, linearity)
     finally:
         torch.set_num_threads(before)
-    figures = {"threads": threads, "torch": torch.__version__, "shapes": rows, "linearity": linearity}
+    figures = {
+        "threads": threads,
+        "torch": torch.__version__,
+        "shapes": rows,
+        "channels": channels,
+        "linearity": linearity,
+    }
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     return figures
 
 
 def _ours(case: str) -> Function:
-    def ours(q, k, v, beta, g) -> torch.Tensor:
+    def ours(q, k, v, beta, g, erase=None, write=None) -> torch.Tensor:
         if case == "linear attention":
             return ops.linear_attention(q, k, v, g, scale=1.0, backend="torch")[0]
-        return ops.delta_rule(q, k, v, beta, g, backend="torch")[0]
+        return ops.delta_rule(q, k, v, beta, g, erase, write, backend="torch")[0]
 
     return ours
 
@@ -123,13 +134,20 @@ def _lightning_attention(H: int) -> torch.nn.Module:
 
 
 def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """The case's leaf tensors q, k, v, beta, g (k of unit length, β in (0, 1)), and a gradient of o."""
+    """The case's leaf tensors q, k, v, beta, g (k of unit length, β in (0, 1)), for Gated DeltaNet 2 erase,
+    write and β = 1, and a gradient of o."""
     generator = torch.Generator().manual_seed(T)
     q, k, v, d_o = (torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v)]
     if case == "linear attention":
         g = -_lightning_attention(H).slope_rate.flatten()  # pyrefly: ignore[not-callable]
         return [*leaves, None, g.expand(1, T, H).contiguous()], d_o
+    if case in CHANNEL_CASES:
+        gates = [torch.randn(1, T, H, HEAD_DIM, generator=generator) for _ in range(3)]
+        g = F.logsigmoid(gates.pop() + 3).requires_grad_()
+        if case == "KDA":
+            return [*leaves, gates[0][..., 0].sigmoid().requires_grad_(), g], d_o
+        return [*leaves, torch.ones(1, T, H), g, *(x.sigmoid().requires_grad_() for x in gates)], d_o
     beta, g = (torch.randn(1, T, H, generator=generator) for _ in range(2))
     g = F.logsigmoid(g + 3).requires_grad_() if case == "gated delta rule" else None
     return [*leaves, beta.sigmoid().requires_grad_(), g], d_o
@@ -190,6 +208,14 @@ def _compare(case: str, T: int, H: int, repeats: int) -> dict:
     }
 
 
+def _against_scalar(case: str, T: int, H: int, repeats: int) -> dict:
+    """A delta rule with gates by channel beside that with a decay per head; the runs alternate."""
+    calls = [(_ours(name), *_inputs(name, T, H)) for name in (CASES[0], case)]
+    runs = [[_seconds(*call) for call in calls] for _ in range(1 + repeats)][1:]
+    ratio = statistics.median(time / scalar for scalar, time in runs)
+    return {"case": case, "T": T, "H": H, "ms": 1e3 * statistics.median(x for _, x in runs), "ratio": ratio}
+
+
 def _linearity(repeats: int) -> list[dict]:
     """Time per token at growing T, relative to the shortest; the lengths take turns."""
     cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
@@ -212,6 +238,12 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
             f"{row['ratio']:.1f}×", f"{row['matmul_gflops']:.0f}", f"{row['matmul_share']:.0%}",
         )  # fmt: skip
     console.print(table)
+
+
+def _print_channels(console: Console, rows: list[dict]) -> None:
+    for row in rows:
+        cost = f"{row['ms']:.0f} ms, {row['ratio']:.2f}× the {CASES[0]}"
+        console.print(f"{row['case']}, T = {row['T']}, H = {row['H']}: {cost}")
 
 
 def _print_linearity(console: Console, rows: list[dict]) -> None:

@@ -203,6 +203,41 @@ FORMATS = {
         _write_gated_deltanet,
         _FLA_NAMES | {".decay.": "."},
     ),
+    "kda": Format(
+        "KDAForCausalLM",
+        "kda",
+        _DELTA
+        | {
+            "num_heads": _heads(16),
+            "num_v_heads": Field(None, ".num_v_heads"),
+            "head_dim": Field(128),
+            "expand_v": Field(1.0),
+            "safe_gate": only(False),
+            "lower_bound": only(None),
+        },
+        _read_gated_deltanet,
+        _write_gated_deltanet,
+        _FLA_NAMES
+        | {".decay.": ".", ".a_proj.": ".f_proj.0.", ".a_up_proj.": ".f_proj.1."}
+        | {".g_proj.": ".g_proj.0.", ".g_up_proj.": ".g_proj.1."},
+    ),
+    "gated_deltaproduct": Format(
+        "GatedDeltaProductForCausalLM",
+        "delta_product",
+        _DELTA
+        | {
+            "num_hidden_layers": Field(21, "num_hidden_layers"),
+            "num_heads": _heads(6),
+            "head_dim": Field(256),
+            "expand_v": Field(2.0),
+            "use_output_gate": Field(True, "use_gate"),
+            "use_forget_gate": Field(False, ".use_forget_gate"),
+            "num_householder": Field(1, ".num_householder"),
+        },
+        _read_gated_deltanet,
+        _write_gated_deltanet,
+        _FLA_NAMES | {".decay.": "."},
+    ),
     "gla": Format(
         "GLAForCausalLM",
         "gla",

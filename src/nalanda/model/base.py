@@ -107,8 +107,12 @@ class Mixer(FusedLinears):
     """Whether it has an output gate if the config leaves it open; None: it never has one."""
     norm: str | None = "head"
     """Norm of the output: "head", RMSNorm of each; "layer", over all heads; a subclass's own "rms"; None."""
+    gate_activation = "silu"
+    """Of the output gate under the norm of each head: silu or sigmoid."""
     streams = 1
     """Parts of v with weights of their own."""
+    steps = 1
+    """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
     shared_qk = False
     """Whether q and k are one projection."""
     cut = False
@@ -129,16 +133,16 @@ class Mixer(FusedLinears):
         self.K, self.V = config.key_dim, config.value_dim
         self.q_proj = nn.Linear(D, H * self.K, bias=bias)
         if not self.shared_qk:
-            self.k_proj = nn.Linear(D, HK * self.K, bias=bias)
-        self.v_proj = nn.Linear(D, HV * self.V, bias=bias)
+            self.k_proj = nn.Linear(D, self.steps * HK * self.K, bias=bias)
+        self.v_proj = nn.Linear(D, self.steps * HV * self.V, bias=bias)
         if taps is None and self.conv_size is not None:
             taps = self.conv_size if config.conv_size is None else config.conv_size
         self.conv_size = taps
         if self.conv_size:
             self.q_conv1d = ShortConv(H * self.K, self.conv_size)
             if not self.shared_qk:
-                self.k_conv1d = ShortConv(HK * self.K, self.conv_size)
-            self.v_conv1d = ShortConv(HV * self.V, self.conv_size)
+                self.k_conv1d = ShortConv(self.k_proj.out_features, self.conv_size)
+            self.v_conv1d = ShortConv(self.v_proj.out_features, self.conv_size)
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
             self.feature_map = build_feature_map(
@@ -222,7 +226,7 @@ class Mixer(FusedLinears):
         gate = (heads["gate"] if "gate" in heads else self.g_proj(x)) if self.gated else None
         if self.norm == "head":
             norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
-            return self.o_proj(norm_gate(o, norm, gate, x.dtype))
+            return self.o_proj(norm_gate(o, norm, gate, x.dtype, self.gate_activation))
         o = (o.flatten(-2) if self.norm is None else self.o_norm(o.flatten(-2))).to(x.dtype)
         return self.o_proj(o if gate is None else swiglu(gate, o))
 
@@ -269,15 +273,20 @@ class Mixer(FusedLinears):
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """The matrix that `mix` multiplies v by, `[B, HV·streams, T, T]`; row t holds the weights of token t.
+        """The matrix that `mix` multiplies v by, `[B, steps·HV·streams, T, T]`; row t has token t's weights.
 
+        The products with the values of all steps add up.
         It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
         """
-        heads, n = self.heads(x, Sequences(), {}, None), self.streams
+        heads, n, found = self.heads(x, Sequences(), {}, None), self.streams, []
         B, T, HV = heads["v"].shape[:3]
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
-        o = self.mix(heads | {"v": unit.expand(B, T, HV, n * T)}, Sequences(), {}, None)
-        return o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2)
+        for i in range(self.steps):
+            v = unit.new_zeros(B, T, HV, n * T)
+            v.unflatten(2, (self.steps, -1))[:, :, i] = unit
+            o = self.mix(heads | {"v": v}, Sequences(), {}, None)
+            found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
+        return torch.cat(found, 1)
 
     def state_spec(self, T: int) -> StateSpec:
         """Name to shape and dtype of a sequence's state after T tokens; dtype None: the model's.

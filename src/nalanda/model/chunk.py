@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from .layers import no_autocast
 
 # Tokens per head in a segment. On a CPU about as many as the last-level cache holds (6 kB each at K = V =
-# 128); elsewhere many, to fill the device within bounded memory.
-_CPU_TOKENS = 4096
+# 128, 9 kB with decays per key channel); elsewhere many, to fill the device within bounded memory.
+_CPU_TOKENS = 2048
 _DEVICE_TOKENS = 262144
-# Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 kB each.
+# Up to this many, a CPU's backward computes no chunk again: a fifth of the time for 5 to 8 kB each.
 _KEPT_TOKENS = 16384
 
 
@@ -166,6 +166,9 @@ def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int)
 #
 #     A = tril(β_i Δ_ij k_i⊤k_j, −1)    T = (I + A)⁻¹    U = T(βV)    W = T(β eᵞ K)    V' = U − W S
 #
+# A decay per key channel makes Δ_ij a vector inside the sums k_i⊤k_j and q_i⊤k_j. The gates of what is erased
+# and written put R = erase ⊙ K for the first K of KK⊤ and for that of W and X, and write ⊙ V for V.
+#
 # Only V' and S depend on earlier chunks. Padding has β = k = g = 0: it neither writes nor decays, so γ_C is
 # that of the last real token. No factor exceeds 1. Each γ_i − γ_j is its own sum of g after j up to i. A
 # difference would lose the digits that an earlier strong decay takes from both γ, and after a reset (g = −∞)
@@ -182,22 +185,25 @@ def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int)
 
 
 class _Chunk:
-    """Tensors of forward and backward. Q (already scaled) and K are [P, C, K], β [P, C], g [P, C (, K)].
+    """Tensors of forward and backward. Q (already scaled), K and erase are [P, C, K], β [P, C], g
+    [P, C (, K)].
 
     Without β there are no T and W, and V' = V.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None):
-        self.q, self.k, self.g = q, k, g
+    def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None):
+        self.q, self.k, self.g, self.erase = q, k, g, erase
+        self.erased = k if erase is None else erase * k
         self.vector = g is not None and g.ndim == 3
+        kk: list[Tensor] = []
         if g is None:
             self.qk = (q @ k.mT).tril_()  # tril(Δ QK⊤), [P, C, C]
             self.q_in, self.k_out = q, k
         else:
             if self.vector:
-                since, until = g.clone(), torch.zeros_like(g)
-                self.qk = self._vector_scores(since, until)
-                self.decay_in, self.decay_out = since.exp_(), until.exp_()  # eᵞ, e^{γ_C − γ}, [P, C, K or 1]
+                self.decay_in, self.decay_out, self.factors = _factors(g)
+                self.qk, *kk = self._vector_scores((q,) if beta is None else (q, self.erased))
+                self.qk.diagonal(0, 1, 2).copy_((q * k).sum(-1))
             else:
                 # e^x below the normal numbers is slow on CPUs, and so are products with its results.
                 least = math.log(torch.finfo(g.dtype).tiny)
@@ -210,86 +216,110 @@ class _Chunk:
             self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
         if beta is not None:
             self.beta = beta[..., None]
-            self.kk = k @ k.mT  # tril(Δ KK⊤, −1), [P, C, C]
-            (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
+            if self.vector:
+                (self.kk,) = kk
+            else:
+                self.kk = self.erased @ k.mT  # tril(Δ RK⊤, −1), [P, C, C]
+                (self.kk if g is None else self.kk.mul_(self.delta)).tril_(-1)
             eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
             self.t = torch.linalg.solve_triangular(
                 (self.kk * self.beta).mT, eye, upper=True, left=False, unitriangular=True
             ).mT  # transposed twice, because the result of the routine is stored column by column
             self.t_beta = self.t * beta[..., None, :]
-            self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ k
+            if self.vector:
+                self.w = self.t_beta @ (self.erased * self.decay_in)
+            else:
+                self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ self.erased
 
-    # A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
-    # neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
-    # exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once.
-
-    def _spans(
-        self, since: Tensor, until: Tensor
-    ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor]]]:
-        """(slices into a pair of spans, size, (e^{γ_i − γ_m}, e^{γ_m − γ_j})).
-
-        since, until: g and 0, [P, C, K]. They become, in place, the sums of g from a span's first token up to
-        and with each token, and from after each token to the span's last; at the end γ and γ_C − γ.
-        """
-        size = 1
-        while size < self.q.shape[1]:
-            before, after = slice(0, size), slice(size, None)
-            since_, until_ = (x.unflatten(1, (-1, 2 * size)) for x in (since, until))
-            yield before, after, size, (since_[:, :, after].exp(), until_[:, :, before].exp())
-            until_[:, :, before] += since_[:, :, -1:]
-            since_[:, :, after] += since_[:, :, size - 1 : size]
-            size *= 2
-
-    def _vector_scores(self, since: Tensor, until: Tensor) -> Tensor:
-        p, c, _ = self.q.shape
-        scores = self.q.new_zeros(p, c, c)
-        scores.diagonal(0, 1, 2).copy_((self.q * self.k).sum(-1))
-        for before, after, size, (late, early) in self._spans(since, until):
-            q, k = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k))
-            block = (q[:, :, after] * late) @ (k[:, :, before] * early).mT
-            _diagonal_blocks(scores, 2 * size)[:, :, after, before] = block
+    def _vector_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
+        """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
+        p, c, _ = self.k.shape
+        scores = [self.k.new_zeros(p, c, c) for _ in rows]
+        for late, early in self.factors:
+            size = late.shape[2]
+            k_early = self.k.unflatten(1, (-1, 2, size))[:, :, 0] * early
+            for x, score in zip(rows, scores, strict=True):
+                later = x.unflatten(1, (-1, 2, size))[:, :, 1] * late
+                block = later @ k_early.mT if size > 1 else (later * k_early).sum(-1, keepdim=True)
+                _below_diagonal(score, size).copy_(block)
         return scores
 
-    def vector_scores_backward(self, d_qk: Tensor, dq: Tensor, dk: Tensor, dg: Tensor) -> None:
-        """Adds to dq, dk and dg the gradients through the scores, from their gradient d_qk [P, C, C]."""
-        assert self.g is not None
-        diagonal = d_qk.diagonal(0, 1, 2)[..., None]
-        for before, after, size, (late, early) in self._spans(self.g.clone(), torch.zeros_like(self.g)):
-            q, k, dq_, dk_, dg_ = (x.unflatten(1, (-1, 2 * size)) for x in (self.q, self.k, dq, dk, dg))
-            block = _diagonal_blocks(d_qk, 2 * size)[:, :, after, before]
-            later = late * (block @ (k[:, :, before] * early))
-            earlier = early * (block.mT @ (q[:, :, after] * late))
-            dq_[:, :, after] += later
-            dk_[:, :, before] += earlier
-            dg_[:, :, after] += (q[:, :, after] * later).flip(2).cumsum(2).flip(2)
-            dg_[:, :, slice(1, size)] += (k[:, :, before] * earlier).cumsum(2)[:, :, :-1]
-        dq.addcmul_(diagonal, self.k)
-        dk.addcmul_(diagonal, self.q)
+    def vector_scores_backward(
+        self, d_scores: list[Tensor], d_rows: list[Tensor], dk: Tensor, since: Tensor, until: Tensor
+    ) -> None:
+        """Gradients through the scores of Q (and R), from those of the scores, d_scores [P, C, C].
+
+        Adds to d_rows, of Q (and of R, which may be dk), and to dk. since, until: of γ and γ_C − γ without
+        the scores; `since` becomes that of g, by adding up what `_factors` multiplies, longest spans first.
+        """
+        for late, early in reversed(self.factors):
+            size = late.shape[2]
+            k, dk_, since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until))
+            since_[:, :, 0, -1] += since_[:, :, 1].sum(2)
+            since_[:, :, 1, -1] += until_[:, :, 0].sum(2)
+            k_early, of_k = k[:, :, 0] * early, None
+            for x, dx, d_score in zip((self.q, self.erased), d_rows, d_scores, strict=False):
+                x, dx = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, dx))
+                later, block = x * late, _below_diagonal(d_score, size)
+                of_x = block @ k_early if size > 1 else block * k_early
+                dx.addcmul_(late, of_x)
+                since_[:, :, 1].addcmul_(later, of_x)
+                moved = block.mT @ later if size > 1 else later.mul_(block)
+                of_k = moved if of_k is None else of_k.add_(moved)
+            assert of_k is not None
+            dk_[:, :, 0].addcmul_(early, of_k)
+            until_[:, :, 0].addcmul_(k_early, of_k)
 
 
-def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """The diagonal blocks of [P, C, C] as a view [P, C/size, size, size]."""
-    return x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(0, 1, 3).movedim(3, 1)
+# A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
+# neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
+# exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
+# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
 
 
-def _read_chunk(segment: _Segment, q, k, v, beta, g, scale: float, dtype) -> tuple[_Chunk, Tensor]:
-    """The chunks of a segment, and their values [P, C, V]."""
+def _factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Of g [P, C, K]: eᵞ, e^{γ_C − γ}, and for spans of 1, 2, 4, … tokens (e^{γ_i − γ_m}, e^{γ_m − γ_j}) of
+    the second and the first span of each pair, [P, pairs, span, K]."""
+    since, until, factors, size = g.exp(), torch.ones_like(g), [], 1
+    while size < g.shape[1]:
+        since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (since, until))
+        factors.append((since_[:, :, 1].clone(), until_[:, :, 0].clone()))
+        until_[:, :, 0] *= since_[:, :, 1, -1:]
+        since_[:, :, 1] *= since_[:, :, 0, -1:]
+        size *= 2
+    return since, until, factors
+
+
+def _below_diagonal(x: Tensor, size: int) -> Tensor:
+    """The blocks of [P, C, C] that pair the second span with the first: a view [P, pairs, size, size]."""
+    x = x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0]
+    return x.diagonal(0, 1, 3).movedim(3, 1)
+
+
+def _read_chunk(
+    segment: _Segment, q, k, v, beta, g, erase, write, scale: float, dtype
+) -> tuple[_Chunk, Tensor]:  # fmt: skip
+    """The chunks of a segment, and their values [P, C, V], gated."""
     group = v.shape[2] // q.shape[2]
     q, k = (segment.read(x, group, dtype) for x in (q, k))
-    beta, g = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g))
-    return _Chunk(q.mul_(scale), k, beta, g), segment.read(v, 1, dtype)
+    beta, g, erase = (None if x is None else segment.read(x, 1, dtype) for x in (beta, g, erase))
+    v = segment.read(v, 1, dtype)
+    if write is not None:
+        v.mul_(segment.read(write, 1, dtype))
+    return _Chunk(q.mul_(scale), k, beta, g, erase), v
 
 
 def _chunk_forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool, kept: list | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
+    write: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int, save: bool, kept: list | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order.
 
     kept: gets each segment's chunks and values, if they are few.
     """
     heads = v.shape[2]
-    dtype = wide_dtype(q, k, v, beta, g, initial_state)
+    dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     state = _ranked(
@@ -300,7 +330,7 @@ def _chunk_forward(
     few = v.device.type == "cpu" and total * layout.chunk <= _KEPT_TOKENS
     first = 0
     for segment in layout.segments:
-        chunk, v_ = _read_chunk(segment, q, k, v, beta, g, scale, dtype)
+        chunk, v_ = _read_chunk(segment, q, k, v, beta, g, erase, write, scale, dtype)
         pairs = segment.rows * heads
         states = saved[first : first + pairs] if save else state.new_empty(pairs, *state.shape[1:])
         v_new = v_ if beta is None else chunk.t_beta @ v_
@@ -323,16 +353,16 @@ def _chunk_forward(
 
 def _chunk_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
-    g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, scale: float,
-    chunk_size: int, kept: list | None = None,
+    g: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, states: Tensor, scale: float, chunk_size: int, kept: list | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, beta, g and the initial state; recomputes all but the states and the `kept`."""
+    """Gradients of q, k, v, the gates and the initial state; recomputes all but the states and the `kept`."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     dtype = states.dtype
     layout = _layout_of(q, v, cu_seqlens, chunk_size)
     c = layout.chunk
     straddling = torch.ones(c, c, dtype=dtype, device=v.device).triu()
-    d_q, d_k, d_v, d_beta, d_g = _empty_grads(q, k, v, beta, g)
+    d_q, d_k, d_v, d_beta, d_g, d_erase, d_write = _empty_grads(q, k, v, beta, g, erase, write)
     d_state = _ranked(d_final, layout, dtype, v.new_empty(layout.sequences, heads, *states.shape[1:]))
     first = len(states)
     for index, segment in reversed([*enumerate(layout.segments)]):
@@ -341,7 +371,7 @@ def _chunk_backward(
         if kept:
             chunk, v_, v_new = kept[index]
         else:
-            chunk, v_ = _read_chunk(segment, q, k, v, beta, g, scale, dtype)
+            chunk, v_ = _read_chunk(segment, q, k, v, beta, g, erase, write, scale, dtype)
             v_new = v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
         q_, k_, g_, do_ = chunk.q, chunk.k, chunk.g, segment.read(d_o, 1, dtype)
         dv_new = chunk.qk.mT @ do_
@@ -361,19 +391,23 @@ def _chunk_backward(
         # Linear attention with the values V'.
         dx, d_qk = dv_new, (do_ @ v_new.mT).tril_()
         dq, dk = do_ @ s.mT, v_new @ d_next.mT
-        dg = reads = pairs = d_qk.new_empty(0)
+        dg = reads = writes = pairs = d_qk.new_empty(0)
         if g_ is not None:
             dq.mul_(chunk.decay_in)
             dk.mul_(chunk.decay_out)
             whole = chunk.decay * (s * d_next).sum(-1, keepdim=True)  # [P, K, 1]
             reads, writes = q_ * dq, k_ * dk
-            if not chunk.vector:
-                whole, reads, writes = whole.sum(1, True), reads.sum(-1, True), writes.sum(-1, True)
-            dg = torch.zeros_like(reads)
-            dg[:, 1:] = writes[:, :-1].cumsum(1)
-            dg += whole.mT
+            if chunk.vector:
+                reads[:, -1:] += whole.mT
+            else:
+                reads, dg = reads.sum(-1, True), torch.zeros_like(whole.sum(1, True).expand(-1, c, 1))
+                dg[:, 1:] = writes.sum(-1, True)[:, :-1].cumsum(1)
+                dg += whole.sum(1, True)
+        d_scores, d_rows = [d_qk], [dq]
         if chunk.vector:
-            chunk.vector_scores_backward(d_qk, dq, dk, dg)
+            diagonal = d_qk.diagonal(0, 1, 2)[..., None]
+            dq.addcmul_(diagonal, k_)
+            dk.addcmul_(diagonal, q_)
         else:
             if g_ is not None:
                 pairs = (d_qk * chunk.qk).tril_(-1)
@@ -381,36 +415,59 @@ def _chunk_backward(
             dq.baddbmm_(d_qk, k_)
             dk.baddbmm_(d_qk.mT, q_)
         # The delta rule: gradients through V' = TX.
+        d_erased = dk
         if beta is not None:
             dx = chunk.t.mT @ dv_new
             d_kk = (dx @ v_new.mT).neg_()  # dA
             through_a = d_kk * chunk.kk
-            dk_in = dx @ s.mT
+            d_in = dx @ s.mT
             if g_ is not None:
-                dk_in.mul_(chunk.decay_in)
-                d_kk.mul_(chunk.delta)
-            read = (k_ * dk_in).sum(-1)
-            segment.write(d_beta, (dx * v_).sum(-1) + through_a.sum(-1) - read, 1)
+                d_in.mul_(chunk.decay_in)
+            if chunk.erase is not None:
+                d_erased = torch.zeros_like(d_in)
+            d_erased.addcmul_(d_in, chunk.beta, value=-1)
+            read = d_in.mul_(chunk.erased)
+            read = read if chunk.vector else read.sum(-1, keepdim=True)
+            segment.write(d_beta, (dx * v_).sum(-1) + through_a.sum(-1) - read.sum(-1), 1)
             if g_ is not None:
-                reads -= read[..., None] * chunk.beta
-                pairs += through_a.mul_(chunk.beta)
-            d_kk.mul_(chunk.beta).tril_(-1)
-            dk.addcmul_(dk_in, chunk.beta, value=-1).baddbmm_(d_kk + d_kk.mT, k_)
+                reads.addcmul_(read, chunk.beta, value=-1)
+            d_kk.mul_(chunk.beta)
+            if chunk.vector:
+                d_scores, d_rows = [d_qk, d_kk], [dq, d_erased]
+            else:
+                if g_ is not None:
+                    pairs += through_a.mul_(chunk.beta)
+                    d_kk.mul_(chunk.delta)
+                d_kk.tril_(-1)
+                if chunk.erase is None:
+                    dk.baddbmm_(d_kk + d_kk.mT, k_)
+                else:
+                    d_erased.baddbmm_(d_kk, k_)
+                    dk.baddbmm_(d_kk.mT, chunk.erased)
             dx.mul_(chunk.beta)
         if g_ is not None:
-            dg += reads.flip(1).cumsum(1).flip(1)
-            if not chunk.vector:
+            if chunk.vector:
+                chunk.vector_scores_backward(d_scores, d_rows, dk, reads, writes)
+                segment.write(d_g, reads, 1)
+            else:
+                dg += straddling @ reads
                 dg += (straddling @ pairs).tril_(-1).sum(-1, keepdim=True)
-            segment.write(d_g, dg if chunk.vector else dg.squeeze(-1), 1)
+                segment.write(d_g, dg.squeeze(-1), 1)
+        if chunk.erase is not None:
+            segment.write(d_erase, k_ * d_erased, 1)
+            dk.addcmul_(chunk.erase, d_erased)
+        if write is not None:
+            segment.write(d_write, segment.read(v, 1, dtype).mul_(dx), 1)
+            dx = segment.read(write, 1, dtype).mul_(dx)
         segment.write(d_q, dq.mul_(scale), group)
         segment.write(d_k, dk, group)
         segment.write(d_v, dx, 1)
-    return d_q, d_k, d_v, d_beta, d_g, _unranked(d_state, layout, heads)
+    return d_q, d_k, d_v, d_beta, d_g, d_erase, d_write, _unranked(d_state, layout, heads)
 
 
-def _empty_grads(q, k, v, beta, g) -> tuple[Tensor, ...]:
+def _empty_grads(q, k, v, *gates) -> tuple[Tensor, ...]:
     """Uninitialised gradients, empty for absent inputs, because operators may not return None."""
-    like = (q, k, v, v[:0] if beta is None else beta, v[:0] if g is None else g)
+    like = (q, k, v, *(v[:0] if x is None else x for x in gates))
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
 
@@ -451,23 +508,25 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(
     function: Callable, ctx, d_o: Tensor | None, d_final: Tensor | None, _
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, beta, g, initial_state, cu_seqlens, states = ctx.saved_tensors
+    *inputs, states = ctx.saved_tensors
+    v, initial_state = inputs[2], inputs[7]
     d_o = torch.zeros_like(v) if d_o is None else d_o
     with no_autocast(v):
-        *grads, d_beta, d_g, d_initial = function(
-            d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, ctx.scale, ctx.chunk_size
-        )
-    d_beta = None if beta is None else d_beta
-    d_g = None if g is None else d_g
-    d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
-    return *grads, d_beta, d_g, d_initial, None, None, None, None
+        grads = function(d_o, d_final, *inputs, states, ctx.scale, ctx.chunk_size)
+    *grads, d_initial = (None if x is None else dx for x, dx in zip(inputs[:-1], grads, strict=True))
+    if d_initial is not None:
+        d_initial = d_initial.to(initial_state.dtype)
+    return *grads, d_initial, None, None, None, None
 
 
 # torch.compile sees the chunkwise form as one operator and its backward as another, not as an unrolled loop.
 # Their namespace is this module's name, so that copies of this file in checkpoints do not clash.
 
 _NAMESPACE = re.sub(r"\W", "_", __name__)
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? erase, Tensor? write, "
+    "Tensor? initial_state, Tensor? cu_seqlens"
+)
 chunk_op = torch.library.custom_op(
     f"{_NAMESPACE}::chunk_recurrence",
     _chunk_forward,
@@ -479,12 +538,12 @@ _chunk_backward_op = torch.library.custom_op(
     _chunk_backward,
     mutates_args=(),
     schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor states, float scale, int chunk_size) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @chunk_op.register_fake
-def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
+def _(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale, chunk_size, save):
     batch, length, heads, width = v.shape
     chunk = _chunk_of(chunk_size, [length] * batch, q, v)
     rows = 0
@@ -493,17 +552,17 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save):
             -(-length // chunk) * batch if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
         )
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = wide_dtype(q, k, v, beta, g, initial_state)
+    dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
     state = v.new_empty(sequences, heads, q.shape[3], width, dtype=dtype)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     return o, state, state.new_empty(rows * heads, q.shape[3], width)
 
 
 @_chunk_backward_op.register_fake
-def _(d_o, d_final, q, k, v, beta, g, initial_state, cu_seqlens, states, scale, chunk_size):
+def _(d_o, d_final, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, states, scale, chunk_size):
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     d_initial = states.new_empty(sequences, v.shape[2], *states.shape[1:])
-    return *_empty_grads(q, k, v, beta, g), d_initial
+    return *_empty_grads(q, k, v, beta, g, erase, write), d_initial
 
 
 chunk_op.register_autograd(functools.partial(_backward, _chunk_backward_op), setup_context=_setup_context)

@@ -12,6 +12,7 @@ A row of T tokens is cut into N parts of T/N. Part r needs of the others only
 So the traffic of a recurrence does not depend on T. All exchanges have gradients.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -140,13 +141,20 @@ class Parts:
         """The tokens of these documents, int64 `[M]`, and their bounds among themselves."""
         self.bounds = torch.tensor([0, *map(len, spans)]).cumsum(0)
 
-    @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
+    def repeated(self, n: int) -> "Parts":
+        """The same with n tokens in the place of each one, for a recurrence of n steps a token."""
+        longer = copy.copy(self)
+        longer.tokens = (n * self.tokens[:, None] + torch.arange(n)).flatten()
+        longer.bounds = n * self.bounds
+        return longer
+
     def continuations(self) -> Iterator[tuple[int, int, int]]:
         """(row, first token, end) of each document here that began before this part."""
         for row in self.continued.tolist():
             first = int(self.rows.first[row])
             yield row, *self.cu_seqlens[first : first + 2].tolist()
 
+    @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
     def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
@@ -337,7 +345,8 @@ def _transitions(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor
     F, HV = k.shape[-1], v.shape[2]
     unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(len(bounds) - 1, HV, F, F)
     silent = v.new_zeros(*v.shape[:3], F)
-    answers, M = op(q, k, silent, *gates, initial_state=unit.contiguous(), cu_seqlens=bounds)
+    beta_g_erase = gates[:3]  # the values are zero, and have another width than write
+    answers, M = op(q, k, silent, *beta_g_erase, initial_state=unit.contiguous(), cu_seqlens=bounds)
     return list(answers[0].split(bounds.diff().tolist())), M
 
 

@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet."""
+"""The delta rules: DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet 2, DeltaProduct."""
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,11 @@ class Decay(Fp32Module):
     def forward(self, a: Tensor) -> Tensor:  # [B, T, H]
         return -self.A_log.exp() * F.softplus(at_least_fp32(a) + self.dt_bias)
 
+    least = 0.0
+
     def initial(self) -> dict[str, Tensor]:
-        """A ~ U(0, 16); softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
-        A = torch.empty_like(self.A_log).uniform_(0, 16).clamp_min_(1e-4)
+        """A ~ U(`least`, 16); softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
+        A = torch.empty_like(self.A_log).uniform_(self.least, 16).clamp_min_(1e-4)
         dt = 10 ** torch.empty_like(self.dt_bias).uniform_(-3, -1)
         return self.parameters_of(A, dt)
 
@@ -37,6 +39,20 @@ class Decay(Fp32Module):
     def parameters_of(A: Tensor, dt: Tensor) -> dict[str, Tensor]:
         """The parameters with g = −A·dt at a = 0."""
         return {"A_log": A.log(), "dt_bias": dt + torch.log(-torch.expm1(-dt))}  # the inverse of softplus
+
+
+class ChannelDecay(Decay):
+    """`Decay` of each of F key channels of a head: a and dt_bias have H·F entries, A_log has H."""
+
+    least = 1.0
+
+    def __init__(self, num_heads: int, channels: int):
+        super().__init__(num_heads)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * channels, dtype=torch.float32))
+
+    def forward(self, a: Tensor) -> Tensor:  # [B, T, H·F] to [B, T, H, F]
+        dt = F.softplus(at_least_fp32(a) + self.dt_bias)
+        return -self.A_log.exp()[:, None] * dt.unflatten(-1, (len(self.A_log), -1))
 
 
 class DeltaNet(Mixer):
@@ -72,6 +88,8 @@ class DeltaNet(Mixer):
     map_name = "silu"
     gated = False
     decays = False
+    channels = False
+    """Whether decays are by key channel."""
 
     def __init__(
         self,
@@ -100,17 +118,25 @@ class DeltaNet(Mixer):
             )
         self.norm_write, self.norm_read, self.qk_norm = norm_write, norm_read, qk_norm
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0
-        self.b_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.add_gates(config.hidden_size)
+
+    def add_gates(self, D: int) -> None:
+        """The layers that `gates` needs."""
+        self.b_proj = nn.Linear(D, self.steps * self.num_v_heads, bias=False)
         if self.decays:
-            self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+            self.a_proj = nn.Linear(D, self.num_v_heads, bias=False)
             self.decay = Decay(self.num_v_heads)
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
         if not self.conv_size:
             heads["v"] = F.silu(heads["v"])
-        heads["beta"] = self.beta_scale * at_least_fp32(heads["b"]).sigmoid()
-        return heads | ({"g": self.decay(heads["a"])} if self.decays else {})
+        return heads | self.gates(heads)
+
+    def gates(self, heads: Heads) -> Heads:
+        """beta and g from the projections b and a."""
+        beta = self.beta_scale * at_least_fp32(heads["b"]).sigmoid()
+        return {"beta": beta} | ({"g": self.decay(heads["a"])} if self.decays else {})
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | {"b": self.b_proj} | ({"a": self.a_proj} if self.decays else {})
@@ -129,11 +155,12 @@ class DeltaNet(Mixer):
             heads["v"],
             beta,
             heads.get("g"),
+            heads.get("erase"),
             feature_map=features,
             qk_norm="l2" if self.qk_norm == "l2" else None,
             initial_state=state.get("recurrent"),
             output_final_state=new is not None,
-            mode="recurrent" if q.shape[1] == 1 else "chunk",
+            mode="recurrent" if q.shape[1] <= self.steps else "chunk",
         )
         if new is not None and final is not None:
             new["recurrent"] = final
@@ -160,7 +187,8 @@ class DeltaNet(Mixer):
         _, length = direction(at_least_fp32(heads["q"]), EPS)
         s = self.per_value((0.5 + (length / self.K**0.5).tanh()).squeeze(-1))[..., None]
         norm: RMSNorm = self.o_norm  # pyrefly: ignore[bad-assignment]
-        y = norm_gate(o, norm, heads.get("gate"), x.dtype)  # a head's factor passes its gate
+        # A head's factor passes its gate.
+        y = norm_gate(o, norm, heads.get("gate"), x.dtype, self.gate_activation)
         return self.o_proj((y.view(o.shape) * s.to(y.dtype)).flatten(-2))
 
     def step_options(self) -> dict | None:
@@ -175,8 +203,8 @@ class DeltaNet(Mixer):
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        rule = delta_rule_flops(self.num_v_heads, self.feature_map.feature_dim, self.V)
-        return rule + super().flops(T)
+        sizes = (self.num_v_heads, self.feature_map.feature_dim, self.V)
+        return self.steps * delta_rule_flops(*sizes, channels=self.channels) + super().flops(T)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -189,3 +217,124 @@ class GatedDeltaNet(DeltaNet):
     source = "arXiv 2412.06464"
     gated = True
     decays = True
+
+
+class KDA(DeltaNet):
+    """Kimi Delta Attention (Kimi Linear, 2025): Gated DeltaNet with a decay for each key channel,
+
+        S_t = (I − β_t k_t k_tᵀ) Diag(e^{g_t}) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
+
+    g is `ChannelDecay` of W₂ W₁ x, β = σ(W_b x). The RMS-normed heads are multiplied by σ(U₂ U₁ x + b),
+    unless `use_gate` is off. Both projections to gates have the rank V. A map of F features has F decays.
+
+    Options and all else: as in `DeltaNet`. Cost: its rule's, with decays inside the products. State: F × V.
+    """
+
+    equation = "S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ; o = Sᵀq"
+    source = "arXiv 2510.26692"
+    gated = True
+    gate_activation = "sigmoid"
+    decays = channels = True
+
+    def add_gates(self, D: int) -> None:
+        HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
+        self.b_proj = nn.Linear(D, HV, bias=False)
+        self.a_proj = nn.Linear(D, V, bias=False)
+        self.a_up_proj = nn.Linear(V, HV * features, bias=False)
+        self.decay = ChannelDecay(HV, features)
+        if self.gated:
+            self.g_proj = nn.Linear(D, V, bias=False)
+            self.g_up_proj = nn.Linear(V, HV * V)
+
+    def gates(self, heads: Heads) -> Heads:
+        found = super().gates(heads | {"a": self.a_up_proj(heads["a"])})
+        return found | ({"gate": self.g_up_proj(heads["gate"])} if self.gated else {})
+
+    def step_options(self) -> dict | None:
+        return None  # the kernel for one token decays heads, not channels
+
+
+class GatedDeltaNet2(KDA):
+    """Gated DeltaNet 2 (2026): `KDA` with a gate of its own for what is erased and one for what is written,
+
+        S_t = (I − k_t (e_t ⊙ k_t)ᵀ) Diag(e^{g_t}) S_{t-1} + k_t (w_t ⊙ v_t)ᵀ, o_t = S_tᵀ q_t.
+
+    e = σ(W_e x) has an entry for each of a head's F features, w = σ(W_w x) one for each of its V values;
+    where all are β it is KDA.
+
+    Options: `allow_neg_eigval` doubles e. `num_v_heads` as in `DeltaNet`.
+    Cost: KDA's, and two projections. State: F × V in fp32.
+    """
+
+    equation = "S ← (I − k (e ⊙ k)ᵀ) Diag(e^g) S + k (w ⊙ v)ᵀ; o = Sᵀq"
+    source = "arXiv 2605.22791"
+
+    def __init__(
+        self, config, layer_idx: int, *, allow_neg_eigval: bool = False, num_v_heads: int | None = None
+    ):
+        super().__init__(config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads)
+
+    def add_gates(self, D: int) -> None:
+        super().add_gates(D)
+        self.b_proj = nn.Linear(D, self.num_v_heads * self.feature_map.feature_dim, bias=False)
+        self.w_proj = nn.Linear(D, self.num_v_heads * self.V, bias=False)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | {"w": self.w_proj}
+
+    def gates(self, heads: Heads) -> Heads:
+        found, v = super().gates(heads), heads["v"]
+        erase = found["beta"].unflatten(-1, (self.num_v_heads, -1))
+        # The written value is v to the op, so that its gate need not be cut and exchanged.
+        written = v * at_least_fp32(heads["w"]).sigmoid().view(v.shape).to(v.dtype)
+        return found | {"v": written, "erase": erase, "beta": erase.new_ones(erase.shape[:3])}
+
+
+class DeltaProduct(DeltaNet):
+    """DeltaProduct (Siems et al. 2025): n steps of the delta rule a token, each with a key, value and β,
+
+        S ← (I − β_i k_i k_iᵀ) S + β_i k_i v_iᵀ for i = 1 … n; o_t = S_tᵀ q_t.
+
+    So a token multiplies the state by a product of n generalised Householder transformations. With β near 2
+    each is a reflection: n = 1 learns parity, n = 2 rotations and the group S3, n = 4 the group S5, in one
+    layer. All else is as in `DeltaNet`, with an output gate.
+
+    Options: `num_householder`, n (2). `allow_neg_eigval` (yes) doubles β. `use_forget_gate` (no): the
+    `Decay` of Gated DeltaNet before a token's first step. `num_v_heads` as in `DeltaNet`.
+    Cost: n times DeltaNet's rule and convolutions, over the n·T steps in one row. State: F × V in fp32.
+    """
+
+    equation = "n times a token: S ← (I − β k kᵀ) S + β k vᵀ; o = Sᵀq"
+    source = "arXiv 2502.10297"
+    gated = True
+
+    def __init__(
+        self,
+        config,
+        layer_idx: int,
+        *,
+        num_householder: int = 2,
+        allow_neg_eigval: bool = True,
+        use_forget_gate: bool = False,
+        num_v_heads: int | None = None,
+    ):
+        if num_householder < 1:
+            raise ValueError(f"num_householder={num_householder}: a token takes 1 step or more")
+        self.steps, self.decays = num_householder, use_forget_gate
+        super().__init__(config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads)
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        # One row of n·T steps: the decay comes before a token's first, and q reads after its last.
+        n, k, v = self.steps, heads["k"], heads["v"]
+        steps = {"q": heads["q"].repeat_interleave(n, 1), "beta": self.by_step(heads["beta"])}
+        steps |= {"k": self.by_step(k), "v": self.by_step(v)}
+        if self.decays:
+            steps["g"] = F.pad(heads["g"][:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+        return super().mix(steps, seq.repeated(n), state, new)[:, n - 1 :: n]
+
+    def by_step(self, x: Tensor) -> Tensor:
+        """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
+        return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
+
+    def step_options(self) -> dict | None:
+        return super().step_options() if self.steps == 1 else None

@@ -31,8 +31,15 @@ def add_norm(x: Tensor, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor
     return x, norm(x)
 
 
-def norm_gate(o: Tensor, norm: RMSNorm, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """norm(o) ⊙ SiLU(gate), o `[…, H, V]` and gate `[…, H·V]` or None for no gate: `[…, H·V]` in `dtype`."""
+def norm_gate(
+    o: Tensor, norm: RMSNorm, gate: Tensor | None, dtype: torch.dtype, activation: str = "silu"
+) -> Tensor:
+    """norm(o) ⊙ SiLU(gate), o `[…, H, V]` and gate `[…, H·V]` or None for no gate: `[…, H·V]` in `dtype`.
+
+    activation: silu, or sigmoid in its place.
+    """
+    if gate is not None and activation == "sigmoid":
+        return norm_gate(o, norm, None, dtype) * gate.sigmoid().to(dtype)
     served = _by_kernel("rms_norm", o, norm.weight, norm.eps, gate=gate, dtype=dtype)
     if served is not None:
         return served[1].flatten(-2)

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from .base import Heads, Mixer, State, StateSpec, convolve
 from .chunk import wide_dtype
 from .context import recurrence
+from .delta import Decay
+from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import ShortConv, at_least_fp32, rotary_angles, rotate
+from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
 from .sequences import Sequences
 
@@ -370,3 +372,68 @@ class GLA(Retention):
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
         return Mixer.heads(self, x, seq, state, new) | {"g": F.logsigmoid(gates) / self.temperature}
+
+
+class Discretization(Decay):
+    """Mamba 2's step Δ = softplus(a + dt_bias) and log-decay −exp(A_log)·Δ per head; and D, of the skip."""
+
+    least = 1.0
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:  # [B, T, H]
+        dt = F.softplus(at_least_fp32(a) + self.dt_bias)
+        return dt, -self.A_log.exp() * dt
+
+    def initial(self) -> dict[str, Tensor]:
+        """Those of `Decay` with A ~ U(1, 16); D = 1."""
+        return super().initial() | {"D": torch.ones_like(self.D)}
+
+
+class Mamba2(LinearAttention):
+    """Mamba 2 (Dao and Gu 2024): S_t = e^{−Δ_t A} S_{t-1} + Δ_t k_t v_tᵀ, o_t = S_tᵀ q_t + D v_t.
+
+    It calls q, k and v C, B and x. Δ, of W_a x, and A have a number a head, see `Discretization`. The output
+    is multiplied by SiLU(W_g x), then RMS-normed over all heads.
+
+    Options: `num_v_heads`, a multiple of `num_heads`: the heads; `num_heads` are its groups of B and C.
+    Cost: that of `LinearAttention`, plus 2V. State: F × V in fp32.
+    """
+
+    equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
+    source = "arXiv 2405.21060"
+    map_name = "silu"
+    gated = True
+    norm = "rms"
+
+    def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
+        if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
+            raise ValueError(f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}")
+        Mixer.__init__(self, config, layer_idx, v_heads=num_v_heads)
+        self.denominator = False
+        self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.discretization = Discretization(self.num_v_heads)
+        self.o_norm = RMSNorm(self.num_v_heads * self.V, config.norm_eps)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return super().linears() | {"a": self.a_proj}
+
+    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
+        heads = super().heads(x, seq, state, new)
+        dt, g = self.discretization(heads["a"])
+        return heads | {"dt": dt, "g": g}
+
+    def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        v = at_least_fp32(heads["v"])
+        o = self.recur(heads | {"v": heads["dt"][..., None] * v}, seq, state, new, scale=1.0)
+        return o + self.discretization.D[:, None] * v
+
+    def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
+        o = o.flatten(-2)
+        gated = swiglu(at_least_fp32(heads["gate"]), o) if self.gated else o
+        return self.o_proj(self.o_norm(gated).to(x.dtype))
+
+    def flops(self, T: int) -> float:
+        return super().flops(T) + 2.0 * self.num_v_heads * self.V

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
-from .delta import DeltaNet, GatedDeltaNet
-from .linear import GLA, MALA, LinearAttention, NaLaAttention, PolaAttention, Retention, SoftAttention
+from .delta import KDA, DeltaNet, DeltaProduct, GatedDeltaNet, GatedDeltaNet2
+from .linear import GLA, MALA, LinearAttention, Mamba2, NaLaAttention, PolaAttention, Retention, SoftAttention
 from .options import check_names, check_types, did_you_mean
 from .plugins import missing_plugins, register
 from .transnormer import NormAttention
@@ -14,6 +14,9 @@ from .transnormer import NormAttention
 MIXERS: dict[str, type[Mixer]] = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
+    "kda": KDA,
+    "gated_deltanet2": GatedDeltaNet2,
+    "delta_product": DeltaProduct,
     "linear_attention": LinearAttention,
     "nala": NaLaAttention,
     "mala": MALA,
@@ -21,6 +24,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "soft": SoftAttention,
     "retention": Retention,
     "gla": GLA,
+    "mamba2": Mamba2,
     "softmax": SoftmaxAttention,
     "diag_attention": DiagAttention,
     "norm_attention": NormAttention,

@@ -2,11 +2,13 @@
 
 For every head, with a state S of [K, V] and the readout o_t = scale · S_t⊤ q_t:
 
-    linear attention    S_t = exp(g_t) S_{t−1} + k_t v_t⊤
-    delta rule          S_t = exp(g_t) (I − β_t k_t k_t⊤) S_{t−1} + β_t k_t v_t⊤
+    linear attention    S_t = Diag(e^{g_t}) S_{t−1} + k_t v_t⊤
+    delta rule          S_t = (I − β_t k_t (e_t ⊙ k_t)⊤) Diag(e^{g_t}) S_{t−1} + β_t k_t (w_t ⊙ v_t)⊤
 
-(Linear attention: arXiv 2006.16236. RetNet, with a decay per head: arXiv 2307.08621. GLA, with a decay per
-key channel: arXiv 2312.06635. DeltaNet: arXiv 2406.06484. Gated DeltaNet: arXiv 2412.06464.)
+g has one entry a head or one a key channel; e, the gate of what is erased, and w, of what is written, are 1
+unless given. (Linear attention: arXiv 2006.16236. RetNet, with a decay per head: arXiv 2307.08621. GLA, with
+a decay per key channel: arXiv 2312.06635. DeltaNet: arXiv 2406.06484. Gated DeltaNet: arXiv 2412.06464. KDA,
+with a decay per key channel: arXiv 2510.26692. Gated DeltaNet 2, with e and w and β = 1: arXiv 2605.22791.)
 
 Shapes: B batch, T time, H heads of q and k, HV heads of v, K and V their features, N sequences.
 """
@@ -42,6 +44,8 @@ def delta_rule(
     v: Tensor,
     beta: Tensor,
     g: Tensor | None = None,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
     *,
     feature_map: FeatureMap | None = None,
     qk_norm: str | None = None,
@@ -53,14 +57,24 @@ def delta_rule(
     mode: str = "chunk",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `S_t = exp(g_t)(I − β_t k_t k_t⊤) S_{t−1} + β_t k_t v_t⊤`, `o_t = scale · S_t⊤ q_t` over time.
+    """Runs the delta rule over time. For every token the state S `[K, V]` of a head decays, loses what it
+    answers to the erased key, and takes the written value:
+
+        S' = Diag(e^{g_t}) S_{t−1}
+        S_t = S' − β_t k_t (erase_t ⊙ k_t)⊤ S' + β_t k_t (write_t ⊙ v_t)⊤        o_t = scale · S_t⊤ q_t
+
+    A decay per key channel is KDA's (arXiv 2510.26692). With erase, write and β = 1 it is Gated DeltaNet 2
+    (arXiv 2605.22791). DeltaProduct (arXiv 2502.10297) takes n tokens a token, of which the last is read.
 
     Args:
         q: `[B, T, H, K]`, before the map and the norm.
         k: as q.
         v: `[B, T, HV, V]`, HV a multiple of H: each head of q and k serves HV/H consecutive heads of v.
-        beta: `[B, T, HV]`. The state cannot grow while `0 ≤ β‖k‖² ≤ 2`.
-        g: `[B, T, HV]`, natural logarithm of the decay, ≤ 0; None for no decay.
+        beta: `[B, T, HV]`. The state cannot grow while `0 ≤ β‖k‖² ≤ 2`, erase aside.
+        g: natural logarithm of the decay, ≤ 0: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel
+            (K after the map). None for no decay.
+        erase: `[B, T, HV, K]` (K after the map), the share of each key channel in what is erased; None for 1.
+        write: `[B, T, HV, V]`, the share of each value channel that is written; None for 1.
         feature_map: maps (q, k) to (φ_q, φ_k) in fp32; it may change the width K.
         qk_norm: None, or "l2": `x / √(Σx² + 1e-6)` over the features after the map, in fp32.
         scale: of the readout; by default K^-0.5, with K after the map.
@@ -83,7 +97,7 @@ def delta_rule(
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
     return _recurrence(
-        *(q, k, v, beta, g),
+        *(q, k, v, beta, g, erase, write),
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
@@ -129,7 +143,7 @@ def linear_attention(
         ValueError: shapes that do not fit, an unknown option, or a backend that is not there.
     """
     return _recurrence(
-        *(q, k, v, None, g),
+        *(q, k, v, None, g, None, None),
         feature_map=feature_map,
         qk_norm=qk_norm,
         scale=scale,
@@ -143,15 +157,16 @@ def linear_attention(
 
 
 def _recurrence(
-    q, k, v, beta, g, *, feature_map, qk_norm, scale, initial_state, output_final_state, cu_seqlens,
-    chunk_size, mode, backend,
+    q, k, v, beta, g, erase, write, *, feature_map, qk_norm, scale, initial_state, output_final_state,
+    cu_seqlens, chunk_size, mode, backend,
 ):  # fmt: skip
     """Either op, by a kernel or in torch. Without beta it is linear attention."""
-    _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
+    _check(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
     op, inputs = ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
     if mode == "chunk":
         options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
         options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        options |= {name: x for name, x in (("erase", erase), ("write", write)) if x is not None}
         served = by_kernel(op, backend, q, *inputs, cu_seqlens=cu_seqlens, **options)
         if served is not None:
             return served
@@ -161,27 +176,34 @@ def _recurrence(
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
             has, needs = initial_state.shape[2], q.shape[-1]
             raise ValueError(f"initial_state: K = {has}; q and k have {needs} features after their map")
-        if g is not None and g.ndim == 4 and g.shape[3] != q.shape[-1]:
-            has, needs = g.shape[3], q.shape[-1]
-            raise ValueError(f"g: {has} key channels; q and k have {needs} features after their map")
+        for name, x in (("g", g), ("erase", erase)):
+            if x is not None and x.ndim == 4 and x.shape[3] != q.shape[-1]:
+                has, needs = x.shape[3], q.shape[-1]
+                raise ValueError(f"{name}: {has} key channels; q and k have {needs} features after their map")
         if mode == "chunk":
-            grads = (q, k, v, beta, g, initial_state)
-            save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads)
+            tensors = (q, k, v, beta, g, erase, write, initial_state)
+            save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
             core = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
-            o, state, _ = core(q, k, v, beta, g, initial_state, cu_seqlens, scale, chunk_size, save)
+            o, state, _ = core(*tensors, cu_seqlens, scale, chunk_size, save)
         else:
-            o, state = _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale)
+            o, state = _stepwise(mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale)
     return o, state if output_final_state else None
 
 
-def delta_rule_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
+def delta_rule_flops(
+    num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64, *, channels: bool = False
+) -> float:
     """Forward FLOPs per token of the chunkwise form; `key_dim` is K after the map.
 
     A multiply-add counts as two. Products count in full: three with the state (K·V), KK⊤, QK⊤ and T(βeᵞK)
     (C·K each), T(βV) and (QK⊤)V' (C·V each), the inverse (C²/6). The sequence's length does not matter.
+
+    channels: a decay per key channel, which needs half of KK⊤ and QK⊤ (those below the diagonal). The gates
+    of what is erased and written, like all work on single numbers, count as nothing.
     """
-    products = 3 * key_dim * value_dim + chunk_size * (3 * key_dim + 2 * value_dim) + chunk_size**2 / 6
-    return 2.0 * num_heads * products
+    scores = 1 if channels else 2
+    within = (scores + 1) * key_dim + 2 * value_dim
+    return 2.0 * num_heads * (3 * key_dim * value_dim + chunk_size * within + chunk_size**2 / 6)
 
 
 def linear_attention_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
@@ -241,7 +263,9 @@ def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
     return None
 
 
-def _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_norm) -> None:
+def _check(
+    q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm
+) -> None:  # fmt: skip
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q, k: {list(q.shape)} and {list(k.shape)}; both must be [B, T, H, K]")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
@@ -250,10 +274,13 @@ def _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_nor
         raise ValueError(f"v: {v.shape[2]} heads; must be a multiple of the {q.shape[2]} heads of q and k")
     if beta is not None and beta.shape != v.shape[:3]:
         raise ValueError(f"beta: {list(beta.shape)}; must be [B, T, HV] = {list(v.shape[:3])}")
-    channels = beta is None and g is not None and g.ndim == 4  # only linear attention can decay key channels
-    if g is not None and (g.shape[:3] != v.shape[:3] or (g.ndim != 3 and not channels)):
-        shapes = "[B, T, HV]" if beta is not None else "[B, T, HV] or [B, T, HV, K]"
-        raise ValueError(f"g: {list(g.shape)}; must be {shapes} with {list(v.shape[:3])}")
+    if g is not None and (g.shape[:3] != v.shape[:3] or g.ndim not in (3, 4)):
+        needs = f"[B, T, HV] or [B, T, HV, K] with {list(v.shape[:3])}"
+        raise ValueError(f"g: {list(g.shape)}; must be {needs}")
+    if erase is not None and (erase.shape[:3] != v.shape[:3] or erase.ndim != 4):
+        raise ValueError(f"erase: {list(erase.shape)}; must be [B, T, HV, K] with {list(v.shape[:3])}")
+    if write is not None and write.shape != v.shape:
+        raise ValueError(f"write: {list(write.shape)}; must be [B, T, HV, V] = {list(v.shape)}")
     sequences = q.shape[0]
     if cu_seqlens is not None:
         if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.is_floating_point():
@@ -277,9 +304,11 @@ def _check(q, k, v, beta, g, initial_state, cu_seqlens, chunk_size, mode, qk_nor
 # ------------------------------------------------------------------------------------------ token by token
 
 
-def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
+def _stepwise(
+    mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Modes "reference" and "recurrent", one sequence of a packed row after another."""
-    dtype = wide_dtype(q, k, v, beta, g, initial_state)
+    dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(dtype).repeat_interleave(group, 2) if group > 1 else x.to(dtype) for x in (q, k))
     step = _linear_step if beta is None else _reference_step if mode == "reference" else _recurrent_step
@@ -290,6 +319,8 @@ def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple
     else:
         state = initial_state.to(dtype)
     q, values, beta = q * scale, v.to(dtype), None if beta is None else beta.to(dtype)
+    erased = k if erase is None else erase.to(dtype) * k
+    written = values if write is None else write.to(dtype) * values
     decay = None if g is None else g.to(dtype).exp()
     if decay is not None:
         decay = decay[..., None] if decay.ndim == 4 else decay[..., None, None]  # [B, T, HV, K or 1, 1]
@@ -298,7 +329,7 @@ def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple
         outputs = []
         for t in range(start, stop):
             beta_t, decay_t = (None if x is None else x[:, t] for x in (beta, decay))
-            o, state = step(q[:, t], k[:, t], values[:, t], beta_t, decay_t, state)
+            o, state = step(q[:, t], k[:, t], erased[:, t], written[:, t], beta_t, decay_t, state)
             outputs.append(o)
         return outputs, state
 
@@ -315,26 +346,26 @@ def _stepwise(mode, q, k, v, beta, g, initial_state, cu_seqlens, scale) -> tuple
     return o.to(v.dtype), state
 
 
-def _linear_step(q, k, v, beta, decay, state):
-    """q, k: [B, H, K], v: [B, H, V], decay: [B, H, K or 1, 1], state: [B, H, K, V]; beta None."""
+def _linear_step(q, k, erased, v, beta, decay, state):
+    """q, k, erased: [B, H, K], v: [B, H, V], decay: [B, H, K or 1, 1], state: [B, H, K, V]; beta None."""
     state = k.unsqueeze(-1) * v.unsqueeze(-2) + (state if decay is None else decay * state)
     return (q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
-def _reference_step(q, k, v, beta, decay, state):
+def _reference_step(q, k, erased, v, beta, decay, state):
     """Like `_linear_step` with beta [B, H]: the delta rule's formula, term by term."""
     decay = 1 if decay is None else decay
-    erase = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - torch.einsum(
-        "bh,bhi,bhj->bhij", beta, k, k
+    kept = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - torch.einsum(
+        "bh,bhi,bhj->bhij", beta, k, erased
     )
-    state = decay * (erase @ state) + torch.einsum("bh,bhk,bhv->bhkv", beta, k, v)
+    state = kept @ (decay * state) + torch.einsum("bh,bhk,bhv->bhkv", beta, k, v)
     return torch.einsum("bhk,bhkv->bhv", q, state), state
 
 
-def _recurrent_step(q, k, v, beta, decay, state):
+def _recurrent_step(q, k, erased, v, beta, decay, state):
     """The same with a rank-one update, so that all products are of a matrix and a vector."""
     if decay is not None:
         state = state * decay
-    delta = beta[..., None] * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
+    delta = beta[..., None] * (v - (erased.unsqueeze(-2) @ state).squeeze(-2))
     state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
     return (q.unsqueeze(-2) @ state).squeeze(-2), state

@@ -98,6 +98,17 @@ class Sequences:
             self._made[key] = make()
         return self._made[key]
 
+    def repeated(self, n: int) -> "Sequences":
+        """The same with n tokens in the place of each one, for a recurrence of n steps a token."""
+
+        def make() -> Sequences:
+            if self.cu_seqlens is None:
+                return self
+            parts = None if self.parts is None else self.parts.repeated(n)
+            return Sequences(n * self.cu_seqlens, rows=self.rows, parts=parts)
+
+        return self._once(("repeated", n), make)
+
     def with_gaps(self, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows of tokens and gaps, if `gap` rows are put before each sequence.
 
