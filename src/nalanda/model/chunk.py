@@ -274,18 +274,22 @@ class _Chunk:
 # A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
 # neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
 # exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
-# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
+# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN. What
+# comes near the smallest normal number becomes 0, because arithmetic below that is slow on CPUs.
 
 
 def _factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """Of g [P, C, K]: eᵞ, e^{γ_C − γ}, and for spans of 1, 2, 4, … tokens (e^{γ_i − γ_m}, e^{γ_m − γ_j}) of
     the second and the first span of each pair, [P, pairs, span, K]."""
-    since, until, factors, size = g.exp(), torch.ones_like(g), [], 1
+    least = torch.finfo(g.dtype).tiny * 2**27
+    since, until, factors, size = torch.threshold_(g.exp(), least, 0), torch.ones_like(g), [], 1
     while size < g.shape[1]:
         since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (since, until))
         factors.append((since_[:, :, 1].clone(), until_[:, :, 0].clone()))
         until_[:, :, 0] *= since_[:, :, 1, -1:]
         since_[:, :, 1] *= since_[:, :, 0, -1:]
+        torch.threshold_(until_[:, :, 0], least, 0)
+        torch.threshold_(since_[:, :, 1], least, 0)
         size *= 2
     return since, until, factors
 
