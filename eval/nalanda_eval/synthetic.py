@@ -93,6 +93,22 @@ def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
     return torch.rand(n, of, generator=draw).topk(count, 1).indices
 
 
+def key_value_pairs(draw: torch.Generator, n: int, count: int, values: int) -> Tensor:
+    """n rows of `count` pairs, one after the other, `[n, 2·count]`: keys below `values`, and values as many
+    above; none of either twice."""
+    keys, found = (distinct(draw, n, count, values) for _ in range(2))
+    return torch.stack([keys, values + found], 2).flatten(1)
+
+
+def check_room(name: str, what: str, count: int, each: int, sequence: int, values: int) -> None:
+    """Raises ValueError unless `count` of them, of `each` tokens, fit into a sequence and differ."""
+    if count > values or each * count > sequence:
+        raise ValueError(
+            f"{name}: {count} {what} need a sequence of {each * count} or more, "
+            f"and as many values; sequence is {sequence}, values {values}"
+        )
+
+
 @dataclass(frozen=True)
 class MQAR(Task):
     """Multi-query associative recall (Zoology, arXiv 2312.04927).
@@ -111,11 +127,7 @@ class MQAR(Task):
     axis: ClassVar[str] = "key–value pairs"
 
     def __post_init__(self):
-        if max(self.pairs) > self.values or 4 * max(self.pairs) > self.sequence:
-            raise ValueError(
-                f"{self.name}: {max(self.pairs)} pairs need a sequence of {4 * max(self.pairs)} or more, "
-                f"and as many values; sequence is {self.sequence}, values {self.values}"
-            )
+        check_room(self.name, "pairs", max(self.pairs), 4, self.sequence, self.values)
 
     vocab_size = property(lambda self: 1 + 2 * self.values)
     cases = property(lambda self: self.pairs)
@@ -126,8 +138,7 @@ class MQAR(Task):
 
     def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
         def pairs(m: int) -> Tensor:
-            keys, values = (distinct(draw, m, case, self.values) for _ in range(2))
-            return torch.stack([1 + keys, 1 + self.values + values], 2).flatten(1)
+            return 1 + key_value_pairs(draw, m, case, self.values)  # 0 is blank
 
         told = self.kept(pairs, n, split)
         slots = (self.sequence - 2 * case) // 2
@@ -194,11 +205,7 @@ class Needles(Task):
     axis: ClassVar[str] = "keys"
 
     def __post_init__(self):
-        if max(self.keys) > self.values or 3 * max(self.keys) > self.sequence:
-            raise ValueError(
-                f"{self.name}: {max(self.keys)} keys need a sequence of {3 * max(self.keys)} or more, "
-                f"and as many values; sequence is {self.sequence}, values {self.values}"
-            )
+        check_room(self.name, "keys", max(self.keys), 3, self.sequence, self.values)
 
     vocab_size = property(lambda self: 3 * self.values)
     cases = property(lambda self: self.keys)
@@ -209,8 +216,7 @@ class Needles(Task):
 
     def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
         def pairs(m: int) -> Tensor:
-            keys, values = (distinct(draw, m, case, self.values) for _ in range(2))
-            return torch.stack([keys, self.values + values], 2).flatten(1)
+            return key_value_pairs(draw, m, case, self.values)
 
         told, end = self.kept(pairs, n, split), self.sequence - case
         ids = torch.randint(2 * self.values, 3 * self.values, (n, self.sequence), generator=draw)

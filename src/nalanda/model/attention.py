@@ -188,7 +188,8 @@ class SoftmaxAttention(Mixer):
 
     def wanted(self, past: Tensor) -> Tensor:
         """How many of its `past` tokens a sequence's next token sees."""
-        return past if self.reach is None else past.clamp(max=self.reach - 1)
+        assert self.reach is not None
+        return past.clamp(max=self.reach - 1)
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
