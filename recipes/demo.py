@@ -8,6 +8,7 @@ baselines. Started again, it resumes. Arguments are settings of the recipe:
 
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -131,13 +132,16 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
 def compare(run_dir: Path) -> Panel:
     """The validation perplexity of a run, of bigrams of its training tokens, and of the run without mixers.
 
-    All are on the same rows; without mixers means with their outputs zeroed.
+    All are on the same rows; without mixers means with their outputs zeroed. Beside them stand bits per byte,
+    unless the tokenizer loses bytes.
     """
     from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
     from nalanda.config.load import load_config
+    from nalanda.data.text_bytes import text_bytes
     from nalanda.inference.load import load_model
     from nalanda.report.plot import plot
     from nalanda.train.build import open_batches
+    from nalanda.train.loss import count_bytes, count_labels
 
     config = load_config(run_dir / "config.yaml")
     model, tokenizer = load_model(str(run_dir / "final"))
@@ -152,10 +156,15 @@ def compare(run_dir: Path) -> Panel:
     with zeroed_mixers(model):
         figures["the model, token mixers zeroed"] = measure_perplexity(model, rows)
 
-    measured = Table("[bold]validation perplexity", "", box=None, header_style="", padding=(0, 2, 0, 0))
-    measured.columns[1].justify = "right"
+    measured = Table("[bold]on the validation rows", box=None, header_style="", padding=(0, 2, 0, 0))
+    measured.add_column("perplexity", justify="right")
+    sizes = text_bytes(tokenizer)
+    if sizes:
+        measured.add_column("bits per byte", justify="right")
+        tokens_per_byte = sum(map(count_labels, rows)) / sum(count_bytes(row, sizes) for row in rows)
     for name, value in figures.items():
-        measured.add_row(f"  {name}", f"{value:,.1f}")
+        bits = [f"{math.log2(value) * tokens_per_byte:.3f}"] if sizes else []
+        measured.add_row(f"  {name}", f"{value:,.1f}", *bits)
     places = Table("[bold]where it is", "", box=None, header_style="", padding=(0, 2, 0, 0))
     places.add_row("  model", str(run_dir / "final"))
     places.add_row("  loss curve", str(plot([run_dir], run_dir / "loss.png")))

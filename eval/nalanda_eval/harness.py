@@ -314,6 +314,11 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
         else:
             stderr[metric] = None
     samples = raw["samples"].get(task, [])
+    if "perplexity" in metrics and samples:  # of an ending, as LAMBADA's; the harness has no bits for it
+        sizes = [len(sample["arguments"][0][1].encode()) for sample in samples]
+        metrics["bits_per_byte"] = -sum(sample["perplexity"] for sample in samples) / sum(sizes) / math.log(2)
+        for sample, size in zip(samples, sizes, strict=True):
+            sample["bits_per_byte"] = (sample["perplexity"], size)
     for metric in report.PERPLEXITIES:
         if metric in metrics and len(samples) > 1:
             stderr[metric] = _perplexity_stderr(

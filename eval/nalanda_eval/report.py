@@ -150,8 +150,12 @@ def notes(results: dict[str, Any]) -> list[str]:
     if results["limit"] is not None:
         lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")
     for name, model in zip(_titles(results), results["models"], strict=True):
-        if (bits := _figure(model, "wikitext", "bits_per_byte")) is not None:
-            lines.append(f"{name}: {bits:.3f} bits per byte of wikitext.")
+        bits = {
+            text: _figure(model, task, "bits_per_byte")
+            for task, text in (("wikitext", "wikitext"), ("lambada_openai", "LAMBADA's last words"))
+        }
+        if told := [f"{value:.3f} of {text}" for text, value in bits.items() if value is not None]:
+            lines.append(f"{name}: bits per byte {', '.join(told)}.")
     for model in results["models"]:
         long = f"windows of {model['max_length']} tokens" if model["max_length"] else "texts read whole"
         found = f" ({model['found']} of them kept from before)" if model["found"] else ""

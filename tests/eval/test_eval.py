@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import functools
 import gzip
 import io
 import json
@@ -14,6 +15,7 @@ import sys
 import types
 
 import pytest
+import tiny_models
 import torch
 import transformers
 from nalanda_eval import harness as harness_module
@@ -22,7 +24,7 @@ from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
 from nalanda_eval.task_data import PACKAGED, find_tasks
 
-from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda import NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.model_folder import check_name
 from nalanda.inference.generate import generate
@@ -40,28 +42,12 @@ def adapter():
     return adapter
 
 
-def build(tokenizer, path, **options):
-    torch.manual_seed(0)
-    config = NalandaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_heads=2,
-        intermediate_size=64,
-        initializer_range=0.2,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        **options,
-    )
-    NalandaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+save = functools.partial(tiny_models.save, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tokenizer, tmp_path_factory):
-    return build(tokenizer, tmp_path_factory.mktemp("model"))
+    return save(tokenizer, tmp_path_factory.mktemp("model"))
 
 
 def text(seed: int, words: int = 8) -> str:
@@ -292,7 +278,13 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     assert model["tasks"]["piqa"]["documents"] == 6
     share = model["tasks"]["piqa"]["metrics"]["acc"]
     assert model["tasks"]["piqa"]["stderr"]["acc"] == pytest.approx(math.sqrt(share * (1 - share) / 5))
-    assert model["tasks"]["lambada_openai"]["stderr"]["perplexity"] > 0
+    words = model["tasks"]["lambada_openai"]
+    asked = [(text(i, 12), f" {WORDS[i]}") for i in range(6)]
+    summed = sum(value for value, _ in score(adapter, checkpoint, asked))
+    size = sum(len(target) for _, target in asked)
+    assert words["metrics"]["perplexity"] == pytest.approx(math.exp(-summed / 6), rel=1e-5)
+    assert words["metrics"]["bits_per_byte"] == pytest.approx(-summed / size / math.log(2), rel=1e-5)
+    assert words["stderr"]["perplexity"] > words["stderr"]["bits_per_byte"] > 0
     assert json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
 
     lines = (tmp_path / "results.md").read_text().splitlines()
@@ -372,7 +364,7 @@ def test_rolling_begins_with_one_bos_and_goes_on_in_windows(adapter, checkpoint)
 
 
 def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tmp_path):
-    path = build(tokenizer, tmp_path / "wild")
+    path = save(tokenizer, tmp_path / "wild")
     model = NalandaForCausalLM.from_pretrained(path)
     with torch.no_grad():
         model.lm_head.weight *= 1e4
@@ -391,12 +383,14 @@ def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tm
 def test_bits_per_byte_stand_below_the_table():
     facts = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
     wiki = {"metrics": {"word_perplexity": 30.0, "bits_per_byte": 0.9171}, "stderr": {}}
+    words = {"metrics": {"perplexity": 40.0, "bits_per_byte": 1.25}, "stderr": {}}
     models = [
         {"name": name, "tasks": tasks, "log_likelihoods": 1, **facts}
-        for name, tasks in (("a", {"wikitext": wiki}), ("b", {}))
+        for name, tasks in (("a", {"wikitext": wiki, "lambada_openai": words}), ("b", {}))
     ]
     lines = report.notes({"models": models, "left_out": {}, "limit": None})
-    assert [line for line in lines if "bits" in line] == ["a: 0.917 bits per byte of wikitext."]
+    told = "a: bits per byte 0.917 of wikitext, 1.250 of LAMBADA's last words."
+    assert [line for line in lines if "bits" in line] == [told]
 
 
 # ------------------------------ long texts
@@ -422,7 +416,7 @@ def test_long_texts_are_read_whole_by_recurrent_models(adapter, checkpoint, toke
     )
     assert abs(bits["window"] - bits["whole"]) > 1e-3
 
-    attention = build(tokenizer, tmp_path / "softmax", mixer="softmax")
+    attention = save(tokenizer, tmp_path / "softmax", mixer="softmax")
     for options, found in {
         "softmax": {"models": [attention], "long": "whole"},
         "use window or whole": {"models": [checkpoint], "long": "chunks"},
@@ -786,7 +780,7 @@ def test_bad_models_are_one_line(checkpoint, tmp_path):
 def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    path = build(tokenizer, tmp_path / "torn")
+    path = save(tokenizer, tmp_path / "torn")
     weights = load_file(f"{path}/model.safetensors")
     weights.pop("lm_head.weight")
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})

@@ -12,8 +12,8 @@ from nalanda_eval.fetch import fetch_tasks
 from nalanda_eval.harness import evaluate
 from nalanda_eval.needles import KINDS, NEEDLES, NeedleTask, haystack, needle_rows
 from nalanda_eval.task_data import GROUPS, LOCAL, find_tasks, read_rows
+from tiny_models import save
 
-from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.inference.load import load_model
 
@@ -51,20 +51,9 @@ ASKED = {
 }
 
 
-def build(tokenizer, path, **options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 64}
-    config = NalandaConfig(
-        vocab_size=320, initializer_range=0.2, bos_token_id=0, eos_token_id=0, **sizes, **options
-    )
-    NalandaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tokenizer, tmp_path_factory):
-    return build(tokenizer, tmp_path_factory.mktemp("model"))
+    return save(tokenizer, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +241,7 @@ def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words,
     assert report.others(results) is None
     assert report.suite(results) is report.suite(results, "recall") is None
 
-    short = build(load_model(checkpoint)[1], tmp_path / "short", max_position_embeddings=1024)
+    short = save(load_model(checkpoint)[1], tmp_path / "short", max_position_embeddings=1024)
     results = evaluate([short], ["niah_single_1"], limit=1)
     assert list(results["models"][0]["tasks"]) == ["niah_single_1_1k"]
     (how,) = results["left_out"].items()

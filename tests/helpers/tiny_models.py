@@ -1,14 +1,15 @@
-"""Every mixer and map as a row of tests; `nalanda.testing` makes the tiny models."""
+"""Every mixer and map as a row of tests, and a model on disk; `nalanda.testing` makes the tiny models."""
 
 import itertools
 
 import pytest
+import torch
 
-from nalanda import NalandaConfig
+from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 from nalanda.testing import VOCAB, build, close, ids, logits
 
-__all__ = ["VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows"]
+__all__ = ["VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows", "save"]
 
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
@@ -84,3 +85,15 @@ def rows() -> list:
             row = {"mixer": mixer, "feature_map": feature_map, "mixer_options": options}
             found.append(pytest.param(row, id=f"{mixer}-{feature_map}"))
     return found
+
+
+def save(tokenizer, path, **fields) -> str:
+    """Saves a random model of two layers and the tokenizer of bytes; returns the path."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    config = NalandaConfig(
+        **sizes, intermediate_size=64, initializer_range=0.2, bos_token_id=0, eos_token_id=0, **fields
+    )
+    NalandaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
