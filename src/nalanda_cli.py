@@ -348,7 +348,7 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help="nalanda, fla, llama, qwen3_5, mlx, gguf; required where more than one is possible"
+            help="nalanda, fla, llama, qwen3_5, kimi_linear, mlx, gguf; required where more are possible"
         ),
     ] = None,
     check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
