@@ -76,6 +76,19 @@ def test_what_transformers_saves(tmp_path):
     assert NalandaConfig.from_pretrained(ours).layer_mixers == ["kda", "kda"]
 
 
+def test_mlx_computes_the_same(tokenizer, tmp_path):
+    mlx_lm = pytest.importorskip("mlx_lm")
+    torch.manual_seed(0)
+    config = NalandaConfig(**(SIZES | OURS | {"vocab_size": 272}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    out = convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx")
+    card = (out / "README.md").read_text()
+    assert "greedy tokens equal | 32 of 32" in card
+    assert ", mlx-lm 0" in card
+    assert len(mlx_lm.load(str(out))[0].layers) == 3
+
+
 def refused(source, to=None):
     with pytest.raises(InputError) as caught:
         convert(str(source), str(source.parent / "out"), to)

@@ -28,11 +28,14 @@ from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
 
 LIBRARIES = {
-    **{"fla": fla.FORMATS, "llama": llama.FORMATS, "qwen3_5": qwen3_5.FORMATS, "mlx": qwen3_5.FORMATS},
+    "fla": fla.FORMATS,
+    "llama": llama.FORMATS,
+    "qwen3_5": qwen3_5.FORMATS,
     "kimi_linear": kimi_linear.FORMATS,
+    "mlx": qwen3_5.FORMATS | kimi_linear.FORMATS,
 }
 """Other libraries' formats by `model_type`, under the name of the library for `--to`. mlx-lm makes its own of
-Qwen3.5's."""
+Qwen3.5's and KimiLinear's."""
 
 FORMATS = {kind: format for formats in LIBRARIES.values() for kind, format in formats.items()}
 

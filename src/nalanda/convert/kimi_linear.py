@@ -39,6 +39,7 @@ _TRANSFORMERS = {
 _UNUSED = {  # of latent attention and of experts
     **{"num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 512, "q_lora_rank": None},
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True},
+    **{"head_dim": 64, "rope_theta": 10000.0},
     **{
         "num_experts": 256,
         "num_experts_per_token": 8,
@@ -50,7 +51,7 @@ _UNUSED = {  # of latent attention and of experts
 }
 _READ_ONLY = {  # of the other form, and of older releases
     *("layer_types", "mlp_layer_types", *_TRANSFORMERS.values(), "attention_bias", "attention_dropout"),
-    *("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "output_router_logits", "pretraining_tp"),
+    *("qk_head_dim", "rope_scaling", "output_router_logits", "pretraining_tp"),
 }
 
 
