@@ -348,7 +348,7 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help="nalanda, fla, llama, qwen3_5, mlx, gguf; required where more than one is possible"
+            help="nalanda, fla, llama, qwen3_5, kimi_linear, mlx, gguf; required where more are possible"
         ),
     ] = None,
     check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
@@ -361,9 +361,10 @@ def convert(
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
-    Flash-linear-attention's DeltaNet, Gated DeltaNet, GLA, RetNet and Transformer++, transformers' Llama and
-    Qwen3.5. What the other format cannot express is an error. Both models compute on a CPU, and no folder is
-    made if they differ; the differences go into its README.md. llama.cpp and mlx-lm compute their own files.
+    Flash-linear-attention's DeltaNet, Gated DeltaNet, KDA, DeltaProduct, GLA, RetNet and Transformer++,
+    transformers' Llama, Qwen3.5 and KimiLinear. What the other format cannot express is an error. Both models
+    compute on a CPU, and no folder is made if they differ; the differences go into its README.md. llama.cpp
+    and mlx-lm compute their own files.
     """
     _check_models([source])
     if to == "gguf":

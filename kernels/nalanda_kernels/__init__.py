@@ -214,7 +214,7 @@ def take_torch_path(module: ModuleType) -> bool:
     the second call for a module does not.
     """
     changed = False
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", *_CONVOLUTIONS):
+    for name in (*_RULES, *_CONVOLUTIONS):
         chosen = getattr(module, name, None)
         if chosen is not None and (plain := inspect.unwrap(chosen)) is not chosen:
             setattr(module, name, _by_device(chosen, plain))
@@ -222,6 +222,10 @@ def take_torch_path(module: ModuleType) -> bool:
     return changed
 
 
+_RULES = (
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+)
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 

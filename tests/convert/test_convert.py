@@ -488,6 +488,7 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("fla", {"mixer": "deltanet", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
         ("fla", {"mixer": "deltanet", "use_bias": True}, "use_bias=True"),
         ("fla", {"mixer": "kda", "use_gate": False}, "use_gate=False"),
+        ("fla", {"mixer": "kda", "mixer_options": {"gate_bias": False}}, "gate_bias=False"),
         ("fla", {"mixer": "kda", "mixer_options": {"norm_write": True}}, "norm_write=True"),
         ("fla", {"mixer": "delta_product", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
         ("fla", {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}}, "gate_temperature=8.0"),
@@ -547,6 +548,8 @@ def test_folders_that_hold_no_model(tmp_path):
     source = write(tmp_path / "a", config_of("gla"), tensors_of("gla"))
     with pytest.raises(InputError, match="exists; choose another folder"):
         convert(str(source), str(tmp_path))
+    (source / "config.json").write_text('{"model_type": "mamba2"}')
+    assert "use_conv_bias: its convolutions have a bias" in refused(source, tmp_path)
     (source / "config.json").write_text('{"model_type": "mamba"}')
     assert "model_type 'mamba' is not one of nalanda, delta_net" in refused(source, tmp_path)
     (source / "config.json").write_text(json.dumps(config_of("gla")))

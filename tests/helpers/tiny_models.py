@@ -9,7 +9,7 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 from nalanda.testing import VOCAB, build, close, ids, logits
 
-__all__ = ["VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows", "save"]
+__all__ = ["SOME_MAPS", "VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows", "save"]
 
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
@@ -47,7 +47,11 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
             ("raw", {"norm_write": True, "norm_read": True, "qk_norm": "none"}, {"feature_map": "identity"}),
             ("raw_nala", {"norm_write": True, "qk_norm": "none", "num_v_heads": 4}, {"use_gate": False}),
             ("rms", {"norm_write": True, "qk_norm": "rms"}, {"mixer": "deltanet", "feature_map": "silu"}),
-            ("kda", {"norm_write": True, "norm_read": True, "num_v_heads": 4}, {"mixer": "kda"}),
+            (
+                "kda",
+                {"norm_write": True, "norm_read": True, "num_v_heads": 4, "gate_bias": False},
+                {"mixer": "kda"},
+            ),
             ("erase", {"allow_neg_eigval": True, "num_v_heads": 4}, {"mixer": "gated_deltanet2"}),
             (
                 "steps",
@@ -65,16 +69,15 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
 }
 
 
-SOME_MAPS = ("silu", "nala", "pola")  # under mixers that hand their map to the same op as those with all
+# Mixers that hand their map to the same ops as those with all maps: quick tests take some.
+SOME_MAPS = dict.fromkeys(("kda", "gated_deltanet2", "delta_product", "mamba2"), ("silu", "nala", "pola"))
 
 
 def rows() -> list:
-    """Every mixer with the maps that it takes, or once without a map; and the variants."""
+    """Every mixer with the maps that it takes, or once without a map; and the variants. Some are slow."""
     found = [pytest.param(options, id=name) for name, options in VARIANTS.items()]
     for mixer, feature_map in itertools.product(MIXERS, (None, *FEATURE_MAPS)):
         options = {}
-        if mixer in ("kda", "gated_deltanet2", "delta_product", "mamba2") and feature_map not in SOME_MAPS:
-            continue
         if mixer == "linear_attention" and feature_map:  # signed maps cannot have a denominator
             options = {"denominator": build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative}
         try:
@@ -83,7 +86,8 @@ def rows() -> list:
             continue
         if feature_map or MIXERS[mixer].map_name is None:
             row = {"mixer": mixer, "feature_map": feature_map, "mixer_options": options}
-            found.append(pytest.param(row, id=f"{mixer}-{feature_map}"))
+            marks = () if feature_map in SOME_MAPS.get(mixer, (feature_map,)) else pytest.mark.slow
+            found.append(pytest.param(row, id=f"{mixer}-{feature_map}", marks=marks))
     return found
 
 

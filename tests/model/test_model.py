@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VARIANTS, VOCAB, build, close, ids, logits, rows
+from tiny_models import SOME_MAPS, VARIANTS, VOCAB, build, close, ids, logits, rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
+from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, testing
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.attention import SoftmaxAttention
 from nalanda.model.delta import Decay
@@ -41,13 +41,26 @@ def test_every_mixer_and_map_is_in_the_table():
     seen = [tuple(p.values[0].get(key) for key in ("mixer", "feature_map")) for p in rows()]
     assert {mixer for mixer, _ in seen if isinstance(mixer, str)} == set(MIXERS)
     assert {row for row in seen if isinstance(row[0], str)} >= set(
-        itertools.product(("deltanet", "linear_attention"), FEATURE_MAPS)
+        itertools.product(("deltanet", "linear_attention", *SOME_MAPS), FEATURE_MAPS)
     )
 
 
 @pytest.mark.parametrize("holds", MIXER_PROPERTIES, ids=lambda f: f.__name__)
 def test_property(model, holds):
     holds(model)
+
+
+@pytest.mark.parametrize("mixer", SOME_MAPS)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_what_a_map_may_break(mixer, feature_map):
+    """Quick properties, for the rows of the table that are slow."""
+    if feature_map not in SOME_MAPS[mixer]:
+        model = build(mixer, feature_map)
+        testing.causal(model)
+        testing.gradients_of_a_prefix_ignore_the_future(model)
+        testing.chunkwise_is_recurrent_is_reference(model)
+        testing.half_precision_agrees(model)
+        testing.every_parameter_learns(model)
 
 
 @pytest.mark.parametrize(

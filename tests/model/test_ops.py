@@ -1,6 +1,7 @@
 """The recurrences: every mode against the float64 reference, outputs, final state and all gradients."""
 
 import importlib
+import inspect
 import itertools
 import os
 import subprocess
@@ -90,6 +91,16 @@ every_mode = pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"]
 def test_a_decay_per_channel_is_kda(mode):
     naive = pytest.importorskip("fla.ops.kda.naive")
     against_peer(mode, ("q", "k", "v", "g", "beta"), naive.naive_recurrent_kda, value_heads=4)
+
+
+@every_mode
+def test_a_decay_per_channel_is_that_of_transformers(mode):
+    """Their two functions in torch have the scale of the op's default and read one head of keys for each of
+    values."""
+    theirs = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    names = ("q", "k", "v", "g", "beta")
+    for function in (theirs.chunk_kimi_delta_attention, theirs.recurrent_kimi_delta_attention):
+        against_peer(mode, names, inspect.unwrap(function))
 
 
 @every_mode

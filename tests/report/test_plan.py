@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nalanda.common.errors import InputError
+from nalanda.model.ops import delta_rule_flops
 from nalanda.report.plan import Cluster, Counts, Split, clusters, count, plan, predict, tensor_parallelism
 from nalanda_cli import main
 
@@ -149,6 +150,10 @@ def test_counts_of_a_recipe():
     linear = count("gla_340m", [])
     assert linear.transitions == 24 * 4 * 4 * 128  # the decay
     assert linear.passing == 24 * 2 * 4 * 128 * 256
+    read = 2 * 8 * F * V
+    kda, steps = count("kda_340m", []), count("delta_product_340m", [])
+    assert kda.passing == pytest.approx(24 * (read + delta_rule_flops(8, F, F, channels=True)))
+    assert steps.passing == pytest.approx(24 * 2 * (read + delta_rule_flops(8, F, F)))  # two steps a token
 
 
 def test_printed(capsys, monkeypatch):

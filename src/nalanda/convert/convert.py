@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
-from nalanda.convert import fla, llama, qwen3_5
+from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import card, compare, unchecked
 from nalanda.convert.formats import Config, Tensors, unsupported
 from nalanda.convert.mlx import check_mlx, to_mlx
@@ -27,13 +27,25 @@ from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
 
-LIBRARIES = {"fla": fla.FORMATS, "llama": llama.FORMATS, "qwen3_5": qwen3_5.FORMATS, "mlx": qwen3_5.FORMATS}
+LIBRARIES = {
+    "fla": fla.FORMATS,
+    "llama": llama.FORMATS,
+    "qwen3_5": qwen3_5.FORMATS,
+    "kimi_linear": kimi_linear.FORMATS,
+    "mlx": qwen3_5.FORMATS | kimi_linear.FORMATS,
+}
 """Other libraries' formats by `model_type`, under the name of the library for `--to`. mlx-lm makes its own of
-Qwen3.5's."""
+Qwen3.5's and KimiLinear's."""
 
 FORMATS = {kind: format for formats in LIBRARIES.values() for kind, format in formats.items()}
 
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text"}  # its text model alone is read
+
+_APART = {
+    "olmo_hybrid": "layer_types: its full_attention layers norm their output, ours their input",
+    "mamba2": "use_conv_bias: its convolutions have a bias and no GLU follows its mixers, unlike here",
+}
+"""Models of mixers like ours that differ elsewhere."""
 
 _SIDE_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -132,7 +144,7 @@ def _matched(
         if tensor is None:
             raise InputError(f"tensor {theirs.theirs} is missing")
         rows = [shapes[name][0] for name in theirs.ours]
-        shape = (sum(rows), *shapes[theirs.ours[0]][1:])
+        shape = theirs.shape or (sum(rows), *shapes[theirs.ours[0]][1:])
         if tensor.shape != shape:
             raise InputError(f"tensor {theirs.theirs} is {list(tensor.shape)}, the config says {list(shape)}")
         for i, name in enumerate(theirs.ours):
@@ -172,7 +184,7 @@ def convert(
     Args:
         source: a model folder or a Hugging Face hub id, in our format or one of FORMATS.
         destination: a new folder, which appears only when complete.
-        to: nalanda, fla, llama, qwen3_5 or mlx; required where more than one is possible.
+        to: nalanda, fla, llama, qwen3_5, kimi_linear or mlx; required where more than one is possible.
         check: compare both models, see `certificate.compare`; one is in memory at a time, in fp32.
         dtype: of mlx's weights, see `mlx.DTYPES`; None and elsewhere they keep theirs.
 
@@ -276,8 +288,8 @@ def _refuse(kind: str, given: Config) -> None:
     for config in (given, given.get("text_config") or {}):
         if config.get("num_experts"):
             raise unsupported("num_experts", config["num_experts"])
-    if kind == "olmo_hybrid":
-        raise InputError("layer_types: its full_attention layers norm their output, ours their input")
+    if kind in _APART:
+        raise InputError(_APART[kind])
     raise InputError(f"model_type {kind!r} is not one of nalanda, {', '.join(FORMATS)}")
 
 

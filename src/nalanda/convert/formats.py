@@ -54,11 +54,40 @@ class Tensors:
     """Ours to theirs."""
     split: Callable[[Tensor, list[int]], list[Tensor]] = lambda whole, rows: [whole]
     """Theirs to ours, which have that many rows each."""
+    shape: tuple[int, ...] | None = None
+    """Of theirs; None: the rows of ours together."""
 
 
 def stacked(theirs: str, ours: tuple[str, ...]) -> Tensors:
     """The rows of ours, one after the other."""
     return Tensors(theirs, ours, torch.cat, lambda whole, rows: list(whole.split(rows)))
+
+
+def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any] | None:
+    """The files without the last layer, if it is a null layer, see `null_layer`; kinds: of the layers."""
+    last = f"model.layers.{len(kinds) - 1}."
+    outputs = [files.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")]
+    if kinds.count("full_attention") != 1 or kinds[-1] != "full_attention":
+        return None
+    if any(x is None or x.read().any() for x in outputs):
+        return None
+    return {name: tensor for name, tensor in files.items() if not name.startswith(last)}
+
+
+def null_layer(layer: str, theirs: Config, attention: dict[str, tuple[int, ...]]) -> list[Tensors]:
+    """A layer of zeros, which is an exact identity, for engines whose caches need a layer of attention.
+
+    attention: the shapes of its attention's weights, by name.
+    """
+    D, width = theirs["hidden_size"], theirs["intermediate_size"]
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+    shapes |= {"mlp.gate_proj": (width, D), "mlp.up_proj": (width, D), "mlp.down_proj": (D, width)}
+    dtype = getattr(torch, theirs.get("dtype") or "float32")
+    return [
+        Tensors(f"{layer}{name}.weight", (), lambda _, shape=shape: torch.zeros(shape, dtype=dtype))
+        for name, shape in shapes.items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

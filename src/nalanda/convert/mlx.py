@@ -1,4 +1,4 @@
-"""Folders for mlx-lm, which makes them from Qwen3.5's format."""
+"""Folders for mlx-lm, which makes them from the formats of Qwen3.5 and KimiLinear."""
 
 import json
 from pathlib import Path
@@ -22,19 +22,20 @@ def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not (folder / "tokenizer.json").is_file():
         raise InputError("no tokenizer.json in it, which mlx-lm needs")
-    if theirs["full_attention_interval"] is None:
+    if theirs.get("full_attention_interval", 1) is None:  # of Qwen3.5
         raise InputError(
             "this order of mixers cannot be expressed in mlx-lm: softmax must be every n-th layer"
         )
 
 
 def to_mlx(folder: Path, dtype: str | None) -> None:
-    """Turns a folder in Qwen3.5's format into one of mlx-lm's; dtype: one of DTYPES, None keeps it."""
+    """Turns a folder in either format into one of mlx-lm's; dtype: one of DTYPES, None keeps it."""
     import mlx.core as mx  # pyrefly: ignore[missing-import]
     import mlx_lm  # pyrefly: ignore[missing-import]
 
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | {"model_type": "qwen3_5"}
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["model_type"] = config["model_type"].removesuffix("_text")
     file.write_text(json.dumps(config), encoding="utf-8")
     kept = config.get("dtype", "float32")  # norms are stored in fp32 there
     with quiet(), mx.stream(mx.cpu):

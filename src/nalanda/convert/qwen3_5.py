@@ -15,10 +15,12 @@ from nalanda.convert.formats import (
     Format,
     Tensors,
     add_softmax,
+    null_layer,
     only,
     softmax_options,
     stacked,
     unsupported,
+    without_null_layer,
 )
 from nalanda.model import NalandaConfig
 
@@ -55,8 +57,7 @@ def _per_head(theirs: str, ours: tuple[str, ...], heads: int) -> Tensors:
 class Qwen3_5(Format):
     """Every layer is `gated_deltanet` or `softmax`.
 
-    The engines' caches need a layer of attention. A model without one gets a null layer at its end, whose
-    output projections are zero: an exact identity, which reading recognises and drops.
+    A model without a layer of attention gets a null layer at its end, which reading recognises and drops.
     """
 
     def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
@@ -72,12 +73,9 @@ class Qwen3_5(Format):
         kept = {name: tensor for name, tensor in files.items() if name not in dropped}
         kept = {n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()}
         types = _layer_types(given)
-        last = f"model.layers.{len(types) - 1}."
-        outputs = [kept.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")]
-        only_last = types.count("full_attention") == 1 and types[-1] == "full_attention"
-        if only_last and all(x is not None and not x.read().any() for x in outputs):
-            kept = {name: tensor for name, tensor in kept.items() if not name.startswith(last)}
+        if (fewer := without_null_layer(types, kept)) is not None:
             given = given | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
+            kept = fewer
         return given, kept
 
     def theirs(self, config: NalandaConfig) -> Config:
@@ -100,7 +98,7 @@ class Qwen3_5(Format):
             if layer + "mixer_norm.weight" in there:
                 found += _layer(layer, kind, theirs["num_attention_heads"], dtype)
             else:
-                found += _null_layer(layer, theirs)
+                found += null_layer(layer, theirs, _null_attention(theirs))
         return found
 
 
@@ -129,21 +127,14 @@ def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensor
     return found + [Tensors(f"{theirs}{there}.weight", of(here)) for there, here in same.items()]
 
 
-def _null_layer(layer: str, theirs: Config) -> list[Tensors]:
-    D, width, K = theirs["hidden_size"], theirs["intermediate_size"], theirs["head_dim"]
+def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a layer of attention."""
+    D, K = theirs["hidden_size"], theirs["head_dim"]
     H, groups = theirs["num_attention_heads"], theirs["num_key_value_heads"]
-    shapes = {
-        **{"input_layernorm": (D,), "post_attention_layernorm": (D,)},
-        **{"mlp.gate_proj": (width, D), "mlp.up_proj": (width, D), "mlp.down_proj": (D, width)},
-        **{"self_attn.q_proj": (2 * H * K, D), "self_attn.o_proj": (D, H * K)},
-        **{f"self_attn.{n}_proj": (groups * K, D) for n in "kv"},
-        **{f"self_attn.{n}_norm": (K,) for n in "qk"},
+    return {
+        **{"q_proj": (2 * H * K, D), "k_proj": (groups * K, D), "v_proj": (groups * K, D)},
+        **{"o_proj": (D, H * K), "q_norm": (K,), "k_norm": (K,)},
     }
-    dtype = getattr(torch, theirs.get("dtype") or "float32")
-    return [
-        Tensors(f"{layer}{name}.weight", (), lambda _, shape=shape: torch.zeros(shape, dtype=dtype))
-        for name, shape in shapes.items()
-    ]
 
 
 def _layer_types(theirs: Config) -> list[str]:

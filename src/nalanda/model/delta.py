@@ -227,7 +227,8 @@ class KDA(DeltaNet):
     g is `ChannelDecay` of W₂ W₁ x, β = σ(W_b x). The RMS-normed heads are multiplied by σ(U₂ U₁ x + b),
     unless `use_gate` is off. Both projections to gates have the rank V. A map of F features has F decays.
 
-    Options and all else: as in `DeltaNet`. Cost: its rule's, with decays inside the products. State: F × V.
+    Options: `gate_bias`, whether there is a b (yes, as in flash-linear-attention; Kimi Linear has none); and
+    those of `DeltaNet`. Cost: its rule's, with decays inside the products. State: F × V.
     """
 
     equation = "S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ; o = Sᵀq"
@@ -235,6 +236,29 @@ class KDA(DeltaNet):
     gated = True
     gate_activation = "sigmoid"
     decays = channels = True
+
+    def __init__(
+        self,
+        config,
+        layer_idx: int,
+        *,
+        allow_neg_eigval: bool = False,
+        num_v_heads: int | None = None,
+        norm_write: bool = False,
+        norm_read: bool = False,
+        qk_norm: str = "l2",
+        gate_bias: bool = True,
+    ):
+        self.gate_bias = gate_bias
+        super().__init__(
+            config,
+            layer_idx,
+            allow_neg_eigval=allow_neg_eigval,
+            num_v_heads=num_v_heads,
+            norm_write=norm_write,
+            norm_read=norm_read,
+            qk_norm=qk_norm,
+        )
 
     def add_gates(self, D: int) -> None:
         HV, V, features = self.num_v_heads, self.V, self.feature_map.feature_dim
@@ -244,7 +268,7 @@ class KDA(DeltaNet):
         self.decay = ChannelDecay(HV, features)
         if self.gated:
             self.g_proj = nn.Linear(D, V, bias=False)
-            self.g_up_proj = nn.Linear(V, HV * V)
+            self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
 
     def gates(self, heads: Heads) -> Heads:
         found = super().gates(heads | {"a": self.a_up_proj(heads["a"])})

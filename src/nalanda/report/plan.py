@@ -206,11 +206,13 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             found["halo_messages"] = 1
         else:
             HV, F, V = shape
-            delta, read = isinstance(mixer, DeltaNet), 2 * HV * F * V  # reading the state that arrives
+            delta, more = isinstance(mixer, DeltaNet), 2.0 * HV * F * V  # reading the state that arrives
+            if delta:
+                more += delta_rule_flops(HV, F, F, channels=mixer.channels)
             found["state_messages"] += 1
             found["states"] += 4 * HV * F * V
             found["transitions"] += 4 * HV * F * (F if delta else 1)
-            found["passing"] += read + (delta_rule_flops(HV, F, F) if delta else 0)  # pyrefly: ignore
+            found["passing"] += mixer.steps * more  # pyrefly: ignore[unsupported-operation]
     if found["keys"]:
         found.update(growing=1, attention=mixer.flops(2 * T) - mixer.flops(T))
     return found

@@ -1,0 +1,193 @@
+"""Models in KimiLinear's format whose layers are Kimi Delta Attention and dense GLUs.
+
+Its latent attention norms what its keys and values are made of, and its other GLUs are experts: both have no
+counterpart here. A config has the published form, with `linear_attn_config`, or that of transformers. The
+published one is written; transformers reads both.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.convert.formats import (
+    SHARED,
+    Config,
+    Field,
+    Format,
+    Tensors,
+    checked,
+    null_layer,
+    only,
+    unsupported,
+    without_null_layer,
+)
+from nalanda.model import NalandaConfig
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_KDA = {  # fields of linear_attn_config, and transformers' names of the first three
+    "head_dim": Field(128),
+    "num_heads": Field(32),
+    "short_conv_kernel_size": Field(4),
+    "kda_layers": Field(None),
+    "full_attn_layers": Field(None),
+}
+_TRANSFORMERS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_UNUSED = {  # of latent attention and of experts
+    **{"num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 512, "q_lora_rank": None},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True},
+    **{"head_dim": 64, "rope_theta": 10000.0},
+    **{
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+    },
+    **{"moe_renormalize": True, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446},
+    **{"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_nextn_predict_layers": 0},
+}
+_READ_ONLY = {  # of the other form, and of older releases
+    *("layer_types", "mlp_layer_types", *_TRANSFORMERS.values(), "attention_bias", "attention_dropout"),
+    *("qk_head_dim", "rope_scaling", "output_router_logits", "pretraining_tp"),
+}
+
+
+class KimiLinear(Format):
+    """Every layer is `kda`. A null layer of latent attention is added at the end, see `null_layer`."""
+
+    def takes(self, mixers: set[str]) -> bool:
+        return mixers == {self.mixer}
+
+    def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Without a null layer. transformers saves a dense GLU under the name of the experts."""
+        files = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in files.items()}
+        kinds = _layer_types(given)
+        if (fewer := without_null_layer(kinds, files)) is not None:
+            given = given | {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
+            given["mlp_layer_types"] = (given.get("mlp_layer_types") or [])[: len(kinds) - 1] or None
+            files = fewer
+        return given, files
+
+    def theirs(self, config: NalandaConfig) -> Config:
+        theirs = super().theirs(config)
+        layers = theirs["num_hidden_layers"]
+        theirs["linear_attn_config"]["full_attn_layers"] = [layers + 1]
+        return theirs | {"num_hidden_layers": layers + 1, "first_k_dense_replace": layers + 1}
+
+    def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
+        found = []
+        for name in names:
+            if name.endswith(".A_log"):  # [H] here
+                shape = (1, 1, _kda(theirs)["num_heads"], 1)
+                reshapes = (lambda parts, s=shape: parts[0].view(s), lambda whole, rows: [whole.view(-1)])
+                found.append(Tensors(self.tensor(name, theirs), (name,), *reshapes, shape))
+            else:
+                found.append(Tensors(self.tensor(name, theirs), (name,)))
+        kinds = _layer_types(theirs)
+        if kinds[-1] == _FULL:
+            found += null_layer(f"model.layers.{len(kinds) - 1}.", theirs, _null_attention(theirs))
+        return found
+
+
+def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
+    D, H, latent = theirs["hidden_size"], theirs["num_attention_heads"], theirs["kv_lora_rank"]
+    K, shared, V = theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"], theirs["v_head_dim"]
+    return {
+        "q_proj": (H * (K + shared), D),
+        "kv_a_proj_with_mqa": (latent + shared, D),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (H * (K + V), latent),
+        "o_proj": (D, H * V),
+    }
+
+
+def _kda(theirs: Config) -> Config:
+    """The sizes of the layers of KDA, in either form, and which layers they are."""
+    given = theirs.get("linear_attn_config") or {}
+    older = {name: theirs[other] for name, other in _TRANSFORMERS.items() if theirs.get(other) is not None}
+    return checked(older | given, _KDA, "linear_attn_config.")
+
+
+def _layer_types(theirs: Config) -> list[str]:
+    layers, kda = theirs.get("num_hidden_layers", 27), _kda(theirs)
+    if theirs.get("layer_types"):
+        return theirs["layer_types"]
+    full = kda["full_attn_layers"]  # counted from 1
+    if full is None:
+        return [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
+    return [_FULL if i + 1 in full else _LINEAR for i in range(layers)]
+
+
+def _read(theirs: Config, ours: Config) -> None:
+    layers, kda, kinds = theirs["num_hidden_layers"], _kda(theirs), _layer_types(theirs)
+    if full := [i + 1 for i, kind in enumerate(kinds) if kind != _LINEAR]:
+        raise unsupported("full_attn_layers", full)
+    if len(kinds) != layers:
+        raise InputError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
+    given = theirs["mlp_layer_types"]
+    sparse = (
+        "sparse" in given if given else theirs["num_experts"] and theirs["first_k_dense_replace"] < layers
+    )
+    if sparse:
+        raise unsupported("num_experts", theirs["num_experts"])
+    ours |= {"num_heads": kda["num_heads"], "head_dim": kda["head_dim"]}
+    ours |= {"conv_size": kda["short_conv_kernel_size"], "feature_map": "silu", "use_gate": True}
+    ours["mixer_options"]["gate_bias"] = False
+
+
+def _write(ours: Config, theirs: Config) -> None:
+    if not ours["conv_size"]:
+        raise InputError("conv_size=0 of mixer 'kda' cannot be expressed there")
+    layers = ours["num_hidden_layers"]
+    theirs["linear_attn_config"] = {
+        "head_dim": ours["key_dim"],
+        "num_heads": ours["num_heads"],
+        "short_conv_kernel_size": ours["conv_size"],
+        "kda_layers": [i + 1 for i in range(layers)],
+        "full_attn_layers": [],
+    }
+    theirs["first_k_dense_replace"] = layers
+    for name in _READ_ONLY:
+        del theirs[name]
+
+
+FORMATS = {
+    "kimi_linear": KimiLinear(
+        "KimiLinearForCausalLM",
+        "kda",
+        {name: field for name, field in SHARED.items() if name != "max_position_embeddings"}
+        | {name: Field(default) for name, default in _UNUSED.items()}
+        | dict.fromkeys(_READ_ONLY, Field(None))
+        | {
+            "vocab_size": Field(163840, "vocab_size"),
+            "hidden_size": Field(2304, "hidden_size"),
+            "intermediate_size": Field(9216, "intermediate_size"),
+            "num_hidden_layers": Field(27, "num_hidden_layers"),
+            "model_max_length": Field(1048576, "max_position_embeddings"),
+            "pad_token_id": Field(163839, "pad_token_id"),
+            "bos_token_id": Field(163584, "bos_token_id"),
+            "eos_token_id": Field(163586, "eos_token_id"),
+            "rms_norm_eps": Field(1e-5, "norm_eps"),
+            "hidden_act": only("silu", "swish"),
+            "tie_word_embeddings": only(False),
+            "linear_attn_config": Field(None),
+            "first_k_dense_replace": Field(1),
+            "moe_layer_freq": Field(1),
+        },
+        _read,
+        _write,
+        {
+            ".mixer_norm.": ".input_layernorm.",
+            ".mlp_norm.": ".post_attention_layernorm.",
+            ".mixer.decay.": ".self_attn.",
+            ".mixer.a_proj.": ".self_attn.f_a_proj.",
+            ".mixer.a_up_proj.": ".self_attn.f_b_proj.",
+            ".mixer.g_proj.": ".self_attn.g_a_proj.",
+            ".mixer.g_up_proj.": ".self_attn.g_b_proj.",
+            ".mixer.": ".self_attn.",
+        },
+    ),
+}
