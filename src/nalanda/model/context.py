@@ -4,8 +4,8 @@ A row of T tokens is cut into N parts of T/N. Part r needs of the others only
 
 - for a recurrence, the state S_r of its row's document at the part's first token. A part takes the state S to
   M S + U: U is its final state from zero, M the product of its transitions (diagonal for linear attention).
-  All M and U are exchanged, and S_r follows by a scan. The part's outputs from zero are computed meanwhile;
-  what they lack is linear in S_r;
+  All M and U are exchanged, and S_r follows by a scan. The outputs from zero come with U; what they lack is
+  linear in S_r;
 - for a short convolution, the last W − 1 inputs before it; for attention, the keys and values that its
   tokens still see.
 
