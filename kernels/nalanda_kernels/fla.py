@@ -32,15 +32,16 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """`nalanda.ops.delta_rule` by `chunk_delta_rule` or, with g, `chunk_gated_delta_rule`.
+    """`nalanda.ops.delta_rule` by `chunk_delta_rule`; with g by `chunk_gated_delta_rule`, with g by key channel
+    by `chunk_kda`, with erase or write by `chunk_gdn2`.
 
-    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta and g `[B, T, HV]`, states `[N, HV, K, V]` in fp32.
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta `[B, T, HV]`, g `[B, T, HV (, K)]`, erase `[B, T, HV, K]`,
+    write `[B, T, HV, V]`, states `[N, HV, K, V]` in fp32.
 
     Raises:
-        Unsupported: gates by channel, precision above 16 bits, more than 256 features, chunks below 16
-            tokens, no tokens, or a Triton that compiles fla's gated backward wrongly for this GPU.
+        Unsupported: precision above 16 bits, more than 256 features, chunks below 16 tokens, no tokens, or a
+            Triton that compiles fla's gated backward wrongly for this GPU.
     """
-    no_channels(g, erase, write)
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
     _check(q, v, g, chunk_size)
     theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
@@ -50,17 +51,32 @@ def delta_rule(
         if q.shape[-1] > WIDEST:
             raise Unsupported(f"K = {q.shape[-1]} features are more than {WIDEST}")
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
-        options |= {"use_qk_l2norm_in_kernel": theirs, "chunk_size": min(chunk_size, 64)}
-        if g is None:
+        options |= {"use_qk_l2norm_in_kernel": theirs}
+        q, k, values, size = q.to(dtype), k.to(dtype), v.to(dtype), {"chunk_size": min(chunk_size, 64)}
+        if erase is not None or write is not None:
+            from fla.ops.gdn2 import chunk_gdn2
+
+            q, k = _repeat(q, k, v)
+            g = torch.zeros_like(beta) if g is None else g
+            g = (g if g.ndim == 4 else g[..., None]).float().expand(k.shape)
+            erase, write = (  # in the precision of k and v, which they multiply
+                (beta[..., None] if x is None else beta[..., None] * x).to(dtype).expand(like.shape)
+                for x, like in ((erase, k), (write, v))
+            )
+            o, state = chunk_gdn2(q, k, values, g, erase, write, **options)
+        elif g is None:
             from fla.ops.delta_rule import chunk_delta_rule
 
             q, k = _repeat(q, k, v)
-            o, state = chunk_delta_rule(q.to(dtype), k.to(dtype), v.to(dtype), beta, **options)
+            o, state = chunk_delta_rule(q, k, values, beta, **options, **size)
+        elif g.ndim == 4:
+            from fla.ops.kda import chunk_kda
+
+            o, state = chunk_kda(q, k, values, g.float(), beta, **options)
         else:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-            q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
-            o, state = chunk_gated_delta_rule(q, k, values, g.float(), beta, **options)
+            o, state = chunk_gated_delta_rule(q, k, values, g.float(), beta, **options, **size)
     return o.to(v.dtype), state if output_final_state else None
 
 

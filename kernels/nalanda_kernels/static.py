@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ class Case:
     """A call of an op, as in a recipe.
 
     K, V: widths of a head before the map. H: heads. map: its name or None. norm: "l2" or None.
+    channels: decays by key channel (KDA). erase: gates of what is erased and written too (Gated DeltaNet 2).
     """
 
     op: str
@@ -57,9 +59,11 @@ class Case:
     H: int
     map: str | None = None
     gated: bool = False
+    channels: bool = False
+    erase: bool = False
     norm: str | None = None
     dtype: torch.dtype = torch.bfloat16
-    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout or a step
 
     @property
     def F(self) -> int:
@@ -91,6 +95,11 @@ CASES = {
     "short_conv": Case("short_convs", 128, 256, 6),
     "step": Case("step", 128, 256, 6, map="nala", gated=True, norm="l2"),
     "step deltanet": Case("step", 128, 128, 8, map="silu", norm="l2"),
+    "step kda": Case("step", 128, 128, 8, map="silu", norm="l2", gated=True, channels=True),
+    "step gated_deltanet2": Case(
+        "step", 128, 128, 8, map="silu", norm="l2", gated=True, channels=True, erase=True
+    ),
+    "step delta_product": Case("step", 128, 128, 8, map="silu", norm="l2", options=(("steps", 4),)),
     "swiglu": Case("swiglu", 2816, 2816, 1),
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
@@ -120,8 +129,9 @@ def feature_map(case: Case) -> StandIn | None:
 
 
 def tensors(case: Case, B: int, T: int, K: int) -> tuple[torch.Tensor, ...]:
-    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta and g `[B, T, H]` (fp32): zeros that require gradients."""
-    shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), (case.H,)
+    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]` and g `[B, T, H (, F)]`, both fp32: zeros that
+    require gradients."""
+    shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), (case.H, *[case.F] * case.channels)
     dtypes = *[case.dtype] * 3, torch.float32, torch.float32
     return tuple(
         torch.zeros(B, T, *shape, dtype=dtype, requires_grad=True)
@@ -162,10 +172,12 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
 
 
 def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
-    """One token of (Gated) DeltaNet for N sequences, with convolutions, gates and norm."""
-    H, K, V, dtype = case.H, case.K, case.V, case.dtype
-    sizes = {"q": H * K, "k": H * K, "v": H * V}
-    widths = sizes | {"b": H} | ({"a": H, "gate": H * V} if case.gated else {})
+    """One token of a delta rule for N sequences, with convolutions, gates and norm."""
+    H, K, V, dtype, options = case.H, case.K, case.V, case.dtype, dict[str, Any](case.options)
+    steps, G = options.get("steps", 1), case.F if case.channels else 1
+    sizes = {"q": H * K, "k": steps * H * K, "v": steps * H * V}
+    widths = sizes | ({"b": H * case.F, "w": H * V} if case.erase else {"b": steps * H})
+    widths |= {"a": H * G, "gate": H * V} if case.gated else {}
     state = {f"conv_{x}": torch.zeros(N, 3, n, dtype=dtype) for x, n in sizes.items()}
     return op(
         lambda: {x: torch.zeros(N, 1, n, dtype=dtype) for x, n in widths.items()},
@@ -178,10 +190,12 @@ def _step(op: Callable, case: Case, N: int) -> tuple[torch.Tensor, ...]:
         feature_map=feature_map(case),
         qk_norm=case.norm,
         delta=True,
-        decay=(torch.zeros(H), torch.zeros(H)) if case.gated else None,
+        decay=(torch.zeros(H), torch.zeros(H * G)) if case.gated else None,
         filters={x: torch.zeros(n, 1, 4, dtype=dtype) for x, n in sizes.items()},
         silu=True,
         norm=(torch.ones(V, dtype=dtype), 1e-5),
+        gate_activation="sigmoid" if case.channels else "silu",
+        **options,
     )[:1]
 
 

@@ -238,11 +238,22 @@ STEPS = {
         "feature_map": "nala_released",
         "use_gate": False,
     },
+    "kda": {"mixer_options": {"num_v_heads": 4}},
+    "kda, nala": {"feature_map": "nala", **WIDE},
+    "gated_deltanet2": {"mixer_options": {"allow_neg_eigval": True}},
+    "gated_deltanet2, nala": {"feature_map": "nala", "conv_size": 0, **WIDE},
+    "delta_product": {"mixer_options": {"num_v_heads": 4}},
+    "delta_product, nala": {
+        "mixer_options": {"num_householder": 3, "use_forget_gate": True},
+        "feature_map": "nala",
+        **WIDE,
+    },
     "linear_attention": {},
     "linear_attention, wide": {"feature_map": "nala", "use_gate": True, **WIDE},
     "linear_attention, sums": {"mixer_options": {"denominator": False}, "feature_map": "elu", **WIDE},
     "nala": {"conv_size": 0},
     "retention": {"head_dim": 20},
+    "gla": WIDE,
 }
 
 
@@ -354,7 +365,7 @@ def test_where_the_step_does_not_serve(served):
         y, _ = module(x, Sequences(torch.tensor([0, 1])), state)
         near(y, expected, 5e-6)
         assert "step" not in served
-        for kernelless in ("mala", "pola", "soft", "gla"):
+        for kernelless in ("mala", "pola", "soft"):
             module = build(kernelless)
             module(x, seq, empty(module, 1))
         module = build("deltanet").double()

@@ -24,13 +24,15 @@ def make(kind, length, *, batch=1, heads=1, value_heads=1, key_dim=K, sequences=
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    channels = (key_dim,) if kind == "vector_linear" else ()
+    channels = (key_dim,) if kind.startswith("vector") else ()
     inputs = {
         "q": normal(batch, length, heads, key_dim),
         "k": F.normalize(normal(batch, length, heads, key_dim), dim=-1),
         "v": normal(batch, length, value_heads, V),
         "beta": normal(batch, length, value_heads).sigmoid() if kind.endswith("delta") else None,
         "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 2) if "_" in kind else None,
+        "erase": normal(batch, length, value_heads, key_dim).sigmoid() if "gates" in kind else None,
+        "write": normal(batch, length, value_heads, V).sigmoid() if "gates" in kind else None,
         "initial_state": normal(sequences or batch, value_heads, key_dim, V) / 4 if initial else None,
     }
     return {name: x.to(DEVICE) for name, x in inputs.items() if x is not None}
@@ -74,7 +76,15 @@ def no_fallback(recwarn):
     assert not [w for w in recwarn if "not by fla" in str(w.message)]
 
 
-KINDS = ("delta", "gated_delta", "linear", "gated_linear", "vector_linear")
+KINDS = (
+    "delta",
+    "gated_delta",
+    "vector_delta",
+    "vector_gates_delta",
+    "linear",
+    "gated_linear",
+    "vector_linear",
+)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -88,9 +98,17 @@ def test_packed(kind):
     check(make(kind, 40, sequences=4), cu_seqlens=torch.tensor([0, 1, 20, 20, 40]))
 
 
-@pytest.mark.parametrize("kind", ["delta", "gated_delta", "gated_linear"])
+@pytest.mark.parametrize(
+    "kind", ["delta", "gated_delta", "vector_delta", "vector_gates_delta", "gated_linear"]
+)
 def test_grouped_heads(kind):
     check(make(kind, 16, heads=2, value_heads=4))
+
+
+@pytest.mark.parametrize("kind", ["vector_delta", "vector_gates_delta"])
+def test_strong_decays_of_channels(kind):
+    inputs = make(kind, 40)
+    check(inputs | {"g": 20 * inputs["g"]})  # sums far below fp32's range of e^g
 
 
 @pytest.mark.parametrize("kind", ["gated_delta", "linear"])

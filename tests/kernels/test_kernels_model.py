@@ -29,7 +29,7 @@ KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serv
     "gated_deltanet": {"delta_rule", "short_convs"},
     "kda": {"short_convs", "map_features"},
     "gated_deltanet2": {"short_convs", "map_features"},
-    "delta_product": {"delta_rule", "short_convs", "map_features"},  # map_features: in steps
+    "delta_product": {"delta_rule", "short_convs"},
     "mamba2": {"linear_attention", "short_convs", "map_features"},
     "linear_attention": {"normalized_attention", "short_convs"},
     "nala": {"normalized_attention", "short_convs"},

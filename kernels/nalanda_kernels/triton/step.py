@@ -60,10 +60,35 @@ def column(f, BK: tl.constexpr):
 
 
 @triton.jit
-def gated(o, gate, p, m, GATED: tl.constexpr):
-    if GATED:
+def share(logits, p, m):
+    """σ of logits, in fp32."""
+    return tl.sigmoid(tl.load(logits + p, mask=m, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def decay_of(g, a, A_log, dt_bias, i, h_v, f, m, G: tl.constexpr, DECAY: tl.constexpr):
+    """e^g of a head (G = 1), or of its channels f, [BK, 1]. a: of the head's sequence."""
+    if G == 1:
+        f, m = 0, True
+    if DECAY == "given":
+        log = tl.load(g + i.to(tl.int64) * G + f, mask=m, other=0.0).to(tl.float32)
+    else:
+        dt = tl.load(a + h_v * G + f, mask=m, other=0.0).to(tl.float32)
+        dt += tl.load(dt_bias + h_v * G + f, mask=m, other=0.0).to(tl.float32)
+        log = -tl.exp(tl.load(A_log + h_v).to(tl.float32)) * softplus(dt)
+    decay = tl.exp(log)
+    if G > 1:
+        decay = decay[:, None]
+    return decay
+
+
+@triton.jit
+def gated(o, gate, p, m, GATE: tl.constexpr):
+    if GATE != "none":
         g = tl.load(gate + p, mask=m, other=0.0).to(tl.float32)
-        o *= g * tl.sigmoid(g)
+        o *= tl.sigmoid(g)
+        if GATE == "silu":
+            o *= g
     return o
 
 
@@ -75,11 +100,12 @@ def normed(o, weight, c, m, eps, V: tl.constexpr):
 @triton.jit
 def step_kernel(
     q, k, v, q_weight, k_weight, v_weight, q_past, k_past, v_past, q_new, k_new, v_new,
-    b, a, A_log, dt_bias, g, positions, state, new_state, norm_weight, gate, o, o_raw, tickets,
-    q_stride, k_stride, v_stride, b_stride, a_stride, gate_stride, position_stride, scale, beta_scale, eps,
+    b, w, a, A_log, dt_bias, g, positions, state, new_state, norm_weight, gate, o, o_raw, tickets,
+    q_stride, k_stride, v_stride, b_stride, w_stride, a_stride, gate_stride, position_stride,
+    scale, beta_scale, eps,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    MAP: tl.constexpr, DELTA: tl.constexpr, DECAY: tl.constexpr, DENOMINATOR: tl.constexpr,
-    SILU: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    MAP: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, DECAY: tl.constexpr,
+    G: tl.constexpr, DENOMINATOR: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
@@ -97,50 +123,63 @@ def step_kernel(
     else:
         s2 = s1
 
-    # q and k of the head, columns of v
+    # q of the head
     h, row = h_v // GROUP, in_K[None, :]
     owns = (i_v == 0) & (h_v % GROUP == 0)
-    D_K: tl.constexpr = HV // GROUP * K
-    x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, D_K, W)
-    x_k = convolved(k, k_stride, k_weight, k_past, k_new, n, h * K + f, in_K, owns, D_K, W)
-    u = convolved(v, v_stride, v_weight, v_past, v_new, n, h_v * V + c, in_V, in_V, HV * V, W)
-    if SILU:
-        u *= tl.sigmoid(u)
+    H: tl.constexpr = HV // GROUP
+    x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, H * K, W)
     q1, q2 = features(x_q[None, :], row, MAP, True)
-    k1, k2 = features(x_k[None, :], row, MAP, False)
-    q1, q2, k1, k2 = column(q1, BK), column(q2, BK), column(k1, BK), column(k2, BK)
+    q1, q2 = column(q1, BK), column(q2, BK)
 
-    # the state: decay, read by k (delta rule), write
-    decay = 1.0
-    if DECAY == "given":
-        decay = tl.exp(tl.load(g + i).to(tl.float32))
-    elif DECAY == "softplus":
-        dt = tl.load(a + n * a_stride + h_v).to(tl.float32) + tl.load(dt_bias + h_v).to(tl.float32)
-        decay = tl.exp(-tl.exp(tl.load(A_log + h_v).to(tl.float32)) * softplus(dt))
-    if DECAY != "none":
-        s1 *= decay
+    # the state: decay, then for each step of the rule read by k (delta rule) and write
+    decay1, decay2 = 1.0, 1.0
+    for j in tl.static_range(STEPS):
+        at_k, at_v = (j * H + h) * K + f, (j * HV + h_v) * V + c
+        x_k = convolved(k, k_stride, k_weight, k_past, k_new, n, at_k, in_K, owns, STEPS * H * K, W)
+        u = convolved(v, v_stride, v_weight, v_past, v_new, n, at_v, in_V, in_V, STEPS * HV * V, W)
+        if SILU:
+            u *= tl.sigmoid(u)
+        k1, k2 = features(x_k[None, :], row, MAP, False)
+        k1, k2 = column(k1, BK), column(k2, BK)
+        if j == 0 and DECAY != "none":
+            a_n = a + n * a_stride if DECAY == "softplus" else a
+            decay1 = decay_of(g, a_n, A_log, dt_bias, i, h_v, f, in_K, G, DECAY)
+            s1 *= decay1
+            if HALVES == 2:
+                decay2 = decay1
+                if G > 1:
+                    decay2 = decay_of(g, a_n, A_log, dt_bias, i, h_v, K + f, in_K, G, DECAY)
+                s2 *= decay2
+        if DELTA:
+            erased1, erased2 = k1, k2
+            at_b = n * b_stride + (j * HV + h_v) * (F if ERASE else 1)
+            if ERASE:
+                erased1 *= beta_scale * share(b, at_b + f, in_K)[:, None]
+                if HALVES == 2:
+                    erased2 *= beta_scale * share(b, at_b + K + f, in_K)[:, None]
+            held = tl.sum(erased1 * s1, 0)
+            if HALVES == 2:
+                held += tl.sum(erased2 * s2, 0)
+            if ERASE:
+                u = u * share(w, n * w_stride + at_v, in_V) - held
+            else:
+                u = (u - held) * (beta_scale * share(b, at_b, True))
+        s1 += k1 * u[None, :]
         if HALVES == 2:
-            s2 *= decay
-    if DELTA:
-        held = tl.sum(k1 * s1, 0)
-        if HALVES == 2:
-            held += tl.sum(k2 * s2, 0)
-        u = (u - held) * (beta_scale * tl.sigmoid(tl.load(b + n * b_stride + h_v).to(tl.float32)))
-    s1 += k1 * u[None, :]
+            s2 += k2 * u[None, :]
     tl.store(new_state + tile, s1, mask=m)
     y = tl.sum(q1 * s1, 0)
     if HALVES == 2:
-        s2 += k2 * u[None, :]
         tl.store(new_state + tile + K * COLUMNS, s2, mask=m)
         y += tl.sum(q2 * s2, 0)
     y *= scale
     if DENOMINATOR:  # the state's last column, Σφ(k): all programs read it, the first writes it
         p = i.to(tl.int64) * (F * COLUMNS) + f[:, None] * COLUMNS + V
-        z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay + k1
+        z = tl.load(state + p, mask=in_K[:, None], other=0.0) * decay1 + k1
         tl.store(new_state + p, z, mask=in_K[:, None] & (i_v == 0))
         total = tl.sum(tl.sum(q1 * z, 0), 0)
         if HALVES == 2:
-            z = tl.load(state + p + K * COLUMNS, mask=in_K[:, None], other=0.0) * decay + k2
+            z = tl.load(state + p + K * COLUMNS, mask=in_K[:, None], other=0.0) * decay2 + k2
             tl.store(new_state + p + K * COLUMNS, z, mask=in_K[:, None] & (i_v == 0))
             total += tl.sum(tl.sum(q2 * z, 0), 0)
         count = (tl.load(positions + n * position_stride) + 1).to(tl.float32)
@@ -149,10 +188,10 @@ def step_kernel(
     # norm and gate
     heads, gates = i.to(tl.int64) * V, n * gate_stride + h_v * V
     if not NORM:
-        y = gated(y, gate, gates + c, in_V, GATED)
+        y = gated(y, gate, gates + c, in_V, GATE)
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     elif BV >= V:
-        y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, gates + c, in_V, GATED)
+        y = gated(normed(y, norm_weight, c, in_V, eps, V), gate, gates + c, in_V, GATE)
         tl.store(o + heads + c, y.to(o.dtype.element_ty), mask=in_V)
     else:
         tl.store(o_raw + heads + c, y, mask=in_V)
@@ -162,7 +201,7 @@ def step_kernel(
             in_all = all_c < V
             whole = tl.load(o_raw + heads + all_c, mask=in_all, other=0.0, cache_modifier=".cg")
             whole = normed(whole, norm_weight, all_c, in_all, eps, V)
-            whole = gated(whole, gate, gates + all_c, in_all, GATED)
+            whole = gated(whole, gate, gates + all_c, in_all, GATE)
             tl.store(o + heads + all_c, whole.to(o.dtype.element_ty), mask=in_all)
             tl.store(tickets + i, 0)  # for the next launch
 
@@ -213,6 +252,7 @@ def step(
     feature_map=None,
     qk_norm: str | None = None,
     scale: float | None = None,
+    steps: int = 1,
     delta: bool = False,
     beta_scale: float = 1.0,
     decay: tuple[Tensor, Tensor] | None = None,
@@ -220,21 +260,26 @@ def step(
     filters: dict[str, Tensor] | None = None,
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
+    gate_activation: str = "silu",
     out: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
-    inputs: called after every check for `Unsupported`. Returns q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or
-        with heads apart) as projected. Delta rule: also b `[N, 1, HV]`, β = beta_scale·σ(b). Decay: either g,
-        or a `[N, 1, HV]` together with `decay` = (A_log, dt_bias), g = −exp(A_log)·softplus(a + dt_bias).
-        Denominator: positions, int64 `[N or 1, 1]`, from 0. Output gate: gate `[N, 1, HV·V]`, before SiLU.
-        q, k, v, b, a and gate may be columns of wider rows.
+    inputs: called after every check for `Unsupported`. Returns q `[N, 1, H·K]`, k `[N, 1, steps·H·K]` and v
+        `[N, 1, steps·HV·V]` (or with heads apart) as projected. Delta rule: also b `[N, 1, steps·HV]`, β =
+        beta_scale·σ(b); or b `[N, 1, steps·HV·F]` and w, shaped like v, for the shares of k that are erased,
+        beta_scale·σ(b), and of v that are written, σ(w), with β = 1. Decay: either g `[N, 1, HV (, F)]`, or a
+        with as many entries and `decay` = (A_log `[HV]`, dt_bias), g = −exp(A_log)·softplus(a + dt_bias).
+        Denominator: positions, int64 `[N or 1, 1]`, from 0. Output gate: gate `[N, 1, HV·V]`, before its
+        activation. q, k, v, b, w, a and gate may be columns of wider rows.
     state: recurrent `[N, HV, F, V]` in fp32, with a denominator V + 1 columns, the last one Σφ(k); with
         filters also conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
     dtype: of the output.
+    steps: of the rule for this token, one after another; the decay precedes the first.
     filters: weights of the convolutions of q, k and v, `[·, W]` or `[·, 1, W]`; None or empty for none.
     silu: whether SiLU follows the convolution of v.
     norm: weight `[V]` and ε of the RMSNorm of each head of the output.
+    gate_activation: "silu" or "sigmoid".
     out: contiguous tensors for the new state, none of `state`'s own; by default new ones.
 
     Returns o `[N, 1, HV, V]`, and the new state under the same names.
@@ -248,7 +293,7 @@ def step(
         raise Unsupported(f"no {dtype} with a state in {old.dtype}")
     if key_dim > 256 or value_dim > 512:
         raise Unsupported(f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512")
-    columns = ("q", "k", "v", "b", "a", "gate")
+    columns = ("q", "k", "v", "b", "w", "a", "gate")
     x = {
         name: rows_of(y, y.numel() // len(y)) if name in columns else y.contiguous()
         for name, y in inputs().items()
@@ -266,14 +311,25 @@ def step(
     scale = (key_dim * MAP.halves) ** -0.5 if scale is None else scale
     A_log, dt_bias = decay or (None, None)
     weight, eps = norm or (None, 0.0)
-    positions = x.get("positions")
+    positions, gates = x.get("positions"), x.get("g", x.get("a", o))
     kernel: Any = step_kernel
     kernel[(N * num_v_heads, triton.cdiv(value_dim, blocks["BV"]))](
         *(x[name] for name in "qkv"),
         *(taps.get(name) for name in "qkv"),
         *(past.get(name) for name in "qkv"),
         *(new.get(f"conv_{name}") for name in "qkv"),
-        *(x.get("b"), x.get("a"), A_log, dt_bias, x.get("g"), positions, old, new["recurrent"], weight),
+        *(
+            x.get("b"),
+            x.get("w"),
+            x.get("a"),
+            A_log,
+            dt_bias,
+            x.get("g"),
+            positions,
+            old,
+            new["recurrent"],
+            weight,
+        ),
         *(x.get("gate"), o, torch.empty_like(o, dtype=torch.float32) if apart else None),
         tickets_of(q, N * num_v_heads, new["recurrent"] if out else None) if apart else None,
         *(*strides, int(positions is not None and len(positions) > 1)),
@@ -284,12 +340,15 @@ def step(
         V=value_dim,
         W=taps["q"].shape[-1] if taps else 0,
         MAP=MAP,
+        STEPS=steps,
         DELTA=delta,
+        ERASE="w" in x,
         DECAY="softplus" if decay is not None else "given" if "g" in x else "none",
+        G=gates.numel() // len(gates) // num_v_heads,
         DENOMINATOR=denominator,
         SILU=silu,
         NORM=norm is not None,
-        GATED="gate" in x,
+        GATE=gate_activation if "gate" in x else "none",
         WHOLE=power_of_two(value_dim),
         **blocks,
     )

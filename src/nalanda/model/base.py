@@ -238,6 +238,7 @@ class Mixer(FusedLinears):
         fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         sizes = {"key_dim": self.K, "value_dim": self.V, "num_v_heads": self.num_v_heads}
         options |= sizes | {"num_heads": self.num_heads, "dtype": x.dtype if fused else torch.float32}
+        options |= {"steps": self.steps, "gate_activation": self.gate_activation}
         if self.map_name is not None:
             options["feature_map"] = self.feature_map
         if self.norm == "head":

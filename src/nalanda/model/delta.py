@@ -270,12 +270,10 @@ class KDA(DeltaNet):
             self.g_proj = nn.Linear(D, V, bias=False)
             self.g_up_proj = nn.Linear(V, HV * V, bias=self.gate_bias)
 
-    def gates(self, heads: Heads) -> Heads:
-        found = super().gates(heads | {"a": self.a_up_proj(heads["a"])})
-        return found | ({"gate": self.g_up_proj(heads["gate"])} if self.gated else {})
-
-    def step_options(self) -> dict | None:
-        return None  # the kernel for one token decays heads, not channels
+    def project(self, x: Tensor) -> Heads:
+        found = super().project(x)
+        found["a"] = self.a_up_proj(found["a"])
+        return found | ({"gate": self.g_up_proj(found["gate"])} if self.gated else {})
 
 
 class GatedDeltaNet2(KDA):
@@ -359,6 +357,3 @@ class DeltaProduct(DeltaNet):
     def by_step(self, x: Tensor) -> Tensor:
         """`[B, T, n·H, …]` to `[B, T·n, H, …]`."""
         return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
-
-    def step_options(self) -> dict | None:
-        return super().step_options() if self.steps == 1 else None

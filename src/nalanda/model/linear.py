@@ -373,6 +373,9 @@ class GLA(Retention):
         gates = at_least_fp32(self.gk_proj(x)).unflatten(-1, (-1, self.K))
         return Mixer.heads(self, x, seq, state, new) | {"g": F.logsigmoid(gates) / self.temperature}
 
+    def step_options(self) -> dict | None:
+        return {} if type(self) is GLA else None
+
 
 class Discretization(Decay):
     """Mamba 2's step Δ = softplus(a + dt_bias) and log-decay −exp(A_log)·Δ per head; and D, of the skip."""

@@ -28,6 +28,7 @@ def step(
     feature_map: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     qk_norm: str | None = None,
     scale: float | None = None,
+    steps: int = 1,
     delta: bool = False,
     beta_scale: float = 1.0,
     decay: tuple[Tensor, Tensor] | None = None,
@@ -35,12 +36,14 @@ def step(
     filters: dict[str, Tensor] | None = None,
     silu: bool = False,
     norm: tuple[Tensor, float] | None = None,
+    gate_activation: str = "silu",
     out: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token of N sequences through the delta rule or linear attention, from projections to o_proj.
 
-    inputs: returns q, k `[N, 1, H·K]` and v `[N, 1, HV·V]` (or with heads apart) as projected, and as needed
-        b (logits of beta), a or g (for the decay), positions and gate.
+    inputs: returns q `[N, 1, H·K]`, k `[N, 1, steps·H·K]` and v `[N, 1, steps·HV·V]` (or with heads apart) as
+        projected, and as needed b (logits of beta, or of what is erased), w (of what is written), a or g (for
+        the decay), positions and gate.
     state: recurrent `[N, HV, F, V (+ 1)]` and conv_q, conv_k, conv_v `[N, W−1, ·]`. It is not changed.
     Other options: as in `nalanda_kernels.triton.step.step`; of `out` only the recurrent state is filled.
 
@@ -59,41 +62,49 @@ def step(
         new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
     if silu:
         v = F.silu(v)
+    if "w" in x:
+        v = v * at_least_fp32(x["w"]).sigmoid().to(narrow).view(v.shape)
     q, k, v = (
-        at_least_fp32(y).view(-1, heads, size)
+        at_least_fp32(y).view(len(y), -1, heads, size)
         for y, heads, size in ((q, num_heads, key_dim), (k, num_heads, key_dim), (v, num_v_heads, value_dim))
     )
     if feature_map is not None:
-        q, k = (y.squeeze(1) for y in feature_map(q[:, None], k[:, None]))
+        q, k = feature_map(q.expand_as(k), k)
     if qk_norm is not None:
-        q, k = l2norm(torch.stack([q, k])).unbind()
+        q, k = l2norm(torch.stack([q.expand_as(k), k])).unbind()
     if q.dtype != narrow:
         q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q[:, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if num_v_heads > num_heads:
-        q, k = (y.repeat_interleave(num_v_heads // num_heads, 1) for y in (q, k))
+        q, k = (y.repeat_interleave(num_v_heads // num_heads, -2) for y in (q, k))
     if denominator:
-        v = torch.cat([v, v.new_ones(*v.shape[:2], 1)], -1)
+        v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
 
     # A head of a sequence is a matrix of a batch.
     shape, g = state["recurrent"].shape, x.get("g")
     S = state["recurrent"].flatten(0, 1)
-    q, k, v = (y.reshape(len(S), 1, -1) for y in (q, k, v))
     if decay is not None:
         A_log, dt_bias = decay
-        g = -A_log.exp() * F.softplus(at_least_fp32(x["a"]) + dt_bias)
+        dt = F.softplus(at_least_fp32(x["a"]) + dt_bias)
+        g = -A_log.exp()[:, None] * dt.view(len(dt), len(A_log), -1)
     if g is not None:
-        S = S * g.to(S.dtype).exp().view(len(S), 1, 1)
-    if delta:
-        beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(S), 1, 1)
-        v = beta * (v - torch.bmm(k, S))
+        S = S * g.to(S.dtype).exp().view(len(S), -1, 1)
+    into = None if g is None else S  # with a decay S is a new tensor
     if out is not None:
-        torch.addcmul(S, k.mT, v, out=out["recurrent"].view(S.shape))
-        S = out["recurrent"].view(S.shape)
-    else:
-        S = S.addcmul(k.mT, v) if g is None else S.addcmul_(k.mT, v)  # with a decay S is a new tensor
+        into = out["recurrent"].view(S.shape)
+    beta, erased = None, k
+    if delta:
+        beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(v), steps, num_v_heads, -1)
+        erased = beta * k if "w" in x else k
+    for j in range(steps):
+        k_j, v_j = (y[:, j].reshape(len(S), 1, -1) for y in (k, v))
+        if beta is not None:
+            v_j = v_j - torch.bmm(erased[:, j].reshape(k_j.shape), S)
+            if "w" not in x:
+                v_j = beta[:, j].reshape(len(S), 1, 1) * v_j
+        S = into = torch.addcmul(S, k_j.mT, v_j, out=into)
     new["recurrent"] = S.view(shape)
-    o = torch.bmm(q, S).view(shape[0], 1, shape[1], -1)
+    o = torch.bmm(q.reshape(len(S), 1, -1), S).view(shape[0], 1, shape[1], -1)
     if denominator:
         o = o[..., :-1] / (o[..., -1:] + EPS * (x["positions"] + 1).to(o.dtype)[..., None, None])
     elif delta or narrow != torch.float16:  # sums may exceed fp16's range before the norm
@@ -101,5 +112,6 @@ def step(
     if norm is not None:
         o = F.rms_norm(at_least_fp32(o), (value_dim,), at_least_fp32(norm[0]), norm[1]).to(narrow)
     if "gate" in x:
-        o = o.to(narrow) * F.silu(x["gate"]).view(o.shape)
+        activation = F.silu if gate_activation == "silu" else torch.sigmoid
+        o = o.to(narrow) * activation(x["gate"]).view(o.shape)
     return o if o.dtype == torch.float64 else o.to(dtype), new
