@@ -32,8 +32,8 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """`nalanda.ops.delta_rule` by `chunk_delta_rule`; with g by `chunk_gated_delta_rule`, with g by key channel
-    by `chunk_kda`, with erase or write by `chunk_gdn2`.
+    """`nalanda.ops.delta_rule` by `chunk_delta_rule`; with g by `chunk_gated_delta_rule`; with g by key
+    channel by `chunk_kda`; with erase or write by `chunk_gdn2`.
 
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta `[B, T, HV]`, g `[B, T, HV (, K)]`, erase `[B, T, HV, K]`,
     write `[B, T, HV, V]`, states `[N, HV, K, V]` in fp32.

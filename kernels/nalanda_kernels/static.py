@@ -144,7 +144,11 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
     op, (q, k, v, beta, g) = KERNELS[case.op]["triton"].load(), tensors(case, B, T, case.K)
     map, gate = feature_map(case), g if case.gated else None
     if case.op == "delta_rule":
-        return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm)[:1]
+        gates = {}
+        if case.erase:
+            gates = {"erase": torch.zeros(B, T, case.H, case.F, requires_grad=True)}
+            gates |= {"write": torch.zeros_like(v, dtype=torch.float32, requires_grad=True)}
+        return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm, **gates)[:1]
     if case.op == "linear_attention":
         return lambda: op(q, k, v, gate, feature_map=map, qk_norm=case.norm)[:1]
     if case.op == "normalized_attention":
@@ -203,11 +207,18 @@ def peer(case: Case, B: int = 2, T: int = 2048) -> Call:
     """A function that calls the peer's kernels for a case. Its q and k are features already."""
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gdn2 import chunk_gdn2
+    from fla.ops.kda import chunk_kda
 
     q, k, v, beta, g = tensors(case, B, T, case.F)
     norm = {"use_qk_l2norm_in_kernel": case.norm == "l2"}
     if case.op != "delta_rule":
         raise ValueError(f"op={case.op!r}: the peer's is not compared; choose delta_rule")
+    if case.erase:
+        erase, write = (torch.zeros_like(x, requires_grad=True) for x in (k, v))
+        return lambda: chunk_gdn2(q, k, v, g, erase, write, **norm)[:1]
+    if case.channels:
+        return lambda: chunk_kda(q, k, v, g, beta, **norm)[:1]
     if case.gated:
         return lambda: chunk_gated_delta_rule(q, k, v, g, beta, **norm)[:1]
     return lambda: chunk_delta_rule(q, k, v, beta, **norm)[:1]

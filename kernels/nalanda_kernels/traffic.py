@@ -8,7 +8,7 @@ a copy, a fill) count each operand once. Counts per token and head do not depend
 zeros, nor on the number of tokens and heads.
 """
 
-from . import interpreting
+from . import Unsupported, interpreting
 
 if not interpreting():  # Triton reads the variable when kernels are decorated
     from .triton import interpreter as _mended  # noqa: F401
@@ -41,6 +41,8 @@ CASES = {
     "nala_deltanet": Case(**DELTA, K=128, V=128, H=1, map="nala"),
     "nala_deltanet 256": Case(**DELTA, K=128, V=256, H=1, map="nala"),
     "flagship": Case(**DELTA, K=128, V=256, H=1, map="nala", gated=True),
+    "kda": Case(**DELTA, K=128, V=128, H=1, gated=True, channels=True),
+    "gated_deltanet2": Case(**DELTA, K=128, V=128, H=1, gated=True, channels=True, erase=True),
 }
 TOKENS = 256
 PASSES = ("forward", "backward")
@@ -181,9 +183,12 @@ def count(call: Call, by: int) -> dict[str, dict[str, float]]:
     }
 
 
-def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
-    """Bytes of our kernels, by token and head."""
-    return count(ours(case, B, T), B * T * case.H)
+def our_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]] | None:
+    """Bytes of our kernels, by token and head; None if they do not serve the case."""
+    try:
+        return count(ours(case, B, T), B * T * case.H)
+    except Unsupported:
+        return None
 
 
 def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, float]]:
@@ -203,7 +208,8 @@ def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, f
 
 def floor(case: Case) -> dict[str, int]:
     """The least bytes: each input read once, each output written once, gates in fp32."""
-    gates, size = 4 * (1 + case.gated), case.dtype.itemsize
+    by_channel = case.F * case.channels + (case.F + case.V) * case.erase
+    gates, size = 4 * (1 + case.gated * (not case.channels) + by_channel), case.dtype.itemsize
     there = size * (2 * case.K + case.V)
     return {"forward": there + size * case.V + gates, "backward": 2 * (there + gates) + size * case.V}
 

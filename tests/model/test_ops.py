@@ -18,6 +18,7 @@ from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
 from torch.utils import deterministic
 
 from nalanda import ops
+from nalanda.model.chunk import _Chunk
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -206,6 +207,16 @@ def test_strong_decay(mode, where, kind):
     inputs["g"][:, where] = -20.0
     # The tiny gradients of decays that are strong everywhere have a small relative error too.
     assert_same(run(inputs, mode, torch.float32), run(inputs, "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_strong_decays_leave_nothing_below_the_normal_numbers(channels):
+    """A CPU multiplies such numbers many times slower."""
+    q, k = (torch.rand(2, 64, 8) for _ in range(2))
+    g = torch.full((2, 64, 8) if channels else (2, 64), -5.0)
+    chunk = _Chunk(q, k, torch.rand(2, 64), g, None)
+    for x in (chunk.qk, chunk.kk, chunk.q_in, chunk.k_out):
+        assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "reference"])

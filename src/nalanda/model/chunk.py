@@ -205,13 +205,13 @@ class _Chunk:
                 self.qk, *kk = self._vector_scores((q,) if beta is None else (q, self.erased))
                 self.qk.diagonal(0, 1, 2).copy_((q * k).sum(-1))
             else:
-                # e^x below the normal numbers is slow on CPUs, and so are products with its results.
-                least = math.log(torch.finfo(g.dtype).tiny)
+                least = math.log(torch.finfo(g.dtype).tiny)  # e^x below the normal numbers is slow on CPUs
                 past = g.new_ones(q.shape[1], q.shape[1]).tril_(-1)
                 self.delta = (past * g.clamp_min(least)[..., None]).cumsum_(1)  # Σ of g_t, j < t ≤ i
-                self.delta.clamp_min_(least).exp_().tril_()
+                self.delta = _flushed(self.delta.clamp_min_(least).exp_()).tril_()
                 self.qk = (q @ k.mT).mul_(self.delta)
-                self.decay_in, self.decay_out = g.cumsum(1).exp_()[..., None], self.delta[:, -1, :, None]
+                self.decay_in = _flushed(g.cumsum(1).exp_())[..., None]
+                self.decay_out = self.delta[:, -1, :, None]
             self.decay = self.decay_in[:, -1:].mT  # e^{γ_C}, [P, K or 1, 1]
             self.q_in, self.k_out = q * self.decay_in, k * self.decay_out
         if beta is not None:
@@ -255,8 +255,8 @@ class _Chunk:
         for late, early in reversed(self.factors):
             size = late.shape[2]
             k, dk_, since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until))
-            since_[:, :, 0, -1] += since_[:, :, 1].sum(2)
-            since_[:, :, 1, -1] += until_[:, :, 0].sum(2)
+            since_[:, :, 0, -1].add_(since_[:, :, 1].sum(2))
+            since_[:, :, 1, -1].add_(until_[:, :, 0].sum(2))
             k_early, of_k = k[:, :, 0] * early, None
             for x, dx, d_score in zip((self.q, self.erased), d_rows, d_scores, strict=False):
                 x, dx = (y.unflatten(1, (-1, 2, size))[:, :, 1] for y in (x, dx))
@@ -274,22 +274,24 @@ class _Chunk:
 # A decay per key channel does not factor out of QK⊤, and e^{−γ} would overflow. But for tokens of two
 # neighbouring spans with border m, e^{γ_i − γ_j} = e^{γ_i − γ_m} · e^{γ_m − γ_j}, and neither factor
 # exceeds 1. Spans of 1, 2, 4, … C/2 tokens cover every pair i > j once. The factors of longer spans are
-# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN. What
-# comes near the smallest normal number becomes 0, because arithmetic below that is slow on CPUs.
+# products of those of shorter ones, so each token takes one exponential, and a decay of 0 gives no NaN.
+
+
+def _flushed(x: Tensor) -> Tensor:
+    """x ≥ 0, in place: what comes near the smallest normal number becomes 0. CPUs are slow below that."""
+    return torch.threshold_(x, torch.finfo(x.dtype).tiny * 2**27, 0)
 
 
 def _factors(g: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """Of g [P, C, K]: eᵞ, e^{γ_C − γ}, and for spans of 1, 2, 4, … tokens (e^{γ_i − γ_m}, e^{γ_m − γ_j}) of
     the second and the first span of each pair, [P, pairs, span, K]."""
-    least = torch.finfo(g.dtype).tiny * 2**27
-    since, until, factors, size = torch.threshold_(g.exp(), least, 0), torch.ones_like(g), [], 1
+    since, until, factors, size = _flushed(g.exp()), torch.ones_like(g), [], 1
     while size < g.shape[1]:
         since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (since, until))
-        factors.append((since_[:, :, 1].clone(), until_[:, :, 0].clone()))
-        until_[:, :, 0] *= since_[:, :, 1, -1:]
-        since_[:, :, 1] *= since_[:, :, 0, -1:]
-        torch.threshold_(until_[:, :, 0], least, 0)
-        torch.threshold_(since_[:, :, 1], least, 0)
+        late, early = since_[:, :, 1], until_[:, :, 0]
+        factors.append((late.clone(), early.clone()))
+        _flushed(early.mul_(late[:, :, -1:]))
+        _flushed(late.mul_(since_[:, :, 0, -1:]))
         size *= 2
     return since, until, factors
 
