@@ -50,7 +50,7 @@ class Case:
     """A call of an op, as in a recipe.
 
     K, V: widths of a head before the map. H: heads. map: its name or None. norm: "l2" or None.
-    channels: decays by key channel (KDA). erase: gates of what is erased and written too (Gated DeltaNet 2).
+    channels: decays per key channel. erase: also gates of what is erased and written.
     """
 
     op: str
@@ -59,11 +59,11 @@ class Case:
     H: int
     map: str | None = None
     gated: bool = False
-    channels: bool = False
-    erase: bool = False
     norm: str | None = None
     dtype: torch.dtype = torch.bfloat16
-    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout or a step
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout
+    channels: bool = False
+    erase: bool = False
 
     @property
     def F(self) -> int:
@@ -129,9 +129,10 @@ def feature_map(case: Case) -> StandIn | None:
 
 
 def tensors(case: Case, B: int, T: int, K: int) -> tuple[torch.Tensor, ...]:
-    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]` and g `[B, T, H (, F)]`, both fp32: zeros that
+    """q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta and g `[B, T, H]`, or g `[B, T, H, F]` (fp32): zeros that
     require gradients."""
-    shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), (case.H, *[case.F] * case.channels)
+    decays = (case.H, case.F) if case.channels else (case.H,)
+    shapes = (case.H, K), (case.H, K), (case.H, case.V), (case.H,), decays
     dtypes = *[case.dtype] * 3, torch.float32, torch.float32
     return tuple(
         torch.zeros(B, T, *shape, dtype=dtype, requires_grad=True)
@@ -144,10 +145,7 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
     op, (q, k, v, beta, g) = KERNELS[case.op]["triton"].load(), tensors(case, B, T, case.K)
     map, gate = feature_map(case), g if case.gated else None
     if case.op == "delta_rule":
-        gates = {}
-        if case.erase:
-            gates = {"erase": torch.zeros(B, T, case.H, case.F, requires_grad=True)}
-            gates |= {"write": torch.zeros_like(v, dtype=torch.float32, requires_grad=True)}
+        gates = {"erase": g.to(case.dtype), "write": torch.zeros_like(v)} if case.erase else {}
         return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm, **gates)[:1]
     if case.op == "linear_attention":
         return lambda: op(q, k, v, gate, feature_map=map, qk_norm=case.norm)[:1]

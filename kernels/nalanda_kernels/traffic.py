@@ -207,9 +207,9 @@ def peer_count(case: Case, B: int = 1, T: int = TOKENS) -> dict[str, dict[str, f
 
 
 def floor(case: Case) -> dict[str, int]:
-    """The least bytes: each input read once, each output written once, gates in fp32."""
-    by_channel = case.F * case.channels + (case.F + case.V) * case.erase
-    gates, size = 4 * (1 + case.gated * (not case.channels) + by_channel), case.dtype.itemsize
+    """The least bytes: each input read once, each output written once, β and decays in fp32."""
+    size, decays = case.dtype.itemsize, case.gated * (case.F if case.channels else 1)
+    gates = 4 * (1 + decays) + size * case.erase * (case.F + case.V)
     there = size * (2 * case.K + case.V)
     return {"forward": there + size * case.V + gates, "backward": 2 * (there + gates) + size * case.V}
 

@@ -242,7 +242,8 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
 
 def _print_channels(console: Console, rows: list[dict]) -> None:
     for row in rows:
-        cost = f"{row['ms']:.0f} ms, {row['ratio']:.2f}× the {CASES[0]}"
+        each = 1e3 * row["ms"] / row["T"] / row["H"]
+        cost = f"{row['ms']:.0f} ms, {row['ratio']:.2f}× the {CASES[0]}, {each:.1f} µs per token and head"
         console.print(f"{row['case']}, T = {row['T']}, H = {row['H']}: {cost}")
 
 
