@@ -123,13 +123,11 @@ def step_kernel(
     else:
         s2 = s1
 
-    # q of the head
+    # q of the head; its features after the loop, which needs the registers
     h, row = h_v // GROUP, in_K[None, :]
     owns = (i_v == 0) & (h_v % GROUP == 0)
     H: tl.constexpr = HV // GROUP
     x_q = convolved(q, q_stride, q_weight, q_past, q_new, n, h * K + f, in_K, owns, H * K, W)
-    q1, q2 = features(x_q[None, :], row, MAP, True)
-    q1, q2 = column(q1, BK), column(q2, BK)
 
     # the state: decay, then for each step of the rule read by k (delta rule) and write
     decay1, decay2 = 1.0, 1.0
@@ -168,6 +166,8 @@ def step_kernel(
         if HALVES == 2:
             s2 += k2 * u[None, :]
     tl.store(new_state + tile, s1, mask=m)
+    q1, q2 = features(x_q[None, :], row, MAP, True)
+    q1, q2 = column(q1, BK), column(q2, BK)
     y = tl.sum(q1 * s1, 0)
     if HALVES == 2:
         tl.store(new_state + tile + K * COLUMNS, s2, mask=m)
