@@ -48,7 +48,7 @@ gpu-bundle:
 static: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
 
-# Rewrites the README's tables of mixers, feature maps and recipes.
+# Rewrites the generated tables of README.md and docs/.
 tables: .venv/.ready
 	@$(BIN)/python -m nalanda.report.tables
 

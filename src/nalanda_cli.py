@@ -44,13 +44,27 @@ SamplingSeed = Annotated[int | None, typer.Option(help="seed of the sampling; by
 
 
 @app.command()
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="recipe file, or the name of one that ships")] = None,
+    overrides: Overrides = None,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
+    ] = False,
+) -> None:
     """Pretrain from a recipe.
 
     Runs in one process. For several: `accelerate launch recipes/pretrain.py RECIPE`.
     """
+    if keys:
+        from nalanda.report.keys import print_keys
+
+        print_keys(recipe or "")
+        return
+    from nalanda.common.errors import InputError
     from nalanda.config.load import load_config
 
+    if recipe is None:
+        raise InputError("give a recipe: a file, or the name of one that ships; --keys lists its keys")
     config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     from nalanda.train.loop import train
 

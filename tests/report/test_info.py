@@ -1,5 +1,6 @@
 """Every recipe that ships builds with the published size, and `nalanda info` prints the right figures."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -204,14 +205,15 @@ def test_printed(capsys):
     assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
 
 
-def test_the_readmes_tables_are_the_codes():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert tables.updated(text) == text, "README.md: its tables are not the code's; run `make tables`"
-    before, after = text.split("| `deltanet` |", 1)
-    stale = f"{before}| `deltanet` | old |\n| `none` |{after}"
-    assert tables.updated(stale) == text
-    with pytest.raises(ValueError, match=r"0 tables begin with \| mixer"):
-        tables.updated("# Title")
+@pytest.mark.parametrize("page", tables.TABLES)
+def test_the_tables_of_a_page_are_the_codes(page):
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    assert tables.updated(page, text) == text, f"{page}: its tables are not the code's; run `make tables`"
+    stale = re.sub(r"(-->\n\|.*\n\|.*\n)\|.*\n", r"\1| `old` |\n", text)
+    assert stale != text
+    assert tables.updated(page, stale) == text
+    with pytest.raises(ValueError, match="needs one place"):
+        tables.updated(page, "# Title")
 
 
 def test_tables_fit_a_terminal(capsys):

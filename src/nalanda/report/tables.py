@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nalanda.config.load import shipped_recipes as recipe_files
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.options import is_option
 from nalanda.report.info import info
+from nalanda.report.keys import key_rows
 from nalanda.report.runs import layers
 from nalanda.testing import build, norm_awareness, normal
 
@@ -89,6 +91,17 @@ def map_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def system_rows() -> list[dict[str, Any]]:
+    """A row for each mixer, and for each feature map: what it computes."""
+    mixers = [
+        {"system": name, "computes": kind.equation, "source": kind.source} for name, kind in MIXERS.items()
+    ]
+    maps = [(name, build_feature_map(name, num_heads=1, head_dim=128)) for name in FEATURE_MAPS]
+    return mixers + [
+        {"system": name, "computes": f"φ = {x.equation}", "source": x.source} for name, x in maps
+    ]
+
+
 def norms(mixer: str, feature_map: str | None) -> str:
     """`norm_awareness` of an untrained layer with two heads of 64, whose queries have a spread near 1."""
     layer: Any = build(mixer, feature_map, num_hidden_layers=1, head_dim=64).model.layers[0]
@@ -134,21 +147,30 @@ def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: lis
     console.print(table)
 
 
-def updated(text: str) -> str:
-    """A README's text with its tables made anew. Each is found by its heading's first two cells.
+TABLES: dict[str, dict[str, Callable[[], list[dict[str, Any]]]]] = {
+    "README.md": {"systems": system_rows},
+    "docs/mixers.md": {"mixers": mixer_rows, "maps": map_rows},
+    "docs/recipes.md": {"recipes": recipe_rows},
+    "docs/keys.md": {"keys": key_rows},
+}
+"""The generated tables of each page, by the name between `<!-- -->` above them."""
+
+
+def updated(page: str, text: str) -> str:
+    """The text of a page with its tables made anew.
 
     Raises ValueError for a table that is not there.
     """
-    for rows in (mixer_rows(), map_rows(), recipe_rows()):
-        table = markdown(rows)
-        heading = " | ".join(table.split(" | ")[:2])
-        pattern = rf"^{re.escape(heading)} \|.*(\n\|.*)*"
-        text, found = re.subn(pattern, lambda _, table=table: table, text, flags=re.MULTILINE)
+    for name, rows in TABLES[page].items():
+        table = f"<!-- {name} -->\n{markdown(rows())}\n<!-- end -->"
+        pattern = rf"<!-- {name} -->\n.*?<!-- end -->"
+        text, found = re.subn(pattern, lambda _, table=table: table, text, flags=re.DOTALL)
         if found != 1:
-            raise ValueError(f"README.md: {found} tables begin with {heading}; it needs one")
+            raise ValueError(f"{page}: needs one place for its table: <!-- {name} --> and <!-- end -->")
     return text
 
 
 if __name__ == "__main__":  # `make tables`
-    readme = Path("README.md")
-    readme.write_text(updated(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TABLES:
+        page = Path(name)
+        page.write_text(updated(name, page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,92 @@
+"""Every key of a recipe with its type, default and meaning, read from the text of the dataclasses."""
+
+import ast
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from nalanda.common.errors import InputError
+
+_PACKAGE = Path(__file__).parents[1]
+_FACTORIES = {"list": "[]", "dict": "{}"}
+
+
+def key_rows(pattern: str = "") -> list[dict[str, str]]:
+    """A row for each key whose name or meaning has the regular expression `pattern`, in the recipe's order.
+
+    Raises `InputError` for an expression that is none.
+    """
+    try:
+        wanted = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
+    schema = _classes(_PACKAGE / "config" / "schema.py")
+    model = _classes(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
+    rows = [row for row in _keys(schema, "RunConfig") if row["key"] != "model"]
+    at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
+    rows[at:at] = [_row(f"model.{ast.unparse(field.target)}", field, text) for field, text in _fields(model)]
+    return [row for row in rows if wanted.search(row["key"]) or wanted.search(row["meaning"])]
+
+
+def print_keys(pattern: str = "", console: Console | None = None) -> None:
+    """Prints the rows of `key_rows`. Raises `InputError` if there is none."""
+    rows = key_rows(pattern)
+    if not rows:
+        raise InputError(f"no key's name or meaning has {pattern!r}; without a pattern all are listed")
+    console = console or Console(highlight=False)
+    for row in rows:
+        value = "required" if row["default"] == "required" else f"= {row['default']}"
+        console.print(f"[bold]{escape(row['key'])}[/]: {escape(row['type'])} {escape(value)}")
+        if row["meaning"]:
+            console.print(Padding(escape(row["meaning"]), (0, 0, 0, 4)))
+
+
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
+    """The annotated fields, each with the text below it."""
+    found = []
+    for line, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation):
+            text = (
+                after.value.value
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                else ""
+            )
+            found.append((line, " ".join(str(text).split())))
+    return found
+
+
+def _keys(classes: dict[str, ast.ClassDef], name: str, where: str = "") -> list[dict[str, str]]:
+    rows = []
+    for field, text in _fields(classes[name]):
+        kind = ast.unparse(field.annotation)
+        key = f"{where}{ast.unparse(field.target)}"
+        inner = re.search(r"\w+$", kind.removesuffix("]"))
+        if inner and inner[0] in classes:
+            listed = kind.startswith("list")
+            rows += [_row(key, field, text)] if listed else []
+            rows += _keys(classes, inner[0], f"{key}{'[]' if listed else ''}.")
+        else:
+            rows.append(_row(key, field, text))
+    return rows
+
+
+def _row(key: str, field: ast.AnnAssign, text: str) -> dict[str, str]:
+    kind, value = ast.unparse(field.annotation), field.value
+    if value is None:
+        default = "required"
+    elif isinstance(value, ast.Call):  # field(default_factory=…)
+        factory = next(k.value for k in value.keywords if k.arg == "default_factory")
+        default = _FACTORIES[ast.unparse(factory)]
+    else:
+        default = ast.unparse(value).strip("'\"") or '""'
+    names = {"None": "null", "True": "true", "False": "false", "MAX_DOCUMENT": "67108864"}
+    kind = re.sub(r"Literal\[(.*)\]", lambda m: m[1].replace("'", ""), kind).replace("None", "null")
+    return {"key": key, "type": kind, "default": names.get(default, default), "meaning": text}
