@@ -83,6 +83,8 @@ class Training:
     """Rows of each case in test and validation."""
     points: int = 10
     """Points of the curve, each a score on 64 rows of each case."""
+    curriculum: bool = False
+    """Whether the trained cases come in turn, not mixed: `Task.batches`."""
 
 
 class Reader(nn.Module):
@@ -153,7 +155,8 @@ def run_recall(
     tests = fixed_batches(task, training.rows, "test")
     part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
     ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
-    data, losses, curve = task.batches(seed, training.batch_size, "train"), [], []
+    in_turn = training.steps if training.curriculum else None
+    data, losses, curve = task.batches(seed, training.batch_size, "train", in_turn), [], []
     for step in range(1, training.steps + 1):
         inputs, labels = (x.to(device) for x in next(data))
         where = asked(labels)

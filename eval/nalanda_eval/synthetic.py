@@ -66,15 +66,24 @@ class Task:
     def batch(self, draw: torch.Generator, n: int, split: str, case) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def batches(self, seed: int, n: int, split: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, seed: int, n: int, split: str, curriculum: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless batches, each of one trained case.
 
-        They depend only on task, seed, n and split: models trained with one seed see the same data in order.
+        They depend only on the arguments: models trained with one seed see the same data in order.
+
+        curriculum: steps in which the trained cases come in turn, each for as long, and batches have about as
+            many tokens as n rows of the first. None: cases are drawn, and batches have n rows.
         """
-        draw = torch.Generator().manual_seed(seed)
-        while True:
-            case = self.trained[int(torch.randint(len(self.trained), (), generator=draw))]
-            yield self.batch(draw, n, split, case)
+        draw, cases = torch.Generator().manual_seed(seed), self.trained
+        for step in itertools.count():
+            if curriculum is None:
+                yield self.batch(draw, n, split, cases[int(torch.randint(len(cases), (), generator=draw))])
+            else:
+                case = cases[min(len(cases) * step // curriculum, len(cases) - 1)]
+                rows = max(1, n * self.length(cases[0]) // self.length(case))
+                yield self.batch(draw, rows, split, case)
 
     @staticmethod
     def kept(rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
@@ -310,6 +319,8 @@ class StateTracking(Task):
     trained_length: int = 32
     times: tuple[int, ...] = (1, 2, 4)
     """Tested lengths in units of the trained one."""
+    shorter: tuple[int, ...] = ()
+    """Lengths that are trained as well."""
     generators: bool = False
     axis: ClassVar[str] = "length (elements)"
 
@@ -322,7 +333,7 @@ class StateTracking(Task):
 
     vocab_size = property(lambda self: len(cayley(self.group)))
     cases = property(lambda self: tuple(k * self.trained_length for k in self.times))
-    trained = property(lambda self: (self.trained_length,))
+    trained = property(lambda self: (*self.shorter, self.trained_length))
     chance = property(lambda self: 1 / self.vocab_size)
 
     def length(self, case: int) -> int:
@@ -341,8 +352,8 @@ class StateTracking(Task):
             share = torch.rand(m, 1, generator=draw).square()
             return torch.where(torch.rand(m, length, generator=draw) < share, ids, drawn)
 
-        ids = self.kept(lambda m: words(m, head), n, split)
-        ids = torch.cat([ids, words(n, case - head)], 1)
+        ids = self.kept(lambda m: words(m, head), n, split)[:, :case]
+        ids = torch.cat([ids, words(n, max(0, case - head))], 1)
         products = list(itertools.accumulate(ids.unbind(1), lambda a, b: table[a, b]))
         labels = torch.stack(products, 1)
         if split != "train":

@@ -211,6 +211,22 @@ def test_generators_make_the_group_and_are_most_elements_of_training_words_alone
     assert share.mean(1).std() > 1.5 * (expected * (1 - expected) / 16) ** 0.5  # words differ
 
 
+def test_a_curriculum_takes_the_trained_cases_in_turn():
+    task = StateTracking("s3", "S3", trained_length=16, shorter=(4, 8), generators=True)
+    found = [*itertools.islice(task.batches(0, 8, "train", curriculum=6), 7)]
+    assert [tuple(inputs.shape) for inputs, _ in found] == 2 * [(8, 4)] + 2 * [(4, 8)] + 3 * [(2, 16)]
+    table = cayley("S3")
+    for inputs, labels in found:
+        assert torch.equal(table[labels[:, :-1], inputs[:, 1:]], labels[:, 1:])
+    mixed = {inputs.shape for inputs, _ in itertools.islice(task.batches(0, 8, "train"), 12)}
+    assert mixed == {(8, 4), (8, 8), (8, 16)}
+
+    record = run_recall(
+        TINY | parse("deltanet", "silu"), task, 0, Training(steps=3, batch_size=4, rows=4, curriculum=True)
+    )
+    assert record["cases"] == [16, 32, 64]
+
+
 def test_models_of_one_seed_share_the_weights_that_both_have():
     def weights(mixer, seed=3):
         config = configured(TINY | parse(mixer, "identity"), 120)
