@@ -308,8 +308,8 @@ class StateTracking(Task):
     first half of that length (of longer cases, of the case), so that no word is asked in both. Split by that
     first half.
 
-    generators: in training, replace elements by generators of the group, with a probability that each half of
-        a word draws for itself. Tests have all elements, equally often.
+    shorter: lengths that are trained as well. Their words are easier: elements are replaced by generators of
+        the group, with a probability that differs from word to word.
 
     What mixers learn, measured and by their papers: `docs/state_tracking.md`.
     """
@@ -320,8 +320,6 @@ class StateTracking(Task):
     times: tuple[int, ...] = (1, 2, 4)
     """Tested lengths in units of the trained one."""
     shorter: tuple[int, ...] = ()
-    """Lengths that are trained as well."""
-    generators: bool = False
     axis: ClassVar[str] = "length (elements)"
 
     def __post_init__(self):
@@ -344,7 +342,7 @@ class StateTracking(Task):
 
         def words(m: int, length: int) -> Tensor:
             ids = torch.randint(len(table), (m, length), generator=draw)
-            if split != "train" or not self.generators:
+            if split != "train" or case >= self.trained_length:
                 return ids
             few = torch.tensor(generators(self.group))
             drawn = few[torch.randint(len(few), (m, length), generator=draw)]

@@ -190,29 +190,29 @@ def test_the_cayley_table_is_a_group():
 
 
 @pytest.mark.parametrize("group", ["Z5", "S3", "S5", "A4", "A5"])
-def test_generators_make_the_group_and_are_most_elements_of_training_words_alone(group):
+def test_generators_make_the_group_and_are_most_elements_of_shorter_words_alone(group):
     few, table = generators(group), cayley(group)
     made = {0}
     while len(more := made | {int(table[a, b]) for a in made for b in few}) > len(made):
         made = more
     assert len(made) == len(table)
-    assert len(few) < len(table) - 1 or group == "S3"
+    assert len(few) < len(table) - 1
 
-    task = StateTracking("mixed", group, trained_length=16, generators=True)
-    plain = dataclasses.replace(task, generators=False)
-    for split, case in (("test", 32), ("validation", 16)):
+    task = StateTracking("mixed", group, trained_length=32, shorter=(16,))
+    for split, case in (("test", 64), ("validation", 32), ("train", 32)):
+        plain = dataclasses.replace(task, shorter=())
         assert all(map(torch.equal, rows_of(task, split, case), rows_of(plain, split, case)))
     inputs, labels, _ = rows_of(task, "train", 16, n=400)
     running = itertools.accumulate(inputs.unbind(1), lambda a, b: table[a, b])
     assert torch.equal(labels, torch.stack([*running], 1))
     share = torch.isin(inputs, torch.tensor(few)).double()
     expected = 1 - (1 - len(few) / len(table)) / 3  # the mean of a square on [0, 1]
-    assert share.mean().item() == pytest.approx(expected, abs=0.04)
+    assert share.mean().item() == pytest.approx(expected, abs=0.05)
     assert share.mean(1).std() > 1.5 * (expected * (1 - expected) / 16) ** 0.5  # words differ
 
 
 def test_a_curriculum_takes_the_trained_cases_in_turn():
-    task = StateTracking("s3", "S3", trained_length=16, shorter=(4, 8), generators=True)
+    task = StateTracking("s3", "S3", trained_length=16, shorter=(4, 8))
     found = [*itertools.islice(task.batches(0, 8, "train", curriculum=6), 7)]
     assert [tuple(inputs.shape) for inputs, _ in found] == 2 * [(8, 4)] + 2 * [(4, 8)] + 3 * [(2, 16)]
     table = cayley("S3")
