@@ -141,6 +141,15 @@ def test_a_map_under_decays_per_key_channel():
     hold(inputs, torch.bfloat16, feature_map=nala, qk_norm="l2")
 
 
+@pytest.mark.parametrize("length", [32, 64])
+@pytest.mark.parametrize("kind", ["vector_gdn2_delta", "vector_linear"])
+def test_longer_chunks_under_decays_per_key_channel(kind, length, monkeypatch):
+    table = copy.deepcopy(common._table())
+    table["sm_80"]["chunk_channels"] = [{"itemsize": 4, "features": 512, "BT": length}]
+    monkeypatch.setattr(common, "_table", lambda: table)
+    hold(with_resets(one_head(100, kind), *RESETS), tolerance=2e-6)
+
+
 @every_kind
 def test_a_prefix_does_not_depend_on_the_future(kind):
     """Neither its outputs nor its gradients, in any digit; the cut lies within a chunk."""

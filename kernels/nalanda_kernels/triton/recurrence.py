@@ -103,7 +103,7 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
     channels = g is not None and g.ndim == 4
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
-    BT = blocks("chunk", **common)["BT"]
+    BT = blocks("chunk_channels" if channels else "chunk", **common)["BT"]
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
     scores = v.new_empty(chunks.total, HV, BT, BT)
     inverse = torch.empty_like(scores) if delta else v.new_empty(0)
@@ -321,7 +321,8 @@ def _(q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seql
     map, read = Map.parse(map), Readout.parse(read)
     (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
     delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
-    BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
+    table = "chunk_channels" if g is not None and g.ndim == 4 else "chunk"
+    BT = blocks(table, v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
     if cu_seqlens is None:
         total, sequences = B * -(-T // BT), B
     else:  # the number of chunks depends on the values of the bounds
