@@ -158,7 +158,8 @@ def _decayed(
     With inverse and scores it also fills these.
     """
     H, HV, F = q.shape[2], v.shape[2], q.shape[3]
-    q_in, k_out, reads = (q.new_empty(*v.shape[:3], F) for _ in range(3))
+    q_in, k_out = (q.new_empty(*v.shape[:3], F) for _ in range(2))
+    reads = k_out if beta is None else torch.empty_like(k_out)
     whole = q.new_empty(chunks.total, HV, F, dtype=torch.float32)
     _launch(
         prepare_channels, (chunks.total, HV), q, k, beta, g, erase, inverse, scores, q_in, k_out, reads,
@@ -436,8 +437,8 @@ def _chunkwise(
     features = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = features**-0.5 if scale is None else float(scale)
     if channels:
-        one = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
-        g = one if one.ndim == 4 else one[..., None].expand(*one.shape, features)
+        g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
+        g = g if g.ndim == 4 else g[..., None].expand(*g.shape, features)
         for name, x in (("g", g), ("erase", erase)):
             if x is not None and x.shape[3] != features:
                 has = x.shape[3]
