@@ -27,8 +27,8 @@ PROMPT = LENGTHS[0] + 2
 KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serve them
     "deltanet": {"delta_rule", "short_convs"},
     "gated_deltanet": {"delta_rule", "short_convs"},
-    "kda": {"delta_rule", "short_convs", "map_features"},  # map_features: its kernels read features
-    "gated_deltanet2": {"delta_rule", "short_convs", "map_features"},
+    "kda": {"delta_rule", "short_convs"},
+    "gated_deltanet2": {"delta_rule", "short_convs"},
     "delta_product": {"delta_rule", "short_convs"},
     "mamba2": {"linear_attention", "short_convs", "map_features"},
     "linear_attention": {"normalized_attention", "short_convs"},
