@@ -343,8 +343,9 @@ def test_last():
 def test_groups_pad_little():
     lengths = [5, 0, 1, 8, 9, 16, 6]
     groups, where = Sequences(packing(lengths)).groups(torch.device("cpu"))
-    assert [tuple(g.shape) for g in groups] == [(1, 1), (3, 8), (2, 16)]
-    assert torch.equal(torch.cat([g.flatten() for g in groups])[where], torch.arange(45))
+    assert [tuple(rows.shape) for rows, _ in groups] == [(1, 1), (3, 8), (2, 16)]
+    assert torch.equal(torch.cat([rows.flatten() for rows, _ in groups])[where], torch.arange(45))
+    assert [real.sum(1).tolist() for _, real in groups] == [[1], [5, 8, 6], [9, 16]]
 
 
 @pytest.mark.parametrize(

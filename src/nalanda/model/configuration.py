@@ -79,6 +79,9 @@ class NalandaConfig(PreTrainedConfig):
         √hidden_size; use_bias: biases in the projections of mixers and GLU; dropout: rate for the embeddings
         and the outputs of mixers and GLU; initializer: "normal" (std initializer_range) or "xavier".
     max_position_embeddings: the training length; the model does not depend on it.
+    is_decoder: whether tokens see only those before them. Else the model is an encoder: mixers with an
+        unmasked form take it, and short convolutions are centred (by default there are none). directions: 2
+        lets the other mixers of an encoder mix each way; the results are added.
 
     Raises ValueError, in one line that says what to change, for values that cannot work.
     """
@@ -110,6 +113,8 @@ class NalandaConfig(PreTrainedConfig):
     initializer: str = "normal"
     initializer_range: float = 0.02
     max_position_embeddings: int = 2048
+    is_decoder: bool = True
+    directions: int = 1
     use_cache: bool = True
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -182,6 +187,20 @@ class NalandaConfig(PreTrainedConfig):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out")
+        one_way = [name for name, mixer in mixers.items() if not mixer.unmasked]
+        if self.directions not in (1, 2):
+            raise ValueError(
+                f"directions={self.directions} must be 1, or 2 for an encoder that mixes each way"
+            )
+        if self.is_decoder and self.directions == 2:
+            raise ValueError("directions=2: a decoder reads one way; set is_decoder: false")
+        if not self.is_decoder and one_way and self.directions == 1:
+            raise ValueError(
+                f"is_decoder=false: {' and '.join(one_way)} has no form without a mask; set directions: 2 to "
+                "add one pass each way"
+            )
+        if self.directions == 2 and not one_way:
+            raise ValueError(f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out")
         if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
@@ -254,7 +273,7 @@ class NalandaConfig(PreTrainedConfig):
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
-            + mixer.flops(seq_len)
+            + mixer.flops(seq_len) * (1 if self.is_decoder or mixer.unmasked else 2)
             for name, mixer in self.distinct_mixers().items()
         }
         glu = 2 * 3 * self.hidden_size * self.intermediate_size

@@ -233,6 +233,9 @@ class Decoder(NalandaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         carrying = return_row_states or row_states is not None or carried is not None
+        both = not self.config.is_decoder
+        if both and (carrying or use_cache or past_key_values is not None or context is not None):
+            raise ValueError("is_decoder is false: an encoder has no states, caches or contexts")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         B, T = given.shape[:2]
         if carrying:
@@ -252,7 +255,7 @@ class Decoder(NalandaPreTrainedModel):
         if carrying or context is not None:
             use_cache = False
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not (self.training or both)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
@@ -267,7 +270,8 @@ class Decoder(NalandaPreTrainedModel):
             attention_mask = None  # decoding: all sequences have begun, and padding is on the left
         described = position_ids is not None or cu_seqlens is not None
         stateful = carrying or use_cache or cache is not None
-        if torch.compiler.is_compiling() and attention_mask is not None and not (described or stateful):
+        plain = not (described or stateful or both)
+        if torch.compiler.is_compiling() and attention_mask is not None and plain:
             layout = Layout.padding_last(x, attention_mask)
         else:
             layout = Layout(x, attention_mask, position_ids, None if context else cu_seqlens)
@@ -294,7 +298,7 @@ class Decoder(NalandaPreTrainedModel):
             states = [RowState(tensors) for tensors in held]
         x = layout.pack(x)
         static = cache is not None and cache.static
-        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts)
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -336,6 +340,8 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NalandaConfig):
         super().__init__(config)
+        if not config.is_decoder:
+            raise ValueError("is_decoder is false: tokens see the next one; load AutoModelForMaskedLM")
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
