@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
+from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
@@ -69,8 +69,9 @@ def _check(what: str, properties: list[Callable], make: Callable[[], Any]) -> No
 
 def build(
     mixer="gated_deltanet", feature_map=None, mixer_options=None, dtype=torch.float64, **options
-) -> NalandaForCausalLM:
-    """A tiny model in evaluation mode, with initial weights so large that its mixers change the logits."""
+) -> Any:
+    """A tiny `NalandaForCausalLM`, or `NalandaForMaskedLM` of an encoder, in evaluation mode. Its initial
+    weights are so large that its mixers change the logits."""
     torch.manual_seed(0)
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
@@ -78,7 +79,8 @@ def build(
         **{"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2},
         **{"intermediate_size": 32, "initializer_range": 0.3, "mixer_options": mixer_options, **options},
     }
-    model: Any = NalandaForCausalLM(NalandaConfig(mixer=mixer, feature_map=feature_map, **fields))
+    config = NalandaConfig(mixer=mixer, feature_map=feature_map, **fields)
+    model: Any = (NalandaForCausalLM if config.is_decoder else NalandaForMaskedLM)(config)
     return model.to(dtype).eval()
 
 

@@ -21,6 +21,15 @@ _serving = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serving, "transformers", transformers)):
     setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
+AUTO_MAP = {
+    "AutoModel": "modeling.Decoder",
+    "AutoModelForCausalLM": "modeling.NalandaForCausalLM",
+    "AutoModelForMaskedLM": "heads.NalandaForMaskedLM",
+    "AutoModelForSequenceClassification": "heads.NalandaForSequenceClassification",
+    "AutoModelForTokenClassification": "heads.NalandaForTokenClassification",
+}
+"""transformers' Auto classes to ours, by file."""
+
 # Keys that transformers adds to a config's own fields.
 _FOREIGN_KEYS = frozenset(
     {
@@ -239,18 +248,22 @@ class NalandaConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
         """transformers', with the plugins' files copied beside the model's code, which imports them.
 
-        transformers names only the saved class, for AutoModelForCausalLM; the decoder loads from the same
-        files, for AutoModel. Raises ValueError as `plugin_files` does.
+        transformers names and copies only the saved class; the others that fit the model load from the same
+        folder. Raises ValueError as `plugin_files` does.
         """
-        files = self.plugin_files()
-        if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
-            known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
+        files, copies = self.plugin_files(), {}
+        if AUTO_MAP.keys() & (known := getattr(self, "auto_map", None) or {}):
+            other = "AutoModelForMaskedLM" if self.is_decoder else "AutoModelForCausalLM"
+            for auto, name in AUTO_MAP.items():
+                file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
+                if auto != other and file.exists():  # transformers' cache has only the files it needs
+                    known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
         own = Path(save_directory) / "configuration.py"
-        for name, text in files.items():
+        for name, text in (copies | files).items():
             (own.parent / name).write_text(text, encoding="utf-8")
             line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
-            if own.exists() and line not in (code := own.read_text(encoding="utf-8")):
+            if name in files and own.exists() and line not in (code := own.read_text(encoding="utf-8")):
                 own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
