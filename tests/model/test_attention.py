@@ -160,7 +160,8 @@ def test_norm_attention(feature_map, placement, positions):
 # The norm and its gradient
 
 
-def test_norm_bounds_the_gradient_of_every_score():
+@pytest.mark.parametrize("both", [False, True])
+def test_norm_bounds_the_gradient_of_every_score(both):
     """|∂L/∂s| ≤ c₁c₂/√ε for ‖∂L/∂o‖ ≤ c₁ and ‖v‖ ≤ c₂, if ε is inside the root."""
     T, eps = 24, 1e-4
     v, upstream = draw(T, D), draw(T, D, seed=1)
@@ -172,7 +173,8 @@ def test_norm_bounds_the_gradient_of_every_score():
     }
     largest = dict.fromkeys(readouts, 0.0)
     for size, (name, read) in itertools.product((1e-12, 1e-6, 1e-3, 1.0, 1e3), readouts.items()):
-        s = (size * draw(T, T, seed=2).abs()).tril().requires_grad_()
+        s = size * draw(T, T, seed=2).abs()
+        s = (s if both else s.tril()).requires_grad_()
         (ds,) = torch.autograd.grad((read(s) * upstream).sum(), s)
         largest[name] = max(largest[name], float(ds.abs().max()))
     assert 0.01 * bound < largest["inside"] <= bound
