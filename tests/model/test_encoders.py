@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import build, close, encoder_rows
 
 from nalanda.model import MIXERS
+from nalanda.model.layers import ShortConv
 from nalanda.model.sequences import Sequences
 from nalanda.testing import ENCODER_PROPERTIES, permuted_is_permuted
 
@@ -187,3 +189,11 @@ def test_one_pass_each_way_adds_up():
     _, heads, q, k, weights = mixed("retention")
     decays = heads["g"][0, 0].exp()[:, None, None] ** apart(q.shape[2])
     close(weights, q @ k.mT * q.shape[-1] ** -0.5 * decays * (1 + torch.eye(q.shape[2])))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5])
+def test_convolutions_are_centred(width):
+    """As `padding="same"`: of an even number of taps, the one more looks ahead."""
+    conv, x = ShortConv(6, width).double(), torch.randn(2, 11, 6, dtype=torch.float64)
+    torch.nn.init.normal_(conv.weight)
+    close(conv(x, Sequences(both=True))[0], F.conv1d(x.mT, conv.weight, padding="same", groups=6).mT)
