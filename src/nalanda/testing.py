@@ -109,11 +109,7 @@ def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Any, tokens: Tensor, **kwargs: Any) -> Tensor:
-    return model(tokens, **_uncached(model) | kwargs).logits
-
-
-def _uncached(model: Any) -> dict[str, bool]:
-    return {"use_cache": False} if model.config.is_decoder else {}
+    return model(tokens, **{"use_cache": False, **kwargs}).logits
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> None:
@@ -228,7 +224,7 @@ def gradients_are_finite_differences(model: Any) -> None:
     towards = [torch.randn_like(p) for p in parameters]
 
     def loss() -> Tensor:
-        return model(tokens, labels=tokens, **_uncached(model)).loss
+        return model(tokens, labels=tokens, use_cache=False).loss
 
     gradients = torch.autograd.grad(loss(), parameters)
     slope = torch.stack([(g * d).sum() for g, d in zip(gradients, towards, strict=True)]).sum()
