@@ -162,21 +162,24 @@ def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | Non
     is the state behind the last token of the causal form, in fp32 at least.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _sum_packed(q, k, v, seq, scale) if seq.cu_seqlens is not None else _sum_rows(q, k, v, scale)
 
-    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
-        group = v.shape[1] // k.shape[1]
-        v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
-        o = q @ (k.mT @ v).mul(scale)
-        return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3)
 
-    if seq.cu_seqlens is None:
-        return read(q, k, v).to(v.dtype)
+def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    dtype, (q, k, v) = v.dtype, (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
+    group = v.shape[1] // k.shape[1]
+    v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
+    o = q @ (k.mT @ v).mul(scale)
+    return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3).to(dtype)
+
+
+@torch.compiler.disable  # the groups depend on the values of cu_seqlens
+def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -> Tensor:
     groups, where = seq.groups(v.device)
     out = [v.new_zeros(0, *v.shape[2:])]
     for rows, real in groups:
         kept = k[0, rows] * real[..., None, None]
-        out.append(read(q[0, rows], kept, v[0, rows]).flatten(0, 1).to(v.dtype))
+        out.append(_sum_rows(q[0, rows], kept, v[0, rows], scale).flatten(0, 1))
     return torch.cat(out).index_select(0, where)[None]
 
 
@@ -347,8 +350,10 @@ class SoftAttention(LinearAttention):
         if not seq.both:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
-        if seq.cu_seqlens is None:
-            return self.feature_map(q, v)
+        return self.feature_map(q, v) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
+
+    @torch.compiler.disable  # the lengths are values of cu_seqlens
+    def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         return torch.cat([self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1)
 
     def flops(self, T: int) -> float:
