@@ -36,6 +36,8 @@ with parameters is one.
 `nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,6 +75,9 @@ def convolve(
 
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
+    if seq.both:
+        *outputs, last = [conv(x, seq)[0] for conv, x in zip(convs, xs, strict=True)]
+        return [*outputs, F.silu(last) if silu else last], None
     if seq.parts is not None:
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
     weights = [conv.weight.squeeze(1) for conv in convs]
@@ -117,6 +122,9 @@ class Mixer(FusedLinears):
     """Whether q and k are one projection."""
     cut = False
     """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
+    unmasked = False
+    """Whether `mix` serves sequences whose tokens see both ways (`seq.both`). Others mix each way, and both
+    results are added, if the config has `directions` 2."""
     signed_weights = False
     """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
 
@@ -129,6 +137,7 @@ class Mixer(FusedLinears):
         super().__init__()
         D, H, bias = config.hidden_size, config.num_heads, config.use_bias
         HK, HV = k_heads or H, v_heads or H
+        self.both = not config.is_decoder
         self.layer_idx, self.num_heads, self.num_v_heads = layer_idx, H, HV
         self.K, self.V = config.key_dim, config.value_dim
         self.q_proj = nn.Linear(D, H * self.K, bias=bias)
@@ -136,7 +145,8 @@ class Mixer(FusedLinears):
             self.k_proj = nn.Linear(D, self.steps * HK * self.K, bias=bias)
         self.v_proj = nn.Linear(D, self.steps * HV * self.V, bias=bias)
         if taps is None and self.conv_size is not None:
-            taps = self.conv_size if config.conv_size is None else config.conv_size
+            default = 0 if self.both else self.conv_size
+            taps = default if config.conv_size is None else config.conv_size
         self.conv_size = taps
         if self.conv_size:
             self.q_conv1d = ShortConv(H * self.K, self.conv_size)
@@ -145,9 +155,7 @@ class Mixer(FusedLinears):
             self.v_conv1d = ShortConv(self.v_proj.out_features, self.conv_size)
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
-            self.feature_map = build_feature_map(
-                self.map_name, num_heads=H, head_dim=self.K, **config.feature_map_options
-            )
+            self.feature_map = self.build_map(config)
         if self.gated is not None and config.use_gate is not None:
             self.gated = config.use_gate
         out = max(H, HV) * self.V
@@ -175,7 +183,22 @@ class Mixer(FusedLinears):
                 return served
         new: State | None = None if state is None else {}
         heads = self.heads(x, seq, state or {}, new)
+        if self.both:
+            return self.read_out(self.mix_both(heads, seq), heads, x), None
         return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
+
+    def build_map(self, config) -> Any:
+        assert self.map_name is not None
+        sizes = {"num_heads": self.num_heads, "head_dim": self.K}
+        return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
+
+    def mix_both(self, heads: Heads, seq: Sequences) -> Tensor:
+        """`mix` where tokens see both ways: at once, or the sum of one result each way."""
+        if self.unmasked:
+            return self.mix(heads, seq, {}, None)
+        one_way = seq.one_way()
+        back = {name: seq.turned(x) for name, x in heads.items()}
+        return self.mix(heads, one_way, {}, None) + seq.turned(self.mix(back, one_way, {}, None))
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
         """States by row to states by sequence, as `heads` and `mix` take them."""
@@ -279,13 +302,15 @@ class Mixer(FusedLinears):
         The products with the values of all steps add up.
         It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
         """
-        heads, n, found = self.heads(x, Sequences(), {}, None), self.streams, []
+        seq, n, found = Sequences(both=self.both), self.streams, []
+        heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
         for i in range(self.steps):
             v = unit.new_zeros(B, T, HV, n * T)
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
-            o = self.mix(heads | {"v": v}, Sequences(), {}, None)
+            unit_heads = heads | {"v": v}
+            o = self.mix_both(unit_heads, seq) if self.both else self.mix(unit_heads, seq, {}, None)
             found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(found, 1)
 

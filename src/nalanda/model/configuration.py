@@ -21,6 +21,15 @@ _serving = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serving, "transformers", transformers)):
     setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
+AUTO_MAP = {
+    "AutoModel": "modeling.Decoder",
+    "AutoModelForCausalLM": "modeling.NalandaForCausalLM",
+    "AutoModelForMaskedLM": "heads.NalandaForMaskedLM",
+    "AutoModelForSequenceClassification": "heads.NalandaForSequenceClassification",
+    "AutoModelForTokenClassification": "heads.NalandaForTokenClassification",
+}
+"""transformers' Auto classes to ours, by file."""
+
 # Keys that transformers adds to a config's own fields.
 _FOREIGN_KEYS = frozenset(
     {
@@ -79,6 +88,9 @@ class NalandaConfig(PreTrainedConfig):
         √hidden_size; use_bias: biases in the projections of mixers and GLU; dropout: rate for the embeddings
         and the outputs of mixers and GLU; initializer: "normal" (std initializer_range) or "xavier".
     max_position_embeddings: the training length; the model does not depend on it.
+    is_decoder: whether tokens see only those before them. Else the model is an encoder: mixers with an
+        unmasked form take it, and short convolutions are centred (by default there are none). directions: 2
+        lets the other mixers of an encoder mix each way; the results are added.
 
     Raises ValueError, in one line that says what to change, for values that cannot work.
     """
@@ -110,6 +122,8 @@ class NalandaConfig(PreTrainedConfig):
     initializer: str = "normal"
     initializer_range: float = 0.02
     max_position_embeddings: int = 2048
+    is_decoder: bool = True
+    directions: int = 1
     use_cache: bool = True
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -182,6 +196,20 @@ class NalandaConfig(PreTrainedConfig):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out")
+        one_way = [name for name, mixer in mixers.items() if not mixer.unmasked]
+        if self.directions not in (1, 2):
+            raise ValueError(
+                f"directions={self.directions} must be 1, or 2 for an encoder that mixes each way"
+            )
+        if self.is_decoder and self.directions == 2:
+            raise ValueError("directions=2: a decoder reads one way; set is_decoder: false")
+        if not self.is_decoder and one_way and self.directions == 1:
+            raise ValueError(
+                f"is_decoder=false: {' and '.join(one_way)} has no form without a mask; set directions: 2 to "
+                "add one pass each way"
+            )
+        if self.directions == 2 and not one_way:
+            raise ValueError(f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out")
         if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
@@ -220,18 +248,22 @@ class NalandaConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
         """transformers', with the plugins' files copied beside the model's code, which imports them.
 
-        transformers names only the saved class, for AutoModelForCausalLM; the decoder loads from the same
-        files, for AutoModel. Raises ValueError as `plugin_files` does.
+        transformers names and copies only the saved class; the others that fit the model load from the same
+        folder. Raises ValueError as `plugin_files` does.
         """
-        files = self.plugin_files()
-        if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
-            known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
+        files, copies = self.plugin_files(), {}
+        if AUTO_MAP.keys() & (known := getattr(self, "auto_map", None) or {}):
+            other = "AutoModelForMaskedLM" if self.is_decoder else "AutoModelForCausalLM"
+            for auto, name in AUTO_MAP.items():
+                file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
+                if auto != other and file.exists():  # transformers' cache has only the files it needs
+                    known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
         own = Path(save_directory) / "configuration.py"
-        for name, text in files.items():
+        for name, text in (copies | files).items():
             (own.parent / name).write_text(text, encoding="utf-8")
             line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
-            if own.exists() and line not in (code := own.read_text(encoding="utf-8")):
+            if name in files and own.exists() and line not in (code := own.read_text(encoding="utf-8")):
                 own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
@@ -254,7 +286,7 @@ class NalandaConfig(PreTrainedConfig):
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
-            + mixer.flops(seq_len)
+            + mixer.flops(seq_len) * (1 if self.is_decoder or mixer.unmasked else 2)
             for name, mixer in self.distinct_mixers().items()
         }
         glu = 2 * 3 * self.hidden_size * self.intermediate_size

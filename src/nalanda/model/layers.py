@@ -178,7 +178,7 @@ class _CausalDepthwise(torch.autograd.Function):
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution over time, separate for each sequence.
+    """Causal depthwise convolution over time, separate for each sequence; centred where tokens see both ways.
 
     `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token,
     oldest first (None: zeros). Returns the output and, with `carry`, the new state.
@@ -201,7 +201,10 @@ class ShortConv(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
         weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
+        after = self.width // 2 if seq.both else 0  # of a centred one
         if seq.cu_seqlens is None:
+            if after:
+                return _CausalDepthwise.apply(F.pad(x, (0, 0, gap - after, after)), weight, None), None
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
@@ -209,10 +212,10 @@ class ShortConv(nn.Module):
             return _CausalDepthwise.apply(laid, weight, None), past
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
-        laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy_(0, tokens, x[0])
+        laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(0, tokens, x[0])
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
-        y = _CausalDepthwise.apply(laid[None], weight, tokens - gap)
+        y = _CausalDepthwise.apply(laid[None], weight, tokens - gap + after)
         # A sequence's last W−1 rows are `length` rows after those of its gap.
         return y, laid[gaps + seq.tables(x.device).cu_seqlens.diff()[:, None]] if carry else None
 

@@ -1,5 +1,7 @@
 """Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,9 +12,11 @@ from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles, rotate
+from .layers import RMSNorm, ShortConv, at_least_fp32, no_autocast, rotary_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
+from .options import check_names, check_types
 from .sequences import Sequences
+from .soft import PooledLandmarks
 
 
 class LinearAttention(Mixer):
@@ -29,6 +33,7 @@ class LinearAttention(Mixer):
     source = "arXiv 2006.16236"
     conv_size = 4
     cut = True
+    unmasked = True
     map_name = "elu1"
     gated = False
     norm = None
@@ -63,7 +68,7 @@ class LinearAttention(Mixer):
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
-        if q.shape[1] == 1 or seq.parts is not None:
+        if q.shape[1] == 1 or seq.parts is not None or seq.both:
             return None
         served = by_kernel(
             *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
@@ -99,6 +104,10 @@ class LinearAttention(Mixer):
         v = heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
+        if seq.both:
+            with no_autocast(v):
+                q, k = map_features(heads["q"], heads["k"], None if mapped else self.feature_map)
+                return sum_both(q, k, v, seq, scale)
         o, final = recurrence(
             linear_attention,
             seq,
@@ -118,9 +127,9 @@ class LinearAttention(Mixer):
 
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
-        """Position of each token, counted from 1, `[B or 1, T, 1, 1]`, in fp32 at least."""
+        """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
-        return (seq.positions(v.shape[1], v.device) + 1).to(wide_dtype(v))[..., None, None]
+        return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
     def step_options(self) -> dict | None:
         if type(self).mix is not LinearAttention.mix:
@@ -137,9 +146,41 @@ class LinearAttention(Mixer):
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        width = self.V + self.denominator
-        rule = linear_attention_flops(self.num_v_heads, self.feature_map.feature_dim, width)
+        rule = self.sum_flops(self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
         return rule + super().flops(T)
+
+    def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
+        """`linear_attention_flops`; in both directions at once there are no chunks."""
+        chunk = 0 if self.both and self.unmasked else 64
+        return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
+
+
+def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
+    """scale · (Σ_j k_j v_jᵀ)ᵀ q_t over all tokens j of a sequence, `[B, T, HV, V]` in v's dtype.
+
+    q and k: features `[B, T, H, F]`; v: `[B, T, HV, V]`, HV a multiple of H. scale: by default F^-½. The sum
+    is the state behind the last token of the causal form, in fp32 at least.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _sum_packed(q, k, v, seq, scale) if seq.cu_seqlens is not None else _sum_rows(q, k, v, scale)
+
+
+def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    dtype, (q, k, v) = v.dtype, (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
+    group = v.shape[1] // k.shape[1]
+    v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
+    o = q @ (k.mT @ v).mul(scale)
+    return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3).to(dtype)
+
+
+@torch.compiler.disable  # the groups depend on the values of cu_seqlens
+def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -> Tensor:
+    groups, where = seq.groups(v.device)
+    out = [v.new_zeros(0, *v.shape[2:])]
+    for rows, real in groups:
+        kept = k[0, rows] * real[..., None, None]
+        out.append(_sum_rows(q[0, rows], kept, v[0, rows], scale).flatten(0, 1))
+    return torch.cat(out).index_select(0, where)[None]
 
 
 class NaLaAttention(LinearAttention):
@@ -199,7 +240,7 @@ class MALA(LinearAttention):
         return super().state_spec(T) | {"value_sum": ((self.num_v_heads, 1, self.V), torch.float32)}
 
     def flops(self, T: int) -> float:
-        return super().flops(T) + linear_attention_flops(self.num_v_heads, 1, self.V)
+        return super().flops(T) + self.sum_flops(self.num_v_heads, 1, self.V)
 
 
 class PolaAttention(LinearAttention):
@@ -265,7 +306,7 @@ class PolaAttention(LinearAttention):
         return spec | {"recurrent": (shape, torch.float32), "conv_local": local}
 
     def flops(self, T: int) -> float:
-        rule = linear_attention_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
+        rule = self.sum_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
         return rule + Mixer.flops(self, T) + 2.0 * self.TAPS * self.num_heads * self.V
 
 
@@ -278,6 +319,8 @@ class SoftAttention(LinearAttention):
     semidefinite. The output is RMS-normed per head.
 
     The map's options (`landmarks`, `ridge`, `inverse`, `iterations`) are feature_map_options.
+    Where tokens see both ways, the landmarks are means of the sequence, as published: then the options are
+    those of `soft.PooledLandmarks`, and the matrix is positive semidefinite.
     Cost: that of `LinearAttention` with F = m landmarks, plus 2m(2K + m) for the map. State: m × V in fp32.
     """
 
@@ -295,8 +338,28 @@ class SoftAttention(LinearAttention):
             )
         super().__init__(config, layer_idx, denominator=False)
 
+    def build_map(self, config) -> Any:
+        if not self.both:
+            return super().build_map(config)
+        options = config.feature_map_options
+        check_names(options, PooledLandmarks)
+        check_types(options, PooledLandmarks.__init__.__annotations__, "feature_map_options: ")
+        return PooledLandmarks(self.map_name == "softpp", **options)
+
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        return self.recur(heads, seq, state, new, scale=1.0)
+        if not seq.both:
+            return self.recur(heads, seq, state, new, scale=1.0)
+        q, v = heads["q"], heads["v"]
+        return self.feature_map(q, v) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
+
+    @torch.compiler.disable  # the lengths are values of cu_seqlens
+    def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
+        return torch.cat([self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1)
+
+    def flops(self, T: int) -> float:
+        if not self.both:
+            return super().flops(T)
+        return self.num_heads * self.feature_map.flops_at(T, self.K, self.V) + Mixer.flops(self, T)
 
 
 class Retention(LinearAttention):
@@ -309,6 +372,7 @@ class Retention(LinearAttention):
 
     equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
     source = "arXiv 2307.08621"
+    unmasked = False
     conv_size = None
     map_name = None
     gated = True
@@ -342,7 +406,7 @@ class Retention(LinearAttention):
         return {"recurrent": ((self.num_heads, self.K, self.V), torch.float32)}
 
     def flops(self, T: int) -> float:
-        return linear_attention_flops(self.num_heads, self.K, self.V)
+        return self.sum_flops(self.num_heads, self.K, self.V)
 
 
 class GLA(Retention):
@@ -407,6 +471,7 @@ class Mamba2(LinearAttention):
 
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
+    unmasked = False
     map_name = "silu"
     gated = True
     norm = "rms"

@@ -15,7 +15,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layers import at_least_fp32, no_autocast
 
@@ -137,6 +137,42 @@ def soft_attention(q: Tensor, v: Tensor, **options) -> Tensor:
         P, W = soft_factors(q, **options)
         o = P.mT @ (W @ (P @ v.to(P.dtype).transpose(1, 2)))
     return o.transpose(1, 2).to(v.dtype)
+
+
+class PooledLandmarks(nn.Module):
+    """`soft_attention` with these options, for the mixer `soft` where tokens see both ways.
+
+    window: tokens a landmark is the mean of; inverse, ridge and iterations as in `soft_attention`.
+    """
+
+    flops = 0.0
+
+    def __init__(
+        self, normalized: bool, *, window: int = 4, inverse: str = "newton", ridge: float = 0.01,
+        iterations: int = 20,
+    ):  # fmt: skip
+        super().__init__()
+        if inverse not in INVERSES:
+            raise ValueError(f"soft: inverse={inverse!r} must be one of {', '.join(INVERSES)}")
+        if window < 1 or iterations < 1 or ridge < 0:
+            raise ValueError(
+                f"soft: window={window} and iterations={iterations} must be ≥ 1, ridge={ridge} ≥ 0"
+            )
+        self.normalized, self.window, self.inverse = normalized, window, inverse
+        self.ridge, self.iterations = float(ridge), iterations
+
+    def forward(self, q: Tensor, v: Tensor) -> Tensor:
+        names = ("normalized", "window", "inverse", "ridge", "iterations")
+        return soft_attention(q, v, **{name: getattr(self, name) for name in names})
+
+    def flops_at(self, T: int, K: int, V: int) -> float:
+        """FLOPs per token and head of a sequence of T tokens."""
+        m = -(-T // self.window)
+        inverse = m**3 * (4 * self.iterations if self.inverse == "newton" else 1)
+        return 2.0 * m * (K + 2 * V) + (2.0 * m**2 * (K + V) + inverse) / T
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, ridge={self.ridge:g}, inverse={self.inverse}"
 
 
 def soft_similarity(q: Tensor, **options) -> Tensor:
