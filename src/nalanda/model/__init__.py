@@ -14,6 +14,7 @@ from .heads import NalandaForMaskedLM, NalandaForSequenceClassification, Nalanda
 from .mixers import MIXERS, register_mixer
 from .modeling import Decoder, NalandaForCausalLM
 from .state import State
+from .vision import NalandaForImageClassification
 
 transformers.AutoConfig.register("nalanda", NalandaConfig)
 NalandaConfig.register_for_auto_class()
@@ -36,6 +37,7 @@ __all__ = [
     "NalandaForMaskedLM",
     "NalandaForSequenceClassification",
     "NalandaForTokenClassification",
+    "NalandaForImageClassification",
     "State",
     "build_feature_map",
     "decoding_graphs",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import RMSNorm, rotary_angles, rotate
+from .layers import RMSNorm, place_angles, rotate
 from .ops import by_kernel
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
@@ -76,6 +76,11 @@ class SoftmaxAttention(Mixer):
             raise ValueError(
                 f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
             )
+        if config.image_size and rope_theta is not None and (rotary_dim or config.key_dim) % 4:
+            raise ValueError(
+                f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
+                "rows and columns rotate apart; or set rope_theta null"
+            )
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
@@ -97,8 +102,7 @@ class SoftmaxAttention(Mixer):
         if self.qk_norm:
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         if self.rope_theta is not None:
-            places = seq.positions(x.shape[1], x.device)
-            angles = rotary_angles(places, self.rotary_dim, self.rope_theta, x.dtype)
+            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta)
             q, k = rotate(q, angles), rotate(k, angles)
         return heads | {"q": q, "k": k}
 

@@ -36,6 +36,7 @@ with parameters is one.
 `nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,10 @@ class Mixer(FusedLinears):
     """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
     map_name: str | None = None
     """Feature map if the config leaves it open; None: it never has one."""
+    value_conv: int = 0
+    """Taps of the convolution of v that is added to the output if the config leaves them open; 0: none."""
+    shared_filters = False
+    """Whether the heads share the filters of that convolution."""
     gated: bool | None = None
     """Whether it has an output gate if the config leaves it open; None: it never has one."""
     norm: str | None = "head"
@@ -148,11 +153,21 @@ class Mixer(FusedLinears):
             default = 0 if self.both else self.conv_size
             taps = default if config.conv_size is None else config.conv_size
         self.conv_size = taps
+        conv = partial(ShortConv, image=config.image_size is not None)
         if self.conv_size:
-            self.q_conv1d = ShortConv(H * self.K, self.conv_size)
+            self.q_conv1d = conv(H * self.K, self.conv_size)
             if not self.shared_qk:
-                self.k_conv1d = ShortConv(self.k_proj.out_features, self.conv_size)
-            self.v_conv1d = ShortConv(self.v_proj.out_features, self.conv_size)
+                self.k_conv1d = conv(self.k_proj.out_features, self.conv_size)
+            self.v_conv1d = conv(self.v_proj.out_features, self.conv_size)
+        if config.value_conv is not None:
+            self.value_conv = config.value_conv
+        if self.value_conv:
+            if self.steps > 1:
+                raise ValueError(
+                    f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
+                )
+            shape = (self.V, self.value_conv, HV) if self.shared_filters else (HV * self.V, self.value_conv)
+            self.dwc = conv(*shape)
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
             self.feature_map = self.build_map(config)
@@ -173,19 +188,25 @@ class Mixer(FusedLinears):
         """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
         if isinstance(state, RowState):
             new, held = {}, self.scatter_states(state.tensors, seq)
-            heads = self.heads(x, seq, held, new)
-            y = self.read_out(self.mix(heads, seq, held, new), heads, x)
-            return y, RowState(self.gather_states(new, seq))
+            return self.mixed(x, seq, held, new), RowState(self.gather_states(new, seq))
         decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         if decoding and not torch.compiler.is_compiling():
             served = self.step(x, seq, state)
             if served is not None:
                 return served
         new: State | None = None if state is None else {}
-        heads = self.heads(x, seq, state or {}, new)
-        if self.both:
-            return self.read_out(self.mix_both(heads, seq), heads, x), None
-        return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
+        return self.mixed(x, seq, state or {}, new), new
+
+    def mixed(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
+        """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
+        heads = self.heads(x, seq, state, new)
+        o = self.mix_both(heads, seq) if self.both else self.mix(heads, seq, state, new)
+        return self.read_out(self.add_local(o, heads) if self.value_conv else o, heads, x)
+
+    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
+        """o and the convolution of v; heads that share keys and values share that too."""
+        local = heads["local"]
+        return o + local.repeat_interleave(o.shape[2] // local.shape[2], 2)
 
     def build_map(self, config) -> Any:
         assert self.map_name is not None
@@ -210,13 +231,19 @@ class Mixer(FusedLinears):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates; and
-        `gate`, the input of the output gate.
+        `gate`, the input of the output gate, and `local` `[B, T, HV, V]`, the convolution of v.
 
         state: what earlier calls put into `new`. new: None if no state is wanted.
         """
         heads = self.project(x)
         if self.conv_size:
             heads |= self.convolve(heads, seq, state, new)
+        if self.value_conv:
+            past = [state["conv_local"]] if "conv_local" in state else None
+            (local,), past = convolve([self.dwc], [heads["v"]], seq, past, new is not None)
+            if new is not None and past is not None:
+                (new["conv_local"],) = past
+            heads["local"] = local.unflatten(-1, (-1, self.V))
         for name in self.projections():
             heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
         return {"k": heads["q"], **heads}
@@ -255,7 +282,7 @@ class Mixer(FusedLinears):
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
-        options = self.step_options()
+        options = None if self.value_conv else self.step_options()
         if options is None:
             return None
         fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
@@ -320,12 +347,15 @@ class Mixer(FusedLinears):
         Here: the convolutions' last inputs.
         """
         past = max((self.conv_size or 0) - 1, 0)
-        return {
+        spec: StateSpec = {
             f"conv_{name}": ((past, p.out_features), None) for name, p in self.projections().items() if past
         }
+        if self.value_conv:
+            spec["conv_local"] = ((self.value_conv - 1, self.v_proj.out_features), None)
+        return spec
 
     def flops(self, T: int) -> float:
         """Forward FLOPs per token at length T, without Linear layers. Here: the convolutions and the map."""
-        channels = sum(p.out_features for p in self.projections().values())
+        taps = sum(m.weight.numel() * m.copies for m in self.modules() if isinstance(m, ShortConv))
         mapped = 0.0 if self.map_name is None else self.num_heads * self.feature_map.flops
-        return 2.0 * (self.conv_size or 0) * channels + mapped
+        return 2.0 * taps + mapped

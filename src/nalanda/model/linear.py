@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State, StateSpec, convolve
+from .base import Heads, Mixer, State, StateSpec
 from .chunk import wide_dtype
 from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, ShortConv, at_least_fp32, no_autocast, rotary_angles, rotate
+from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
 from .options import check_names, check_types
 from .sequences import Sequences
@@ -247,8 +247,8 @@ class PolaAttention(LinearAttention):
     """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
 
     The query [q⁺; q⁻] reads the first half of v, and [q⁻; q⁺], of opposite signs, the second half. Each has
-    its own denominator. A causal depthwise convolution of v (5 taps, filters shared by heads) is added.
-    Their sum is multiplied by G = W_g x, without activation.
+    its own denominator. A depthwise convolution of v (`value_conv`: by default 5 taps, filters shared by
+    heads) is added. Their sum is multiplied by G = W_g x, without activation.
 
     Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's options
     (`alpha`, `scale`) are feature_map_options. V must be even.
@@ -258,7 +258,8 @@ class PolaAttention(LinearAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k for q of k's signs and of the others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
     source = "arXiv 2501.15061"
-    TAPS = 5
+    value_conv = 5
+    shared_filters = True
     map_name = "pola"
     gated = True
     streams = 2
@@ -270,15 +271,6 @@ class PolaAttention(LinearAttention):
             raise ValueError(f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v")
         super().__init__(config, layer_idx)
         self.gate_first = gate_first
-        self.dwc = ShortConv(self.V, self.TAPS, copies=self.num_heads)
-
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        past = [state["conv_local"]] if "conv_local" in state else None
-        (local,), past = convolve([self.dwc], [heads["v"].flatten(-2)], seq, past, new is not None)
-        if new is not None and past is not None:
-            (new["conv_local"],) = past
-        return heads | {"local": local}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         halves = {name: heads[name] for name in ("q", "k")}
@@ -292,22 +284,22 @@ class PolaAttention(LinearAttention):
             o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)
 
+    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
+        if self.gated and self.gate_first:
+            o = o * heads["gate"].view_as(o)
+        return super().add_local(o, heads)
+
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        o, local = o.flatten(-2).to(x.dtype), heads["local"]
-        if not self.gated:
-            return self.o_proj(o + local)
-        gate = heads["gate"]
-        return self.o_proj(gate * o + local if self.gate_first else gate * (o + local))
+        o = o.flatten(-2).to(x.dtype)
+        return self.o_proj(o * heads["gate"] if self.gated and not self.gate_first else o)
 
     def state_spec(self, T: int) -> StateSpec:
-        spec = super().state_spec(T)
         shape = (2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        local = ((self.TAPS - 1, self.num_heads * self.V), None)
-        return spec | {"recurrent": (shape, torch.float32), "conv_local": local}
+        return super().state_spec(T) | {"recurrent": (shape, torch.float32)}
 
     def flops(self, T: int) -> float:
         rule = self.sum_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        return rule + Mixer.flops(self, T) + 2.0 * self.TAPS * self.num_heads * self.V
+        return rule + Mixer.flops(self, T)
 
 
 class SoftAttention(LinearAttention):
@@ -337,6 +329,7 @@ class SoftAttention(LinearAttention):
                 "another map take mixer 'linear_attention'"
             )
         super().__init__(config, layer_idx, denominator=False)
+        self.grid = config.grid
 
     def build_map(self, config) -> Any:
         if not self.both:
@@ -350,7 +343,7 @@ class SoftAttention(LinearAttention):
         if not seq.both:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
-        return self.feature_map(q, v) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
+        return self.feature_map(q, v, seq.grid) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
 
     @torch.compiler.disable  # the lengths are values of cu_seqlens
     def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
@@ -359,7 +352,9 @@ class SoftAttention(LinearAttention):
     def flops(self, T: int) -> float:
         if not self.both:
             return super().flops(T)
-        return self.num_heads * self.feature_map.flops_at(T, self.K, self.V) + Mixer.flops(self, T)
+        return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V) + Mixer.flops(
+            self, T
+        )
 
 
 class Retention(LinearAttention):
@@ -388,7 +383,7 @@ class Retention(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta, x.dtype)
+        angles = place_angles(x, seq, self.K, self.rope_theta)
         h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
         g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}

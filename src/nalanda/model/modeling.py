@@ -20,7 +20,7 @@ from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, swiglu
 from .graphs import current_graphs, decoding_graphs
-from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
+from .layers import PatchEmbedding, RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
@@ -118,9 +118,10 @@ class NalandaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ShortConv):
-            # A depthwise tap sums `width` inputs, not `hidden_size`: at std 0.02 the values would be smaller
+            # A depthwise filter sums few inputs, not `hidden_size`: at std 0.02 the values would be smaller
             # than the epsilon of the norm after the recurrence.
-            init.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -146,11 +147,15 @@ class NalandaPreTrainedModel(PreTrainedModel):
 
 
 class Decoder(NalandaPreTrainedModel):
-    """Embedding, blocks, final norm: token ids `[B, T]` to hidden states `[B, T, D]`."""
+    """Embedding, blocks, final norm: token ids `[B, T]`, or images, to hidden states `[B, T, D]`."""
 
     def __init__(self, config: NalandaConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.image_size is None:
+            self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            sizes = (config.num_channels, config.image_size, config.patch_size, config.hidden_size)
+            self.embed_tokens = PatchEmbedding(*sizes, config.position_embedding == "learnt")
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -219,14 +224,27 @@ class Decoder(NalandaPreTrainedModel):
         return_row_states: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
+        pixel_values: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
+
+        pixel_values: images `[B, C, H, W]`, in place of tokens; see `PatchEmbedding` for
+        interpolate_pos_encoding.
 
         `hidden_states`, if requested: the embeddings and each block's output; `last_hidden_state` replaces
         the last block's.
         """
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
+        grid = None
+        if (pixel_values is None) != (self.config.image_size is None):
+            there = "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
+            raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
+        if pixel_values is not None:
+            if attention_mask is not None or position_ids is not None or cu_seqlens is not None:
+                raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
+            inputs_embeds, grid = self.embed_tokens(pixel_values, interpolate_pos_encoding)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         carrying = return_row_states or row_states is not None or carried is not None
@@ -295,7 +313,7 @@ class Decoder(NalandaPreTrainedModel):
             states = [RowState(tensors) for tensors in held]
         x = layout.pack(x)
         static = cache is not None and cache.static
-        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both)
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both, grid)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":

@@ -45,7 +45,7 @@ class Sequences:
     layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
     device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
     the rows are cut over processes, and first sequences may continue documents of earlier parts. `both`:
-    tokens see those behind them too.
+    tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
     """
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
@@ -59,9 +59,10 @@ class Sequences:
         static: bool = False,
         parts: Any = None,
         both: bool = False,
+        grid: tuple[int, int] | None = None,
     ):
         self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
-        self.parts, self.both = parts, both
+        self.parts, self.both, self.grid = parts, both, grid
         self._tables: dict[torch.device, Tables] = {}
         self._made: dict[tuple, Any] = {}
         if cu_seqlens is not None and device is not None:
