@@ -13,6 +13,7 @@ installed `randaugment` and `erasing` are applied as well; without it a recipe t
 """
 
 import random
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field, fields
@@ -26,13 +27,12 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments, ViTImageProcessor
-from transformers import set_seed as seed_everything
+from transformers import Trainer, TrainingArguments, ViTImageProcessor, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import suggest
-from nalanda.config.load import find_recipe, read_recipe, section
+from nalanda.config.load import find_recipe, read_sections, section
 from nalanda.model import NalandaConfig, NalandaForImageClassification
 from nalanda_cli import one_line_errors
 
@@ -57,7 +57,7 @@ class Augment:
 class Recipe:
     """model: keys of NalandaConfig for all attentions; attentions: by name, those that differ.
 
-    train: keys of transformers' TrainingArguments.
+    seeds: a run for each; the table has their mean. train: keys of transformers' TrainingArguments.
     """
 
     output_dir: str
@@ -66,6 +66,7 @@ class Recipe:
     attentions: dict
     train: dict
     attention: str | None = None
+    seeds: list[int] = field(default_factory=lambda: [0])
     augment: Augment = field(default_factory=Augment)
 
 
@@ -149,7 +150,10 @@ def open_images(data: str) -> tuple[Any, Any, list[str]]:
 
         images, labels = load_digits(return_X_y=True)
         images = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-        rows = [(Image.fromarray(image), int(label)) for image, label in zip(images, labels, strict=True)]
+        rows = [
+            (Image.fromarray(image).convert("RGB"), int(label))
+            for image, label in zip(images, labels, strict=True)
+        ]
         train, test = train_test_split(rows, test_size=0.2, stratify=labels, random_state=0)
         return train, test, [str(digit) for digit in range(10)]
     from datasets import load_dataset
@@ -180,22 +184,19 @@ class Rows:
         return self.dataset[i]["row"]
 
 
-def train(name: str, recipe: Recipe, images: tuple[Any, Any, list[str]]) -> list[str]:
-    """Trains one attention and saves it; returns its row of the table."""
+def train(
+    name: str, seed: int, recipe: Recipe, images: tuple[Any, Any, list[str]]
+) -> tuple[float, Any, float]:
+    """Trains and saves one attention. Returns the accuracy, the model and the CPU seconds of training."""
     training, validation, classes = images
-    keys = recipe.model | recipe.attentions[name]
     labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
-    config = NalandaConfig(is_decoder=False, **keys, **labels)
-    mean = [0.5] * config.num_channels
-    size = {"height": config.image_size, "width": config.image_size}
-    processor = ViTImageProcessor(size=size, image_mean=mean, image_std=mean)
-    known = [f.name for f in fields(TrainingArguments)]
-    for key in recipe.train:
-        if key not in known:
-            raise InputError(f"train.{key}: no such key{suggest(key, known)}")
-    folder = Path(recipe.output_dir) / name
-    arguments = TrainingArguments(str(folder), remove_unused_columns=False, report_to=[], **recipe.train)
-    seed_everything(arguments.seed)
+    config = NalandaConfig(is_decoder=False, **recipe.model, **recipe.attentions[name], **labels)
+    processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
+    folder = str(Path(recipe.output_dir) / f"{name}-{seed}")
+    arguments = TrainingArguments(
+        folder, seed=seed, remove_unused_columns=False, report_to=[], **recipe.train
+    )  # fmt: skip
+    set_seed(seed)
     model = NalandaForImageClassification(config)
 
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -212,29 +213,37 @@ def train(name: str, recipe: Recipe, images: tuple[Any, Any, list[str]]) -> list
         compute_loss_func=loss,
         compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
     )
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
-    seconds = time.perf_counter() - start
+    start = time.process_time()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    seconds = time.process_time() - start
     accuracy = trainer.evaluate()["eval_accuracy"]
-    trainer.save_model(str(folder))
-    patches = config.grid[0] * config.grid[1]
-    flops = config.flops_per_token(patches) * patches
-    figures = f"{accuracy:.1%}", f"{model.num_parameters():,}", f"{flops / 2e6:,.1f}", f"{seconds:.0f}"
-    return [name, *figures]
+    trainer.save_model(folder)
+    return accuracy, model, seconds
 
 
 def main(path: str, overrides: list[str]) -> None:
     with one_line_errors():
-        recipe = section(Recipe, read_recipe(find_recipe(path), overrides), "")
+        recipe = section(Recipe, read_sections(find_recipe(path), overrides), "")
+        known = [f.name for f in fields(TrainingArguments)]
+        for key in recipe.train:
+            if key not in known:
+                raise InputError(f"train.{key}: no such key{suggest(key, known)}")
         names = [recipe.attention] if recipe.attention else list(recipe.attentions)
-        if not names or names[0] not in recipe.attentions:
+        if not recipe.attentions.keys() >= {*names}:
             raise InputError(
-                f"attention={recipe.attention}: the recipe has none{suggest(str(names), recipe.attentions)}"
+                f"attention={recipe.attention}: not in the recipe{suggest(names[0], recipe.attentions)}"
             )
         images = open_images(recipe.data)
-        table = Table("attention", "accuracy", "parameters", "M multiply-adds", "seconds")
+        table = Table("attention", "accuracy", "parameters", "M multiply-adds", "CPU seconds")
         for name in names:
-            table.add_row(*train(name, recipe, images))
+            runs = (train(name, seed, recipe, images) for seed in recipe.seeds)
+            accuracies, models, seconds = zip(*runs, strict=True)
+            config = models[0].config
+            patches = config.grid[0] * config.grid[1]
+            flops = config.flops_per_token(patches) * patches
+            accuracy, spent = statistics.mean(accuracies), statistics.mean(seconds)
+            sizes = f"{models[0].num_parameters():,}", f"{flops / 2e6:,.2f}"
+            table.add_row(name, f"{accuracy:.1%}", *sizes, f"{spent:.0f}")
         Console().print(table)
 
 

@@ -40,6 +40,11 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
             }
         },
     },
+    "value_conv": {
+        "mixer": ["gated_deltanet", "softmax"],
+        "value_conv": 3,
+        "mixer_options": {"softmax": {"num_kv_heads": 1, "window": 9}},
+    },
     "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
     "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
     "transnormer": {
