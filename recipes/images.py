@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
@@ -71,7 +70,7 @@ class Recipe:
 
 
 class Images(Dataset):
-    """Rows (image, class, whether it is for training)."""
+    """Rows {image, label} as (image, class, whether it is for training)."""
 
     def __init__(self, rows: Any, training: bool):
         self.rows, self.training = rows, training
@@ -79,8 +78,9 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> tuple[Image.Image, int, bool]:
-        return *self.rows[i], self.training
+    def __getitem__(self, i: int) -> tuple[Any, int, bool]:
+        row = self.rows[i]
+        return row["image"].convert("RGB"), row["label"], self.training
 
 
 class Collator:
@@ -100,7 +100,7 @@ class Collator:
                 self.policy = v2.RandAugment(magnitude=augment.randaugment)
             self.erase = v2.RandomErasing(p=augment.erasing)
 
-    def __call__(self, rows: list[tuple[Image.Image, int, bool]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[tuple[Any, int, bool]]) -> dict[str, torch.Tensor]:
         images, labels, (training, *_) = zip(*rows, strict=True)
         if training:
             images = [random_crop(image, self.augment) for image in images]
@@ -132,56 +132,35 @@ class Collator:
         return {"pixel_values": images, "labels": share * labels + (1 - share) * labels.flip(0)}
 
 
-def random_crop(image: Image.Image, augment: Augment) -> Image.Image:
+def random_crop(image: Any, augment: Augment) -> Any:
     """A part of random area and aspect, as in Inception's training (Szegedy et al. 2015); or mirrored."""
     W, H = image.size
     area, aspect = random.uniform(augment.crop, 1) * W * H, (4 / 3) ** random.uniform(-1, 1)
     w, h = min(W, round((area * aspect) ** 0.5)), min(H, round((area / aspect) ** 0.5))
     x, y = random.randint(0, W - w), random.randint(0, H - h)
     image = image.crop((x, y, x + w, y + h))
-    return ImageOps.mirror(image) if augment.mirror and random.random() < 0.5 else image
+    return image.transpose(0) if augment.mirror and random.random() < 0.5 else image  # 0: left to right
 
 
 def open_images(data: str) -> tuple[Any, Any, list[str]]:
-    """Rows (image, class) for training and validation, and the names of the classes."""
+    """Rows {image, label} for training and validation, and the names of the classes."""
+    from PIL import Image
+
     if data == "digits":
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
         images, labels = load_digits(return_X_y=True)
         images = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-        rows = [
-            (Image.fromarray(image).convert("RGB"), int(label))
-            for image, label in zip(images, labels, strict=True)
-        ]
-        train, test = train_test_split(rows, test_size=0.2, stratify=labels, random_state=0)
-        return train, test, [str(digit) for digit in range(10)]
+        rows = [{"image": Image.fromarray(x), "label": int(y)} for x, y in zip(images, labels, strict=True)]
+        parts = train_test_split(rows, test_size=0.2, stratify=labels, random_state=0)
+        return *parts, [str(digit) for digit in range(10)]
     from datasets import load_dataset
 
-    if not (Path(data) / "train").is_dir() or not any(
-        (Path(data) / name).is_dir() for name in ("val", "validation")
-    ):
+    if not ((Path(data) / "train").is_dir() and (Path(data) / "val").is_dir()):
         raise InputError(f"data={data}: expected a folder with train/CLASS/ and val/CLASS/, or `digits`")
     found = load_dataset("imagefolder", data_dir=data)
-    found = found.with_transform(
-        lambda rows: {
-            "row": [(x.convert("RGB"), y) for x, y in zip(rows["image"], rows["label"], strict=True)]
-        }
-    )
-    return *(Rows(found[name]) for name in ("train", "validation")), found["train"].features["label"].names
-
-
-class Rows:
-    """The rows of a dataset of `open_images`."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        return self.dataset[i]["row"]
+    return found["train"], found["validation"], found["train"].features["label"].names
 
 
 def train(
@@ -190,7 +169,10 @@ def train(
     """Trains and saves one attention. Returns the accuracy, the model and the CPU seconds of training."""
     training, validation, classes = images
     labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
-    config = NalandaConfig(is_decoder=False, **recipe.model, **recipe.attentions[name], **labels)
+    try:
+        config = NalandaConfig(is_decoder=False, **recipe.model | recipe.attentions[name] | labels)
+    except ValueError as error:
+        raise InputError(f"model: {error}") from None
     processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
     folder = str(Path(recipe.output_dir) / f"{name}-{seed}")
     arguments = TrainingArguments(
