@@ -35,6 +35,8 @@ ATTENTIONS = {
     "convolved": {"mixer": "linear_attention", "conv_size": 3},
     "nala": {},
     "mala": {},
+    "rotated_mala": {"mixer": "mala", "mixer_options": {"rope_theta": 100.0}},
+    "rotated_nala": {"mixer": "nala", "mixer_options": {"rope_theta": 100.0}},
     "pola": {},
     "gate_first": {"mixer": "pola", "mixer_options": {"gate_first": True}},
     "soft": {"feature_map_options": {"window": 2}},
@@ -84,7 +86,7 @@ def test_every_attention_reads_images(name, tmp_path):
                 p += step * w
             found.append(model(x, labels=labels).loss.item())
     assert (found[0] - found[1]) / 2e-6 == pytest.approx(
-        slope, rel=2e-2 if name == "nala" else 1e-4, abs=1e-5
+        slope, rel=2e-2 if "nala" in name else 1e-4, abs=1e-5
     )
 
 
@@ -142,6 +144,22 @@ def test_rotation_depends_on_both_distances():
     scores = (rotate(x, angles)[0, :, 0] @ rotate(k.expand(1, 20, 1, 8), angles)[0, :, 0].T).view(4, 5, 4, 5)
     close(scores[0, 0, 2, 1], scores[1, 3, 3, 4])
     assert abs(scores[0, 0, 2, 1] - scores[0, 0, 1, 2]) > 1e-3
+
+
+def test_features_rotate_above_the_denominator_alone():
+    """Against the matrix of MALA's released form, with c = K^-½/T."""
+    mixer = made("rotated_mala").model.layers[0].mixer
+    x, seq = torch.randn(1, 9, 24, dtype=torch.float64), Sequences(both=True, grid=(ROWS, COLUMNS))
+    heads = mixer.heads(x, seq, {}, None)
+    q, k = mixer.feature_map(heads["q"], heads["k"])
+    angles = place_angles(q, seq, q.shape[-1], 100.0)
+    turned = [rotate(phi, angles)[0].transpose(0, 1) for phi in (q, k)]
+    scores = turned[0] @ turned[1].mT
+    z = (q[0].transpose(0, 1) @ k[0].transpose(0, 1).mT).sum(-1, keepdim=True)
+    c = mixer.K**-0.5 / 9
+    expected = scores * (1 / z + c) - c * z / 9
+    v = heads["v"][0].transpose(0, 1)
+    close(mixer.mix(heads, seq, {}, None)[0].transpose(0, 1), expected @ v, 1e-5)
 
 
 def test_other_sizes_interpolate_positions():

@@ -37,6 +37,8 @@ class LinearAttention(Mixer):
     map_name = "elu1"
     gated = False
     norm = None
+    feature_theta: float | None = None
+    """Base of the rotary angles of φ(q) and φ(k) above the denominator, not in it; None: no rotation."""
 
     def __init__(self, config, layer_idx: int, *, denominator: bool = True):
         if not denominator and self.norm is None:
@@ -53,6 +55,14 @@ class LinearAttention(Mixer):
                 "may be negative; choose relu, exp, elu1, nala or pola"
                 + (", or mixer_options denominator=false" if type(self) is LinearAttention else "")
             )
+
+    def rotate_features(self, theta: float | None) -> None:
+        """Sets feature_theta. Raises ValueError for one that cannot work."""
+        if theta is not None and not self.both:
+            raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
+        if theta is not None and (theta <= 0 or self.feature_map.feature_dim % 4):
+            raise ValueError(f"rope_theta={theta} must be positive, and features a multiple of 4")
+        self.feature_theta = theta
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         if not self.denominator:
@@ -92,8 +102,14 @@ class LinearAttention(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
         v = at_least_fp32(heads["v"])
-        v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-        o = self.recur(heads | {"v": v}, seq, state, new, mapped=mapped, scale=1.0)
+        one = v.new_ones(*v.shape[:3], 1)
+        if self.feature_theta is not None:
+            q, k = map_features(heads["q"], heads["k"], self.feature_map)
+            z = self.recur({"q": q, "k": k, "v": one}, seq, state, new, mapped=True, scale=1.0)
+            angles = place_angles(q, seq, q.shape[-1], self.feature_theta)
+            turned = {"q": rotate(q, angles), "k": rotate(k, angles), "v": v}
+            return self.recur(turned, seq, state, new, mapped=True, scale=1.0), z
+        o = self.recur(heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0)
         return o[..., :-1], o[..., -1:]
 
     def recur(
@@ -187,6 +203,8 @@ class NaLaAttention(LinearAttention):
     """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
     A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
+    Option of encoders: `rope_theta`, the base of rotary angles of φ(q) and φ(k), by row and column in
+    images. They enter the sum over values but not the denominator; the releases have 10000.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
@@ -195,8 +213,9 @@ class NaLaAttention(LinearAttention):
     gated = True
     norm = "layer"
 
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config, layer_idx: int, *, rope_theta: float | None = None):
         super().__init__(config, layer_idx)
+        self.rotate_features(rope_theta)
 
 
 class MALA(LinearAttention):
@@ -208,7 +227,8 @@ class MALA(LinearAttention):
     share. With r = φ(q)ᵀS and the mean value v̄, it is computed as o = r/Σs + c (r − Σs · v̄).
 
     Options: `scale`, c_t: "code" (default, K^-½/t as in the released code), "inverse_t" (1/t) or "literal"
-    (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). Default map: 1 + ELU.
+    (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). `rope_theta` as in
+    `NaLaAttention`; rows then sum to 1 only approximately. Default map: 1 + ELU.
     Cost: that of `LinearAttention`, plus 4V. State: F × (V + 1) and Σv in fp32; the cache holds t.
     """
 
@@ -216,11 +236,12 @@ class MALA(LinearAttention):
     source = "arXiv 2507.00698"
     signed_weights = True
 
-    def __init__(self, config, layer_idx: int, *, scale: str = "code"):
+    def __init__(self, config, layer_idx: int, *, scale: str = "code", rope_theta: float | None = None):
         if scale not in ("code", "inverse_t", "literal"):
             raise ValueError(f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal")
         super().__init__(config, layer_idx)
         self.scale = scale
+        self.rotate_features(rope_theta)
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         o = self.readout(heads, seq, state, new, magnitude=self.scale)
