@@ -144,6 +144,7 @@ def test_rotation_depends_on_both_distances():
     scores = (rotate(x, angles)[0, :, 0] @ rotate(k.expand(1, 20, 1, 8), angles)[0, :, 0].T).view(4, 5, 4, 5)
     close(scores[0, 0, 2, 1], scores[1, 3, 3, 4])
     assert abs(scores[0, 0, 2, 1] - scores[0, 0, 1, 2]) > 1e-3
+    assert abs(scores[0, 0, 0, 2] - scores[0, 3, 1, 0]) > 1e-3  # as far apart in the row of all patches
 
 
 def test_features_rotate_above_the_denominator_alone():
