@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,8 @@ class Training:
     """Rows of each case in test and validation."""
     points: int = 10
     """Points of the curve, each a score on 64 rows of each case."""
+    curriculum: bool = False
+    """Whether the trained cases come in turn, not mixed: `Task.batches`."""
 
 
 class Reader(nn.Module):
@@ -92,13 +95,24 @@ class Reader(nn.Module):
 
     def __init__(self, config: NalandaConfig, task: Task):
         super().__init__()
-        self.decoder = NalandaForCausalLM(config)
         self.read_in = nn.Linear(task.dim, config.hidden_size) if isinstance(task, Regression) else None
+        self.decoder = NalandaForCausalLM(config)
 
     def forward(self, inputs: Tensor, asked: Tensor) -> Tensor:
         given = {"input_ids": inputs} if self.read_in is None else {"inputs_embeds": self.read_in(inputs)}
         h = self.decoder.model(**given, use_cache=False).last_hidden_state
         return self.decoder.lm_head(h[asked])
+
+
+def seeded_reader(config: NalandaConfig, task: Task, seed: int) -> Reader:
+    """A model whose weights of one name and shape are those of every other model of this seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = Reader(config, task)
+        for name, module in net.decoder.named_modules():
+            torch.manual_seed(seed + crc32(name.encode()))
+            net.decoder._init_weights(module)
+    return net
 
 
 def asked(labels: Tensor) -> Tensor:
@@ -110,9 +124,10 @@ def run_recall(
 ) -> dict[str, Any]:
     """Trains a model on a task and returns a record of JSON values.
 
-    Data and their order depend only on task, seed and batch size: runs of one seed are paired. Test and
-    validation rows are the same for all seeds. The caller's random state is restored. On a CPU, equal calls
-    with equally many threads give equal records, except `seconds`.
+    Data and their order depend only on task, seed and batch size, and weights of one name and shape on the
+    seed: runs of one seed are paired. Test and validation rows are the same for all seeds. The caller's
+    random state is restored. On a CPU, equal calls with equally many threads give equal records, except
+    `seconds`.
 
     Args:
         model: keys of `NalandaConfig`, over those of `MODEL`.
@@ -133,16 +148,15 @@ def run_recall(
     training = training or Training()
     start, config = time.perf_counter(), configured(model, task.vocab_size)
     length = max(task.length(case) for case in task.trained)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        net = Reader(config, task).to(device)
+    net = seeded_reader(config, task, seed).to(device)
     optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
     tests = fixed_batches(task, training.rows, "test")
     part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
     ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
-    data, losses, curve = task.batches(seed, training.batch_size, "train"), [], []
+    in_turn = training.steps if training.curriculum else None
+    data, losses, curve = task.batches(seed, training.batch_size, "train", in_turn), [], []
     for step in range(1, training.steps + 1):
         inputs, labels = (x.to(device) for x in next(data))
         where = asked(labels)

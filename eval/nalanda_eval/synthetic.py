@@ -66,15 +66,24 @@ class Task:
     def batch(self, draw: torch.Generator, n: int, split: str, case) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def batches(self, seed: int, n: int, split: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, seed: int, n: int, split: str, curriculum: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless batches, each of one trained case.
 
-        They depend only on task, seed, n and split: models trained with one seed see the same data in order.
+        They depend only on the arguments: models trained with one seed see the same data in order.
+
+        curriculum: steps in which the trained cases come in turn, each for as long, and batches have about as
+            many tokens as n rows of the first. None: cases are drawn, and batches have n rows.
         """
-        draw = torch.Generator().manual_seed(seed)
-        while True:
-            case = self.trained[int(torch.randint(len(self.trained), (), generator=draw))]
-            yield self.batch(draw, n, split, case)
+        draw, cases = torch.Generator().manual_seed(seed), self.trained
+        for step in itertools.count():
+            if curriculum is None:
+                yield self.batch(draw, n, split, cases[int(torch.randint(len(cases), (), generator=draw))])
+            else:
+                case = cases[min(len(cases) * step // curriculum, len(cases) - 1)]
+                rows = max(1, n * self.length(cases[0]) // self.length(case))
+                yield self.batch(draw, rows, split, case)
 
     @staticmethod
     def kept(rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
@@ -263,14 +272,31 @@ def cayley(group: str) -> Tensor:
     "Zp" is the numbers mod p, "S5" the permutations of 5 in lexicographic order, with (a·b)(i) = b(a(i)), and
     "A5" the even ones of them.
     """
-    order = int(group[1:])
     if group[0] == "Z":
+        order = int(group[1:])
         return (torch.arange(order)[:, None] + torch.arange(order)) % order
-    elements = list(itertools.permutations(range(order)))
+    number = permutations(group)
+    return torch.tensor([[number[tuple(b[i] for i in a)] for b in number] for a in number])
+
+
+def permutations(group: str) -> dict[tuple[int, ...], int]:
+    """The number of each permutation in "S5" or "A5"."""
+    elements = itertools.permutations(range(int(group[1:])))
     if group[0] == "A":
-        elements = [a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0]
-    number = {element: i for i, element in enumerate(elements)}
-    return torch.tensor([[number[tuple(b[i] for i in a)] for b in elements] for a in elements])
+        elements = (a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0)
+    return {element: i for i, element in enumerate(elements)}
+
+
+def generators(group: str) -> list[int]:
+    """A few elements whose products are the group: 1 in "Zp", the swaps of neighbours in "S5", the cycles of
+    three neighbours in "A5"."""
+    if group[0] == "Z":
+        return [1]
+    number, order, moved = permutations(group), int(group[1:]), 2 if group[0] == "S" else 3
+    return [
+        number[(*range(i), *range(i + 1, i + moved), i, *range(i + moved, order))]
+        for i in range(order - moved + 1)
+    ]
 
 
 @dataclass(frozen=True)
@@ -282,10 +308,10 @@ class StateTracking(Task):
     first half of that length (of longer cases, of the case), so that no word is asked in both. Split by that
     first half.
 
-    What one layer without convolutions can learn at every length, if the eigenvalues of its transitions reach
-    −1 (arXiv 2411.12537, 2502.10297): a delta rule parity; one of n steps a token those groups whose elements
-    are products of n reflections: n = 2 for Zp, S3, S4 and A5, the rotations of a solid, n = 4 for S5. With
-    eigenvalues in [0, 1] it learns not even parity.
+    shorter: lengths that are trained as well. Their words are easier: elements are replaced by generators of
+        the group, with a probability that differs from word to word.
+
+    What mixers learn, measured and by their papers: `docs/state_tracking.md`.
     """
 
     name: str
@@ -293,17 +319,19 @@ class StateTracking(Task):
     trained_length: int = 32
     times: tuple[int, ...] = (1, 2, 4)
     """Tested lengths in units of the trained one."""
+    shorter: tuple[int, ...] = ()
     axis: ClassVar[str] = "length (elements)"
 
     def __post_init__(self):
-        if self.group[:1] not in ("Z", "S", "A") or not self.group[1:].isdecimal() or int(self.group[1:]) < 2:
+        kind, order = self.group[:1], self.group[1:]
+        if kind not in ("Z", "S", "A") or not order.isdecimal() or int(order) < 2 + (kind == "A"):
             raise ValueError(
                 f"{self.name}: group={self.group!r}: must be Z, S or A and a number, such as Z2, S5 or A5"
             )
 
     vocab_size = property(lambda self: len(cayley(self.group)))
     cases = property(lambda self: tuple(k * self.trained_length for k in self.times))
-    trained = property(lambda self: (self.trained_length,))
+    trained = property(lambda self: (*self.shorter, self.trained_length))
     chance = property(lambda self: 1 / self.vocab_size)
 
     def length(self, case: int) -> int:
@@ -311,8 +339,19 @@ class StateTracking(Task):
 
     def batch(self, draw: torch.Generator, n: int, split: str, case: int) -> tuple[Tensor, Tensor]:
         table, head = cayley(self.group), self.trained_length // 2
-        ids = self.kept(lambda m: torch.randint(len(table), (m, head), generator=draw), n, split)
-        ids = torch.cat([ids, torch.randint(len(table), (n, case - head), generator=draw)], 1)
+
+        def words(m: int, length: int) -> Tensor:
+            ids = torch.randint(len(table), (m, length), generator=draw)
+            if split != "train" or case >= self.trained_length:
+                return ids
+            few = torch.tensor(generators(self.group))
+            drawn = few[torch.randint(len(few), (m, length), generator=draw)]
+            # The square: most elements of most words are generators, whose products are learnt first.
+            share = torch.rand(m, 1, generator=draw).square()
+            return torch.where(torch.rand(m, length, generator=draw) < share, ids, drawn)
+
+        ids = self.kept(lambda m: words(m, head), n, split)[:, :case]
+        ids = torch.cat([ids, words(n, max(0, case - head))], 1)
         products = list(itertools.accumulate(ids.unbind(1), lambda a, b: table[a, b]))
         labels = torch.stack(products, 1)
         if split != "train":

@@ -146,8 +146,6 @@ def recurrence(
     def ours(q, k, v, beta, g) -> Tensor:
         rest = (beta, g) if delta else (g,)
         op = card.kernel("delta_rule" if delta else "linear_attention")
-        if kind == "vector_linear":  # no kernel of ours serves it
-            op = partial(ops.linear_attention, backend="torch")
         return op(q, k, v, *rest, feature_map=phi, qk_norm=norm)[0]
 
     def theirs(q, k, v, beta, g, normed: bool = False, fused: bool = False) -> Tensor:

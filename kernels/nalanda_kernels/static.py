@@ -83,6 +83,12 @@ CASES = {
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
     "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
     "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
+    "kda": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True, channels=True),
+    "kda fp32": Case(**DELTA, K=128, V=128, H=8, gated=True, channels=True, dtype=torch.float32),
+    "nala gated_deltanet2": Case(
+        **DELTA, K=128, V=256, H=6, map="nala", gated=True, channels=True, erase=True
+    ),
+    "gla": Case("linear_attention", K=128, V=256, H=4, gated=True, channels=True),
     "linear_attention sums": Case("normalized_attention", 128, 128, 8, map="elu1"),
     "mala sums": Case("normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)),
     "nala sums": Case("normalized_attention", 128, 128, 8, map="nala"),

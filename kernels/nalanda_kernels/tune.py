@@ -34,6 +34,7 @@ SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # element'
 CHOICES = {
     "BT": (16, 32, 64),
     "BV": (16, 32, 64, 128),
+    "BC": (16, 32, 64, 128),
     "BF": (32, 64, 128),
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4),
@@ -179,15 +180,15 @@ def key(row: dict[str, int]) -> tuple[int | None, int | None]:
 
 
 def jobs(itemsize: int, features: int) -> list[Job]:
-    """The gated delta rule on given features, in many rows and in few long ones, which take narrower blocks.
-
-    At 256 features also with NaLa's map of 128.
+    """The gated delta rule on given features, in many rows and in few long ones, which take narrower blocks,
+    and with decays per key channel. At 256 features also with NaLa's map of 128.
     """
     from nalanda_kernels.triton.recurrence import delta_rule
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     V = min(features, 256)
     found = [timed(delta_rule, dtype, features, V), timed(delta_rule, dtype, features, V, length=8192)]
+    found.append(timed(delta_rule, dtype, features, V, channels=True))
     if features == 256:
         found.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
     return found
@@ -195,7 +196,7 @@ def jobs(itemsize: int, features: int) -> list[Job]:
 
 def timed(
     op: Callable, dtype: torch.dtype, K: int, V: int, *, length: int = 2048, gated: bool = True,
-    delta: bool = True, **options,
+    delta: bool = True, channels: bool = False, **options,
 ) -> Job:  # fmt: skip
     """Forward and backward of 16 384 tokens or more and six heads; inputs exceed the last-level cache."""
     B, T, H = max(1, 16384 // length), length, 6
@@ -207,7 +208,8 @@ def timed(
     inputs = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)]
     inputs = [x.to(dtype) for x in inputs]
     gates = [normal(B, T, H).sigmoid()] if delta else []
-    gates += [torch.nn.functional.logsigmoid(normal(B, T, H) + 3)] if gated else []
+    decays = normal(B, T, H, K) if channels else normal(B, T, H)
+    gates += [torch.nn.functional.logsigmoid(decays + 3)] if gated else []
     leaves = [x.requires_grad_() for x in inputs + gates]
     d_o = normal(B, T, H, V).to(dtype)
 

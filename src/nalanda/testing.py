@@ -1,7 +1,8 @@
 """The properties that every token mixer and feature map must have, as functions for anybody's tests.
 
 `check_mixer("name")` and `check_feature_map("name")` run all of them on tiny models. Each property is a
-function of MIXER_PROPERTIES or MAP_PROPERTIES that raises AssertionError; Nalanda's own tests run the same.
+function of MIXER_PROPERTIES, ENCODER_PROPERTIES (where tokens see both ways) or MAP_PROPERTIES that raises
+AssertionError; Nalanda's own tests run the same.
 """
 
 import copy
@@ -18,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
-from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, ops
+from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM, ops
 from nalanda.model import MIXERS, FeatureMap, Mixer, build_feature_map
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
@@ -31,15 +32,15 @@ VOCAB = 61
 
 
 def check_mixer(name: str, **options: Any) -> None:
-    """Raises AssertionError, which names the property, unless mixer `name` has all of MIXER_PROPERTIES.
+    """Raises AssertionError, which names the property, unless mixer `name` has all of MIXER_PROPERTIES, and
+    all of ENCODER_PROPERTIES in an encoder.
 
     options: other fields of `NalandaConfig`, such as mixer_options or feature_map.
     """
-    _check(
-        f"mixer {name}",
-        MIXER_PROPERTIES,
-        lambda: build(name, **{"feature_map": MIXERS[name].map_name, **options}),
-    )
+    options = {"feature_map": MIXERS[name].map_name, **options}
+    _check(f"mixer {name}", MIXER_PROPERTIES, lambda: build(name, **options))
+    encoder = {**options, "is_decoder": False}
+    _check(f"mixer {name} of an encoder", ENCODER_PROPERTIES, lambda: build(name, **encoder))
 
 
 def check_feature_map(name: str, **options: Any) -> None:
@@ -69,16 +70,21 @@ def _check(what: str, properties: list[Callable], make: Callable[[], Any]) -> No
 
 def build(
     mixer="gated_deltanet", feature_map=None, mixer_options=None, dtype=torch.float64, **options
-) -> NalandaForCausalLM:
-    """A tiny model in evaluation mode, with initial weights so large that its mixers change the logits."""
+) -> Any:
+    """A tiny `NalandaForCausalLM`, or `NalandaForMaskedLM` of an encoder, in evaluation mode. Its initial
+    weights are so large that its mixers change the logits."""
     torch.manual_seed(0)
+    if options.get("is_decoder") is False:
+        names = [mixer] if isinstance(mixer, str) else mixer
+        options.setdefault("directions", 1 if all(MIXERS[name].unmasked for name in names) else 2)
     if mixer == "gated_deltanet" and feature_map is None:
         feature_map = "nala"
     fields: dict[str, Any] = {
         **{"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2},
         **{"intermediate_size": 32, "initializer_range": 0.3, "mixer_options": mixer_options, **options},
     }
-    model: Any = NalandaForCausalLM(NalandaConfig(mixer=mixer, feature_map=feature_map, **fields))
+    config = NalandaConfig(mixer=mixer, feature_map=feature_map, **fields)
+    model: Any = (NalandaForCausalLM if config.is_decoder else NalandaForMaskedLM)(config)
     return model.to(dtype).eval()
 
 
@@ -154,17 +160,37 @@ def moves_the_logits(model: Any) -> None:
 
 
 def mix_is_its_weights_times_v(model: Any) -> None:
-    """`mix` is linear in v: it equals the matrix of `weights`, lower triangular, times v."""
+    """`mix` is linear in v: it equals the matrix of `weights`, lower triangular in decoders, times v."""
     for layer in model.model.layers:
         mixer, x = layer.mixer, torch.randn(2, 37, model.config.hidden_size, dtype=torch.float64)
+        seq = Sequences(both=mixer.both)
         with torch.no_grad():
-            heads = mixer.heads(x, Sequences(), {}, None)
-            o = mixer.mix(heads, Sequences(), {}, None).transpose(1, 2)
+            heads = mixer.heads(x, seq, {}, None)
+            o = mixer.mix_both(heads, seq) if mixer.both else mixer.mix(heads, seq, {}, None)
+            o = o.transpose(1, 2)
         w = mixer.weights(x)
         v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)
         products = (w @ v).unflatten(1, (mixer.steps, -1, mixer.streams)).sum(1)
         close(products.transpose(2, 3).flatten(-2), o)
-        assert w.triu(1).abs().max() == 0
+        assert (w.triu(1).abs().max() == 0) != mixer.both
+
+
+def every_token_sees_every_other(model: Any) -> None:
+    """Each of four tokens changes the logits of the three others."""
+    tokens = ids(1, 4)
+    whole = logits(model, tokens)
+    for t in range(4):
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % VOCAB
+        moved = (logits(model, changed) - whole).abs().amax(-1)[0]
+        assert (moved > 1e-9).all(), f"token {t} moves the logits of the four by {moved.tolist()}"
+
+
+def permuted_is_permuted(model: Any) -> None:
+    """For encoders without positions, convolutions, windows and pooled landmarks."""
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
+    tokens = ids(2, 37)
+    close(logits(model, tokens[:, order]), logits(model, tokens)[:, order])
 
 
 def causal(model: Any) -> None:
@@ -352,13 +378,16 @@ def padded_is_alone(model: Any) -> None:
         for i, row in enumerate(rows):
             where = slice(T - row.shape[1], T) if side == "left" else slice(0, row.shape[1])
             tokens[i, where], mask[i, where] = row[0], 1
-        whole, cache = logits(model, tokens, attention_mask=mask), NalandaCache(len(model.model.layers))
-        first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
-        second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+        found = [logits(model, tokens, attention_mask=mask)]
+        if model.config.is_decoder:
+            cache = NalandaCache(len(model.model.layers))
+            first = logits(model, tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+            second = logits(model, tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+            found.append(torch.cat([first, second], 1))
         for i, row in enumerate(rows):
             alone, real = logits(model, row)[0], mask[i].bool()
-            close(whole[i][real], alone)
-            close(torch.cat([first, second], 1)[i][real], alone)
+            for whole in found:
+                close(whole[i][real], alone)
 
 
 def every_parameter_learns(model: Any) -> None:
@@ -373,8 +402,9 @@ def every_parameter_learns(model: Any) -> None:
 def saved_is_loaded(model: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.float().save_pretrained(folder)
-        again = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert type(again) is NalandaForCausalLM
+        auto = AutoModelForCausalLM if model.config.is_decoder else AutoModelForMaskedLM
+        again = auto.from_pretrained(folder).eval()
+        assert type(again) is type(model)
         assert torch.equal(logits(model, ids(2, 9)), logits(again, ids(2, 9)))
 
 
@@ -389,7 +419,7 @@ def all_memory_is_set_at_construction(model: Any) -> None:
             return made.fill_(_value) if made.is_floating_point() else made
 
         with mock.patch.object(torch, "empty", dirty):
-            again.append(NalandaForCausalLM(model.config).state_dict())
+            again.append(type(model)(model.config).state_dict())
     for name, x in again[0].items():
         assert torch.equal(x, again[1][name]), name
 
@@ -414,9 +444,8 @@ def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
     with _Narrow() as narrow:
         model(ids(2, 70), labels=ids(2, 70)).loss.backward()
         model.eval()
-        with torch.no_grad():
-            model(ids(2, 20), past_key_values=cache)
-            model(ids(2, 1), past_key_values=cache)
+        for length in (20, 1):
+            logits(model, ids(2, length), **({"past_key_values": cache} if model.config.is_decoder else {}))
     assert not narrow.seen, narrow.seen
 
 
@@ -425,20 +454,25 @@ def half_precision_agrees(model: Any) -> None:
 
     The error of bf16 in two layers without a map reaches a tenth; a wrong dtype errs far more.
     """
-    model, cache = NalandaForCausalLM(model.config).eval(), NalandaCache(len(model.model.layers))
+    model, cache = type(model)(model.config).eval(), NalandaCache(len(model.model.layers))
     full, cast = logits(model, ids(2, 40)), copy.deepcopy(model).bfloat16()
-    pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
+    halves = [logits(cast, ids(2, 40))]
+    if model.config.is_decoder:
+        pieces = [logits(cast, t, past_key_values=cache) for t in ids(2, 40).split([30, 1, 9], 1)]
+        halves.append(torch.cat(pieces, 1))
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = logits(model, ids(2, 40))
-    for half in (logits(cast, ids(2, 40)), torch.cat(pieces, 1), mixed):
+        halves.append(logits(model, ids(2, 40)))
+    for half in halves:
         assert (half.float() - full).norm() < 0.2 * full.norm()
+    kept = [m for m in cast.modules() if isinstance(m, Fp32Module)]
+    assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
+    if not model.config.is_decoder:
+        return
     assert 2 * cast.config.state_bytes(40) == cache.nbytes  # two rows
     for layer, state in zip(cast.model.layers, cache.states, strict=True):
         spec = layer.mixer.state_spec(40).items()
         promised = {name: (shape, own or torch.bfloat16) for name, (shape, own) in spec}
         assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, "state_spec"
-        kept = [m for m in layer.modules() if isinstance(m, Fp32Module)]
-        assert all(p.dtype == torch.float32 for m in kept for p in m.parameters())
 
 
 MIXER_PROPERTIES: list[Callable[[Any], None]] = [
@@ -452,6 +486,20 @@ MIXER_PROPERTIES: list[Callable[[Any], None]] = [
     cached_is_uncached,
     packed_is_separate,
     cut_rows_are_whole,
+    padded_is_alone,
+    saved_is_loaded,
+    all_memory_is_set_at_construction,
+    nothing_of_a_float64_model_is_fp32,
+    half_precision_agrees,
+]
+
+ENCODER_PROPERTIES: list[Callable[[Any], None]] = [
+    moves_the_logits,
+    every_parameter_learns,
+    every_token_sees_every_other,
+    mix_is_its_weights_times_v,
+    gradients_are_finite_differences,
+    packed_is_separate,
     padded_is_alone,
     saved_is_loaded,
     all_memory_is_set_at_construction,

@@ -22,6 +22,7 @@ from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.convert import convert as converting
 from nalanda.convert.convert import convert
 from nalanda.model.state import fingerprint
+from nalanda.testing import build
 from nalanda.train import export as exporting
 from nalanda.train.export import push
 
@@ -723,3 +724,9 @@ def test_the_commands(tmp_path, monkeypatch):
     command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
     assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).output == "url\n"
     assert asked == [((Path("a"), Path("b"), "me/small"), {"step": 3, "private": True})]
+
+
+def test_an_encoder_is_refused(tmp_path):
+    build("softmax", is_decoder=False, dtype=torch.float32).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(InputError, match="is_decoder=False of mixer 'softmax' cannot be expressed"):
+        convert(str(tmp_path / "encoder"), str(tmp_path / "out"), to="llama")

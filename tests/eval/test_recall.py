@@ -43,6 +43,7 @@ from nalanda_eval.synthetic import (
     Regression,
     StateTracking,
     cayley,
+    generators,
     hash_rows,
 )
 from typer.testing import CliRunner
@@ -186,6 +187,58 @@ def test_the_cayley_table_is_a_group():
         assert torch.equal(table.sort(1).values, everything.expand(order, -1))
         assert torch.equal(table[table], table[:, table])  # (a·b)·c = a·(b·c)
     assert not torch.equal(cayley("S3"), cayley("S3").T)
+
+
+@pytest.mark.parametrize("group", ["Z5", "S3", "S5", "A4", "A5"])
+def test_generators_make_the_group_and_are_most_elements_of_shorter_words_alone(group):
+    few, table = generators(group), cayley(group)
+    made = {0}
+    while len(more := made | {int(table[a, b]) for a in made for b in few}) > len(made):
+        made = more
+    assert len(made) == len(table)
+    assert len(few) < len(table) - 1
+
+    task = StateTracking("mixed", group, trained_length=32, shorter=(16,))
+    for split, case in (("test", 64), ("validation", 32), ("train", 32)):
+        plain = dataclasses.replace(task, shorter=())
+        assert all(map(torch.equal, rows_of(task, split, case), rows_of(plain, split, case)))
+    inputs, labels, _ = rows_of(task, "train", 16, n=400)
+    running = itertools.accumulate(inputs.unbind(1), lambda a, b: table[a, b])
+    assert torch.equal(labels, torch.stack([*running], 1))
+    share = torch.isin(inputs, torch.tensor(few)).double()
+    expected = 1 - (1 - len(few) / len(table)) / 3  # the mean of a square on [0, 1]
+    assert share.mean().item() == pytest.approx(expected, abs=0.05)
+    assert share.mean(1).std() > 1.5 * (expected * (1 - expected) / 16) ** 0.5  # words differ
+
+
+def test_a_curriculum_takes_the_trained_cases_in_turn():
+    task = StateTracking("s3", "S3", trained_length=16, shorter=(4, 8))
+    found = [*itertools.islice(task.batches(0, 8, "train", curriculum=6), 7)]
+    assert [tuple(inputs.shape) for inputs, _ in found] == 2 * [(8, 4)] + 2 * [(4, 8)] + 3 * [(2, 16)]
+    table = cayley("S3")
+    for inputs, labels in found:
+        assert torch.equal(table[labels[:, :-1], inputs[:, 1:]], labels[:, 1:])
+    mixed = {inputs.shape for inputs, _ in itertools.islice(task.batches(0, 8, "train"), 12)}
+    assert mixed == {(8, 4), (8, 8), (8, 16)}
+
+    record = run_recall(
+        TINY | parse("deltanet", "silu"), task, 0, Training(steps=3, batch_size=4, rows=4, curriculum=True)
+    )
+    assert record["cases"] == [16, 32, 64]
+
+
+def test_models_of_one_seed_share_the_weights_that_both_have():
+    def weights(mixer, seed=3):
+        config = configured(TINY | parse(mixer, "identity"), 120)
+        return dict(recall_module.seeded_reader(config, TASKS["s5"], seed).named_parameters())
+
+    one, two = weights("delta_product:num_householder=4"), weights("deltanet:allow_neg_eigval=true")
+    shared = {name for name in one.keys() & two.keys() if one[name].shape == two[name].shape}
+    assert len(one.keys() - shared) == 6  # of four steps: k and v, their convolutions, β; and the gate
+    assert all(torch.equal(one[name], two[name]) for name in shared)
+    other = weights("deltanet", seed=4)
+    assert not any(torch.equal(two[name], other[name]) for name in shared if two[name].ndim > 1)
+    assert not torch.equal(one["decoder.lm_head.weight"], one["decoder.model.embed_tokens.weight"])
 
 
 def test_regression_is_linear_and_least_squares_solves_it():

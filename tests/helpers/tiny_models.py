@@ -9,7 +9,18 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import FEATURE_MAPS, MIXERS, build_feature_map
 from nalanda.testing import VOCAB, build, close, ids, logits
 
-__all__ = ["SOME_MAPS", "VARIANTS", "VOCAB", "build", "close", "ids", "logits", "rows", "save"]
+__all__ = [
+    "SOME_MAPS",
+    "VARIANTS",
+    "VOCAB",
+    "build",
+    "close",
+    "encoder_rows",
+    "ids",
+    "logits",
+    "rows",
+    "save",
+]
 
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
@@ -28,6 +39,11 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
                 "gate": "channel",
             }
         },
+    },
+    "value_conv": {
+        "mixer": ["gated_deltanet", "softmax"],
+        "value_conv": 3,
+        "mixer_options": {"softmax": {"num_kv_heads": 1, "window": 9}},
     },
     "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
     "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
@@ -101,3 +117,22 @@ def save(tokenizer, path, **fields) -> str:
     NalandaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def encoder_rows() -> list:
+    """Rows for encoders: every mixer, linear attention with every map, the variants, convolutions."""
+    found = []
+    for row in rows():
+        options = row.values[0]
+        mixer, feature_map = (options.get(key) for key in ("mixer", "feature_map"))
+        whole = mixer == "linear_attention" and not feature_map.startswith("soft")
+        if row.id in VARIANTS or whole or (isinstance(mixer, str) and feature_map == MIXERS[mixer].map_name):
+            found.append(row)
+    more = {
+        "convolved_sums": {"mixer": "linear_attention", "feature_map": "elu1", "conv_size": 4},
+        "convolved_rule": {"mixer": "gated_deltanet", "feature_map": "nala", "conv_size": 3},
+        "soft_exact": {"mixer": "soft", "feature_map": "soft",
+                       "feature_map_options": {"inverse": "cholesky", "window": 3}},
+    }  # fmt: skip
+    found += [pytest.param(options, id=name) for name, options in more.items()]
+    return [pytest.param({**row.values[0], "is_decoder": False}, id=row.id) for row in found]

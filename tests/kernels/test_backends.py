@@ -146,12 +146,10 @@ def test_flash_qla_refuses(call, options, reason, stand_in):
     assert not stand_in
 
 
-def test_kernels_with_a_decay_per_head_refuse_one_per_channel(stand_in):
+def test_flash_qla_refuses_a_decay_per_key_channel(stand_in):
     q, k, v, beta, g = inputs()
-    channels = g[..., None].expand(*g.shape, q.shape[-1])
-    for backend in ("flash_qla", "fla", "triton"):
-        with pytest.raises(Unsupported, match="channel"):
-            KERNELS["delta_rule"][backend].load()(q, k, v, beta, channels)
+    with pytest.raises(Unsupported, match="channel"):
+        flash_qla.delta_rule(q, k, v, beta, g[..., None].expand(*g.shape, q.shape[-1]))
     assert not stand_in
 
 

@@ -16,7 +16,10 @@ from nalanda.model.feature_maps import build_feature_map
 
 pytestmark = pytest.mark.slow
 
-every_kind = pytest.mark.parametrize("kind", ["delta", "gated_delta", "linear", "gated_linear"])
+CHANNELS = ["vector_delta", "vector_gdn2_delta", "vector_linear"]  # decays per key channel
+KINDS = ["delta", "gated_delta", "linear", "gated_linear", *CHANNELS]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_decay = pytest.mark.parametrize("kind", ["gated_delta", "gated_linear", *CHANNELS])
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -58,7 +61,7 @@ def test_every_length(kind, length):
     hold(one_head(length, kind, initial=length % 2 == 1))  # with and without an initial state
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [*KINDS, "gdn2_delta", "gated_gdn2_delta"])
 def test_batches_and_groups_of_value_heads(kind):
     hold(make(2, 40, kind=kind, heads=2, value_heads=4, k_dim=16, v_dim=16))
 
@@ -80,12 +83,12 @@ def test_nothing_but_empty_sequences(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear"])
+@every_decay
 def test_half_precision(kind, dtype):
     hold(one_head(130, kind, k_dim=32, v_dim=32), dtype)
 
 
-@pytest.mark.parametrize("kind", ["delta", "gated_delta"])
+@pytest.mark.parametrize("kind", ["delta", "gated_delta", "vector_delta"])
 def test_identical_keys_with_beta_one(kind):
     inputs = one_head(100, kind)
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
@@ -103,14 +106,14 @@ def test_beta_two_reflects():
 
 
 @pytest.mark.parametrize("where", [slice(None), slice(30, 40), slice(0, None, 7)], ids=["all", "some", "7th"])
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear"])
+@every_decay
 def test_strong_decay(kind, where):
     inputs = one_head(100, kind)
     inputs["g"][:, where] = -20.0
     hold(inputs)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "gated_linear"])
+@every_decay
 def test_resets_cost_no_digits(kind):
     hold(with_resets(one_head(100, kind), *RESETS), tolerance=2e-6)
 
@@ -128,6 +131,43 @@ MAPS = [
     ("silu", {}), ("elu1", {}), ("nala", {}), ("nala_paper", {}), ("nala_released", {}), ("pola", {}),
     ("soft", {}), ("nala", {"angle": "raw", "power": 2.5, "power_norm": "raw"}),
 ]  # fmt: skip
+
+
+def test_a_map_under_decays_per_key_channel():
+    inputs = one_head(70, "vector_gdn2_delta", initial=False)
+    inputs |= {n: inputs[n].repeat(1, 1, 1, 2) for n in ("g", "erase")}
+    nala = build_feature_map("nala", num_heads=1, head_dim=12)
+    hold(inputs, feature_map=nala, qk_norm="l2")
+    hold(inputs, torch.bfloat16, feature_map=nala, qk_norm="l2")
+
+
+@pytest.mark.parametrize("length", [32, 64])
+@pytest.mark.parametrize("kind", ["vector_gdn2_delta", "vector_linear"])
+def test_longer_chunks_under_decays_per_key_channel(kind, length, monkeypatch):
+    table = copy.deepcopy(common._table())
+    table["sm_80"]["chunk_channels"] = [{"itemsize": 4, "features": 512, "BT": length}]
+    monkeypatch.setattr(common, "_table", lambda: table)
+    hold(with_resets(one_head(100, kind), *RESETS), tolerance=2e-6)
+
+
+@every_kind
+def test_a_prefix_does_not_depend_on_the_future(kind):
+    """Neither its outputs nor its gradients, in any digit; the cut lies within a chunk."""
+    cut, inputs = 75, {n: x.float() for n, x in one_head(100, kind).items() if x is not None}
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        leaves = {n: x.clone() for n, x in inputs.items()}
+        for name in leaves.keys() - {"initial_state"}:
+            leaves[name][:, cut:] = torch.rand_like(leaves[name][:, cut:]) * (-9 if name == "g" else 1)
+        leaves = {n: x.to(DEVICE).requires_grad_() for n, x in leaves.items()}
+        o, _ = call(**leaves, backend="triton")
+        o[:, :cut].square().sum().backward()
+        past = {n: x.grad if n == "initial_state" else x.grad[:, :cut] for n, x in leaves.items()}
+        assert all(x.grad[:, cut:].eq(0).all() for n, x in leaves.items() if n != "initial_state")
+        found.append({"o": o[:, :cut].detach()} | past)
+    first, second = found
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.parametrize(("name", "options"), MAPS, ids=lambda x: x if isinstance(x, str) else "")
@@ -186,7 +226,8 @@ def test_segments(kind, name, scheduled):
     launched = scheduled(segments=2)
     sizes, options = SEGMENTED[name]
     hold(one_head(kind=kind, **sizes), **options)
-    assert [kernel for kernel, _ in launched].count("compose") == 2  # forward and backward
+    passes = 0 if kind == "vector_linear" else 2  # forward and backward
+    assert [kernel for kernel, _ in launched].count("compose") == passes
 
 
 @pytest.mark.parametrize(("dtype", "segments"), [(torch.float32, 3), (torch.bfloat16, 2)])
@@ -254,6 +295,7 @@ def test_wide_heads():
     """More than 128 features are two halves; K not a power of two is masked; V has several blocks."""
     hold(one_head(20, "gated_delta", k_dim=260, v_dim=72))
     hold(one_head(20, "linear", k_dim=131, v_dim=8))  # odd: one tile
+    hold(one_head(20, "vector_gdn2_delta", k_dim=200, v_dim=72))
     silu = build_feature_map("silu", num_heads=1, head_dim=130)
     hold(one_head(20, "delta", k_dim=130, v_dim=300), feature_map=silu, qk_norm="l2")
 
@@ -262,10 +304,11 @@ def test_wide_heads():
 @every_kind
 def test_one_operator_for_the_compiler(kind):
     inputs = {n: x.float() for n, x in one_head(40, kind).items() if x is not None}
-    expected = run(inputs, "chunk", torch.float32, function=on_device, qk_norm="l2")
+    norm = None if kind in CHANNELS else "l2"  # formed outside the operator
+    expected = run(inputs, "chunk", torch.float32, function=on_device, qk_norm=norm)
     torch._dynamo.reset()
     compiled = torch.compile(on_device, backend="aot_eager", fullgraph=True)
-    results = run(inputs, "chunk", torch.float32, function=compiled, qk_norm="l2")
+    results = run(inputs, "chunk", torch.float32, function=compiled, qk_norm=norm)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
@@ -275,11 +318,8 @@ def test_one_operator_for_the_compiler(kind):
     [
         ({"q": torch.zeros(1, 20, 1, 600), "k": torch.zeros(1, 20, 1, 600)}, "600 features a head"),
         ({"q": torch.zeros(1, 20, 1, 12).double()}, "torch.float64 inputs"),
-        ({"g": torch.zeros(1, 20, 1, 12)}, "a decay for each key channel"),
-        ({"erase": torch.ones(1, 20, 1, 12)}, "gates of what is erased"),
-        ({"write": torch.ones(1, 20, 1, 20)}, "gates of what is erased"),
     ],
-    ids=["features", "float64", "decays", "erase", "write"],
+    ids=["features", "float64"],
 )
 def test_what_it_cannot_is_served_by_torch(change, reason):
     inputs = {n: x.float() for n, x in one_head(20, "delta", initial=False).items() if x is not None} | change
@@ -290,10 +330,18 @@ def test_what_it_cannot_is_served_by_torch(change, reason):
 
 
 @interpreted_only
-def test_a_state_of_the_wrong_width():
-    inputs = {n: x.float() for n, x in one_head(20, "delta").items() if x is not None}
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("delta", "initial_state: K = 12"),
+        ("vector_delta", "g: 12 key channels"),
+        ("gdn2_delta", "erase: 12 key"),
+    ],
+)
+def test_what_does_not_fit_the_features(kind, message):
+    inputs = {n: x.float() for n, x in one_head(20, kind, initial=kind == "delta").items() if x is not None}
     feature_map = build_feature_map("nala", num_heads=1, head_dim=12)
-    with pytest.raises(ValueError, match="initial_state: K = 12; q and k have 24 features"):
+    with pytest.raises(ValueError, match=f"{message}.*; q and k have 24 features"):
         ops.delta_rule(**inputs, feature_map=feature_map, backend="triton")
 
 

@@ -237,9 +237,22 @@ def test_what_the_compiler_is_told(magnitude):
     starts = [draw(1, 1, *n).requires_grad_() for n in ((12, 20), (12,), (20,))]
     starts[2] = starts[2] if magnitude else None
     positions = torch.arange(40, device=DEVICE)[None]
-    arguments = (*inputs, None, None, *starts, positions, None, stored, read.text(), 1.0, True)
+    gates = None, None, None
+    check_operator(*inputs, *gates, *starts, positions, None, stored, read.text(), 1.0, True)
+
+
+def check_operator(*arguments):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(recurrence._forward_op, arguments, test_utils=tests)
+
+
+def test_what_the_compiler_is_told_of_gates_by_channel():
+    read, stored = recurrence.Readout(), recurrence.Map("stored").text()
+    q, k, v, g, erase = (draw(1, 40, 1, n).requires_grad_() for n in (12, 12, 20, 12, 12))
+    beta, start = draw(1, 40, 1).requires_grad_(), draw(1, 1, 12, 20).requires_grad_()
+    options = start, None, None, None, None, stored, read.text(), 1.0, True
+    check_operator(q, k, v, beta, -g.abs(), erase, *options)
+    check_operator(q, k, v, None, -g.abs(), None, *options)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ def test_norm_attention(feature_map, placement, positions):
 # The norm and its gradient
 
 
-def test_norm_bounds_the_gradient_of_every_score():
+@pytest.mark.parametrize("both", [False, True])
+def test_norm_bounds_the_gradient_of_every_score(both):
     """|∂L/∂s| ≤ c₁c₂/√ε for ‖∂L/∂o‖ ≤ c₁ and ‖v‖ ≤ c₂, if ε is inside the root."""
     T, eps = 24, 1e-4
     v, upstream = draw(T, D), draw(T, D, seed=1)
@@ -172,7 +173,8 @@ def test_norm_bounds_the_gradient_of_every_score():
     }
     largest = dict.fromkeys(readouts, 0.0)
     for size, (name, read) in itertools.product((1e-12, 1e-6, 1e-3, 1.0, 1e3), readouts.items()):
-        s = (size * draw(T, T, seed=2).abs()).tril().requires_grad_()
+        s = size * draw(T, T, seed=2).abs()
+        s = (s if both else s.tril()).requires_grad_()
         (ds,) = torch.autograd.grad((read(s) * upstream).sum(), s)
         largest[name] = max(largest[name], float(ds.abs().max()))
     assert 0.01 * bound < largest["inside"] <= bound
@@ -343,8 +345,9 @@ def test_last():
 def test_groups_pad_little():
     lengths = [5, 0, 1, 8, 9, 16, 6]
     groups, where = Sequences(packing(lengths)).groups(torch.device("cpu"))
-    assert [tuple(g.shape) for g in groups] == [(1, 1), (3, 8), (2, 16)]
-    assert torch.equal(torch.cat([g.flatten() for g in groups])[where], torch.arange(45))
+    assert [tuple(rows.shape) for rows, _ in groups] == [(1, 1), (3, 8), (2, 16)]
+    assert torch.equal(torch.cat([rows.flatten() for rows, _ in groups])[where], torch.arange(45))
+    assert [real.sum(1).tolist() for _, real in groups] == [[1], [5, 8, 6], [9, 16]]
 
 
 @pytest.mark.parametrize(

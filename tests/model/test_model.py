@@ -26,6 +26,7 @@ from transformers import (
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM, testing
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.attention import SoftmaxAttention
+from nalanda.model.configuration import AUTO_MAP
 from nalanda.model.delta import Decay
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.sequences import Sequences
@@ -496,12 +497,16 @@ def test_loads_where_nalanda_is_not(small, tmp_path):
     small.save_pretrained(tmp_path / "model")
     hidden = small(ids(2, 9), output_hidden_states=True).hidden_states
     torch.save((logits(small, ids(2, 9)), hidden), tmp_path / "expected.pt")
+    encoder = build("mala", is_decoder=False, dtype=torch.float32)
+    encoder.save_pretrained(tmp_path / "encoder")
+    torch.save(encoder(ids(2, 9)).logits, tmp_path / "encoded.pt")
     program = f"""
 import sys
 for name in ("nalanda", "nalanda_kernels", "nalanda_eval"):
     sys.modules[name] = None
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForSequenceClassification
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
 assert "transformers_modules" in type(model).__module__
 tokens = torch.randint(0, {VOCAB}, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -512,6 +517,12 @@ with torch.no_grad():
     assert "transformers_modules" in type(decoder).__module__
     assert torch.equal(decoder(tokens).last_hidden_state, hidden[-1])
     model.generate(tokens, max_new_tokens=3, attention_mask=torch.ones_like(tokens), pad_token_id=0)
+    masked = AutoModelForMaskedLM.from_pretrained({str(tmp_path / "encoder")!r}, trust_remote_code=True)
+    assert torch.equal(masked.eval()(tokens).logits, torch.load({str(tmp_path / "encoded.pt")!r}))
+    for folder in ("model", "encoder"):
+        folder = {str(tmp_path)!r} + "/" + folder
+        head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+        assert head(tokens).logits.shape == (2, 2)
 model.save_pretrained({str(tmp_path / "again")!r})
 """
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
@@ -523,8 +534,8 @@ model.save_pretrained({str(tmp_path / "again")!r})
 def test_auto_model_is_the_decoder(small, tmp_path):
     """Its hidden states are transformers': the embeddings, then after each block, the last after the norm."""
     small.save_pretrained(tmp_path)
-    names = {"AutoConfig": "configuration.NalandaConfig", "AutoModel": "modeling.Decoder",
-             "AutoModelForCausalLM": "modeling.NalandaForCausalLM"}  # fmt: skip
+    names = {"AutoConfig": "configuration.NalandaConfig", **AUTO_MAP}
+    del names["AutoModelForMaskedLM"], names["AutoModelForImageClassification"]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == names
     decoder, tokens = AutoModel.from_pretrained(tmp_path, output_hidden_states=True).eval(), ids(2, 9)
     with torch.no_grad():

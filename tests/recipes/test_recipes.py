@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from nalanda.config.load import load_config
-from nalanda.config.model import build_model_config, config_source
+from nalanda.config.model import build_model_config, config_source, is_encoder, language_model
 from nalanda.config.schema import OptimConfig
 from nalanda.train.loss import packed_logits
 from nalanda.train.optim import build_optimizer
@@ -39,7 +39,8 @@ def twin(recipe: Path):
     config.model = keys
     config.data.seq_len = T
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(build_model_config(config), dtype=torch.float32)
+    model_config = build_model_config(config)
+    return language_model(model_config).from_config(model_config, dtype=torch.float32)
 
 
 def repeated(step: int) -> torch.Tensor:
@@ -54,6 +55,10 @@ def loss_after_training(model) -> float:
 
     def loss(step: int) -> torch.Tensor:
         tokens = repeated(step)
+        if is_encoder(model.config):  # of hidden tokens
+            hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(step)) < 0.3
+            labels = tokens.where(hidden, -100)
+            return model(input_ids=tokens.masked_fill(hidden, 0), labels=labels).loss
         logits = model(input_ids=tokens, use_cache=False).logits[:, PATTERN:-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, PATTERN + 1 :].flatten())
 

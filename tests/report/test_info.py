@@ -72,7 +72,8 @@ def test_recipes_build_at_the_literatures_size(recipe):
 
 def test_every_340m_recipe_has_its_literature_figure():
     assert {p.stem for p in RECIPES if "340m" in p.stem} == set(MILLIONS)
-    assert {p.stem for p in RECIPES if "wikitext" in p.stem} == set(WIKITEXT)
+    wikitext = {p.stem for p in RECIPES if "wikitext" in p.stem}
+    assert wikitext - {"transnormer_t1_mlm_wikitext103"} == set(WIKITEXT)
 
 
 def test_state_is_what_generation_carries():

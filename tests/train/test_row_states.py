@@ -244,8 +244,8 @@ def test_the_device_is_not_waited_for(row):
     assert out.row_states.lengths.tolist() == [2 * T, 8, T + 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*a decay for each key channel", "ignore:.*feature map Soft")
-@pytest.mark.parametrize("mixer", ["deltanet", "mala", "diag_attention"])
+@pytest.mark.filterwarnings("ignore:.*feature map Soft")
+@pytest.mark.parametrize("mixer", ["deltanet", "kda", "mala", "diag_attention"])
 def test_kernels_carry_as_torch_does(mixer):
     sizes = {"num_hidden_layers": 1, "num_heads": 1, "hidden_size": 8}
     model = build(mixer, dtype=torch.float32, **sizes).train()

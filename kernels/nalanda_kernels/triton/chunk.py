@@ -165,6 +165,14 @@ def vector(i, half, N: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def load_channel_decays(whole, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
+    """Both halves of e^{γ_C} of the i-th chunk and head, as columns [BK, 1]."""
+    at, m = vector(i, 0, K, HALVES, BK)
+    w1 = tl.load(whole + at, mask=m, other=0.0)[:, None]
+    return w1, tl.load(whole + at + (HALVES - 1) * K, mask=m, other=0.0)[:, None]
+
+
+@triton.jit
 def store_sum(x, f1, f2, weights, i, K: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr):
     """Stores Σ_t weights_t f_t of a chunk as the i-th vector of x, to spare the sequential pass that work."""
     at, m = vector(i, 0, K, HALVES, BK)
@@ -302,11 +310,11 @@ def prepare(
 
 @triton.jit
 def states(
-    k, v, beta, g, inverse, s, e, z_sums, zs, us, s_start, z_start, u_start, s_end, z_end, u_end, decay,
-    bounds, first, H, HV,
+    k, reads, whole_channels, v, beta, g, inverse, s, e, z_sums, zs, us, s_start, z_start, u_start, s_end,
+    z_end, u_end, decay, bounds, first, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    CHANNELS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The sequential pass: S before each chunk, and the error E of its prediction of v.
 
@@ -314,6 +322,9 @@ def states(
 
     AFFINE: only what each sequence does to any S before it, S' = M S + U. The pass over [v, 0] from [0, I]
     ends with [U, M], F × (V + F); without the delta rule it ends with U, and `decay` is M.
+
+    CHANNELS: decays per key channel, with e^{γ_C} in `whole_channels`. `reads` are the keys that read S, k
+    those that write to it, both with their decays.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
     i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
@@ -364,12 +375,17 @@ def states(
         into, out, whole = load_decays(g, row, rows, h, HV, GATED, BT)
         total *= whole
         k1, k2 = load_features(k, row, rows, hk, H, K, MAP, False, BT, BK)
+        r1, r2, whole1, whole2 = k1, k2, whole, whole
+        if CHANNELS:
+            whole1, whole2 = load_channel_decays(whole_channels, here, K, MAP.halves, BK)
+            if DELTA:
+                r1, r2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
         w = load_rows(v, row, rows, h, HV, V, i_v, BT, BV)
         dtype = w.dtype
         if DELTA:
-            read = tl.dot(k1, s1.to(dtype), input_precision=PREC)
+            read = tl.dot(r1, s1.to(dtype), input_precision=PREC)
             if MAP.halves == 2:
-                read = tl.dot(k2, s2.to(dtype), read, input_precision=PREC)
+                read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
             r = (w.to(tl.float32) - into[:, None] * read).to(dtype)
             error = tl.dot(tl.load(square(inverse, chunk + i, h, HV, BT)), r, input_precision=PREC)
             if not AFFINE:
@@ -384,9 +400,9 @@ def states(
             z1 = z1 * whole + tl.load(z_sums + oz, mask=mz, other=0.0)
             if MAP.halves == 2:
                 z2 = z2 * whole + tl.load(z_sums + oz + K, mask=mz, other=0.0)
-        s1 = tl.dot(tl.trans(k1), w, s1 * whole, input_precision=PREC)
+        s1 = tl.dot(tl.trans(k1), w, s1 * whole1, input_precision=PREC)
         if MAP.halves == 2:
-            s2 = tl.dot(tl.trans(k2), w, s2 * whole, input_precision=PREC)
+            s2 = tl.dot(tl.trans(k2), w, s2 * whole2, input_precision=PREC)
     if AFFINE and not DELTA:
         tl.store(decay + i_s, total, mask=i_v == 0)
     if END:
@@ -540,15 +556,16 @@ def readout_gradients(
 
 @triton.jit
 def state_gradients(
-    q, k, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v, s_start, z_start,
-    u_start, s_end, z_end, u_end, decay, bounds, first, scale, H, HV,
+    q, k, reads, whole_channels, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v,
+    s_start, z_start, u_start, s_end, z_end, u_end, decay, bounds, first, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    CHANNELS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The sequential pass backwards: gradients of S, z and u after each chunk, and of v.
 
-    It starts from gradients of the last state and ends with those of the first. AFFINE: as in `states`.
+    It starts from gradients of the last state and ends with those of the first. AFFINE and CHANNELS: as in
+    `states`; q has its decays too.
     """
     W: tl.constexpr = V + K * MAP.halves if AFFINE and DELTA else V  # columns of the state
     i_v, i_s = tl.program_id(0) % tl.cdiv(W, BV), tl.program_id(0) // tl.cdiv(W, BV)
@@ -618,8 +635,13 @@ def state_gradients(
             w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
         if not AFFINE:
             store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
-        s1 *= whole
-        s2 *= whole
+        whole1, whole2 = whole, whole
+        if CHANNELS:
+            whole1, whole2 = load_channel_decays(whole_channels, here, K, MAP.halves, BK)
+            if DELTA:
+                k1, k2 = load_features(reads, row, rows, hk, H, K, MAP, False, BT, BK)
+        s1 *= whole1
+        s2 *= whole2
         if DELTA:
             w = (w * -into[:, None]).to(dtype)
             s1 = tl.dot(tl.trans(k1), w, s1, input_precision=PREC)
@@ -652,11 +674,13 @@ def state_gradients(
 def pair_gradients(
     k, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys, d_beta, d_g, start, count, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    CHANNELS: tl.constexpr, READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of QK⊤ and of KK⊤ (summed with its transpose) within a chunk.
 
-    Also the shares of β_j and of the decays between j and i that come from pairs (i, j).
+    Also the shares of β_j and of the decays between j and i that come from pairs (i, j). CHANNELS: only the
+    gradients, without β and decays, and KK⊤'s without its transpose.
     """
     i_c, h = tl.program_id(0), tl.program_id(1)
     row, rows = load_chunk(start, count, i_c, BT)
@@ -677,11 +701,15 @@ def pair_gradients(
     else:
         delta = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
     b = tl.full([BT], 1.0, tl.float32)
-    if DELTA:
+    if DELTA and not CHANNELS:
         b = load_gate(beta, row, rows, h, HV, BT)
     at = square(d_scores, i_c, h, HV, BT)
     tl.store(at, (pairs_o * delta * (b * scale)[None, :]).to(d_scores.dtype.element_ty))
-    if DELTA or GATED:
+    if CHANNELS:
+        if DELTA:
+            d_kk = tl.where(t[:, None] > t[None, :], -pairs_v, 0.0)
+            tl.store(square(d_keys, i_c, h, HV, BT), d_kk.to(d_keys.dtype.element_ty))
+    elif DELTA or GATED:
         p = tl.load(square(scores, i_c, h, HV, BT)).to(tl.float32)
         pairs = tl.where(t[:, None] >= t[None, :], pairs_o * p, 0.0)
         gates = (row + t) * HV + h

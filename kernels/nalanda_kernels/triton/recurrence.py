@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
+from nalanda_kernels.triton.channels import channel_gradients, prepare_channels
 from nalanda_kernels.triton.chunk import (
     Readout,
     compose,
@@ -41,7 +42,10 @@ def _launch(kernel, grid, *args, itemsize: int, features: int, sizes=None, M: in
     sizes = dict(sizes or blocks(kernel.__name__, itemsize, features))
     if "BV" in sizes:
         sizes["BV"] = min(sizes["BV"], power_of_two(options["V"]))
+    if "BC" in sizes:
+        sizes["BC"] = min(sizes["BC"], power_of_two(options["F"]))
     tiles = -(-(options["V"] + M) // sizes["BV"]) if kernel in _BY_VALUES else 1
+    tiles = -(-options["F"] // sizes["BC"]) if kernel is channel_gradients else tiles
     if grid[0]:
         kernel[(grid[0] * tiles, *grid[1:])](*args, **options, **sizes)
 
@@ -54,7 +58,8 @@ def _scan(kernel, chunks: Chunks, inputs, start, end, *rest, **options) -> None:
     """
     HV, V, F, delta = rest[-1], options["V"], options["K"] * options["MAP"].halves, options["DELTA"]
     M = F if delta else 0
-    composing = (F / 64 if delta else 0.25) if options["READ"] == _PLAIN else None
+    alone = options["READ"] != _PLAIN or (options["CHANNELS"] and not delta)
+    composing = None if alone else F / 64 if delta else 0.25
     rows = variants(kernel.__name__, options["itemsize"], options["features"])
     widths = tuple(min(row["BV"], power_of_two(V)) for row in rows)
     choice, length = schedule(widths, chunks.longest, chunks.total * HV, V, M, composing)
@@ -91,12 +96,14 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     ctx: autograd's; None under torch.compile, whose operator calls `_setup_context` itself.
     inputs: as in the operator's schema, `_INPUTS`; map and read are text.
     """
-    q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final = inputs
+    (q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale,
+     final) = inputs  # fmt: skip
     map, read = Map.parse(map), Readout.parse(read)
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
+    channels = g is not None and g.ndim == 4
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
-    BT = blocks("chunk", **common)["BT"]
+    BT = blocks("chunk_channels" if channels else "chunk", **common)["BT"]
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
     scores = v.new_empty(chunks.total, HV, BT, BT)
     inverse = torch.empty_like(scores) if delta else v.new_empty(0)
@@ -114,17 +121,22 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     )
     z_sums = torch.empty_like(zs)
     den = v.new_empty(v.shape[:3] if mean else (0,), dtype=torch.float32)
-    options = {"K": K, "DELTA": delta, "GATED": g is not None, "READ": read, "BT": BT, "PREC": PRECISION}
-    options |= {"BK": power_of_two(K), **common}
-    k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
-    _launch(
-        prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, z_sums, chunks.start,
-        chunks.count, scale, H, HV, MAP=map, **options,
-    )  # fmt: skip
+    options = {"K": K, "DELTA": delta, "GATED": g is not None and not channels, "READ": read, "BT": BT}
+    options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
+    reads = whole = None
+    if channels:
+        decayed = _decayed(q, k, v, beta, g, erase, chunks, scale, inverse, scores, BT=BT, **common)
+        (q, k_features, reads, whole), H = decayed, HV
+    else:
+        k_features = k if map.name == "stored" else k.new_empty(*k.shape[:3], F)
+        _launch(
+            prepare, (chunks.total, HV), q, k, beta, g, inverse, scores, k_features, z_sums, chunks.start,
+            chunks.count, scale, H, HV, MAP=map, **options,
+        )  # fmt: skip
     _scan(
-        states, chunks, (k_features, v, beta, g, inverse, s, e, z_sums, zs, us),
+        states, chunks, (k_features, reads, whole, v, beta, g, inverse, s, e, z_sums, zs, us),
         (initial, z_initial, u_initial), (s_final, z_final, u_final) if final else _NO_STATES, H, HV, V=V,
-        MAP=Map("stored", halves=map.halves), **options,
+        MAP=Map("stored", halves=map.halves), CHANNELS=channels, **options,
     )  # fmt: skip
     options["MAP"] = map
     _launch(
@@ -137,24 +149,48 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     return results
 
 
+def _decayed(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor, erase: Tensor | None, chunks: Chunks,
+    scale: float, inverse: Tensor | None = None, scores: Tensor | None = None, **options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """q, the k that writes and the k that reads, `[B, T, HV, F]` with their decays, and those of the state.
+
+    With inverse and scores it also fills these.
+    """
+    H, HV, F = q.shape[2], v.shape[2], q.shape[3]
+    q_in, k_out = (q.new_empty(*v.shape[:3], F) for _ in range(2))
+    reads = k_out if beta is None else torch.empty_like(k_out)
+    whole = q.new_empty(chunks.total, HV, F, dtype=torch.float32)
+    _launch(
+        prepare_channels, (chunks.total, HV), q, k, beta, g, erase, inverse, scores, q_in, k_out, reads,
+        whole, chunks.start, chunks.count, scale, H, HV, F=F, DELTA=beta is not None,
+        ERASE=erase is not None, PAIRS=scores is not None, PREC=PRECISION, **options,
+    )  # fmt: skip
+    return q_in, k_out, reads, whole
+
+
 def _backward(
     d_o: Tensor, d_final: Tensor | None, dz_final: Tensor | None, du_final: Tensor | None, q: Tensor,
-    k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, initial: Tensor | None,
-    z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None,
-    o: Tensor, scores: Tensor, s: Tensor, inverse: Tensor, e: Tensor, zs: Tensor, us: Tensor, den: Tensor,
-    map_text: str, read_text: str, scale: float,
+    k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
+    initial: Tensor | None, z_initial: Tensor | None, u_initial: Tensor | None, positions: Tensor | None,
+    cu_seqlens: Tensor | None, o: Tensor, scores: Tensor, s: Tensor, inverse: Tensor, e: Tensor, zs: Tensor,
+    us: Tensor, den: Tensor, map_text: str, read_text: str, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, β, g, the initial S, z and Σv; those of absent inputs have no elements."""
+    """Gradients of q, k, v, β, g, erase, the initial S, z and Σv; those of absent inputs have no elements."""
     map, read = Map.parse(map_text), Readout.parse(read_text)
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, tokens = K * map.halves, beta is not None, v.shape[0] * v.shape[1]
+    channels = g is not None and g.ndim == 4
     common = {"itemsize": v.itemsize, "features": power_of_two(K) * map.halves}
     BT, e = scores.shape[-1], e if delta else v
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
     stored = Map("stored", halves=map.halves)
-    options = {"K": K, "V": V, "MAP": stored, "GATED": g is not None, "READ": read, "BT": BT}
+    options = {"K": K, "V": V, "MAP": stored, "GATED": g is not None and not channels, "READ": read, "BT": BT}
     options |= {"BK": power_of_two(K), "PREC": PRECISION, **common}
     q_features, k_features = (q, k) if map.name == "stored" else form(q, k, map)
+    scanned = (q_features, k_features, None, None)
+    if channels:
+        scanned = _decayed(q, k, v, beta, g, erase, chunks, scale, BT=BT, **common)
     d_den = shares = dz_sums = du_sums = None
     if read.name:
         d_r, d_den, shares, dz_sums, du_sums = (torch.empty_like(x) for x in (d_o, den, den, zs, us))
@@ -168,33 +204,48 @@ def _backward(
     d_s, d_zs, d_v = torch.empty_like(s), torch.empty_like(zs), torch.empty_like(v)
     starts = initial, z_initial, u_initial
     d_starts = [None if x is None else torch.empty_like(x, dtype=torch.float32) for x in starts]
-    inputs = q_features, k_features, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v
+    inputs = *scanned, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v
     finals = d_final, dz_final, du_final
-    _scan(state_gradients, chunks, inputs, finals, d_starts, scale, H, HV, **options)
+    _scan(
+        state_gradients, chunks, inputs, finals, d_starts, scale, HV if channels else H, HV,
+        CHANNELS=channels, **options,
+    )  # fmt: skip
     # One share from each half of the features; the last one from pairs within a chunk.
     gates = (map.halves + 1, *v.shape[:3])
+    if channels:  # one share from each tile of channels
+        gates = (-(-F // min(blocks("channel_gradients", **common)["BC"], power_of_two(F))), *v.shape[:3])
     d_beta = v.new_empty(gates if delta else (1, 0), dtype=torch.float32)
-    d_g = v.new_empty(gates if g is not None else (1, 0), dtype=torch.float32)
+    d_g = v.new_empty(gates if options["GATED"] else (1, 0), dtype=torch.float32)
     d_scores = torch.empty_like(scores)
     d_keys = torch.empty_like(scores) if delta else d_scores
     _launch(
         pair_gradients, (chunks.total, HV), k_features, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys,
-        d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, **options,
+        d_beta[-1], d_g[-1], chunks.start, chunks.count, scale, H, HV, CHANNELS=channels, **options,
     )  # fmt: skip
     inside = map.halves == 1 and map.name != "stored"  # the kernel applies the map's backward itself
     options["MAP"] = map if inside else stored
     inputs = (q, k) if inside else (q_features, k_features)
     d_q, d_k = (q.new_empty(*q.shape[:2], HV, F) for _ in range(2))
-    _launch(
-        input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_den, d_v, beta, g, s, zs, d_s,
-        d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens, H, HV,
-        **options,
-    )  # fmt: skip
+    d_erase = None
+    if channels:
+        d_g, d_erase = torch.empty_like(g), erase if erase is None else torch.empty_like(erase)
+        _launch(
+            channel_gradients, (chunks.total, HV), q, k, e, d_o, d_v, beta, g, erase, s, d_s, d_scores,
+            d_keys, d_q, d_k, d_beta, d_g, d_erase, chunks.start, chunks.count, scale, tokens, H, HV, F=F,
+            V=V, DELTA=delta, ERASE=erase is not None, BT=BT, PREC=PRECISION, **common,
+        )  # fmt: skip
+    else:
+        _launch(
+            input_gradients, (chunks.total * map.halves, HV), *inputs, e, d_o, d_den, d_v, beta, g, s, zs,
+            d_s, d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, chunks.start, chunks.count, scale, tokens,
+            H, HV, **options,
+        )  # fmt: skip
+        d_g = d_g.sum(0)
     if HV > H:
         d_q, d_k = (x.unflatten(2, (H, HV // H)).sum(3) for x in (d_q, d_k))
     if not inside and map.name != "stored":
         d_q, d_k, _, _ = unform(q, k, d_q, d_k, map)
-    gates = ((beta, d_beta.sum(0)), (g, d_g.sum(0)), *zip(starts, d_starts, strict=True))
+    gates = ((beta, d_beta.sum(0)), (g, d_g), (erase, d_erase), *zip(starts, d_starts, strict=True))
     return d_q, d_k, d_v, *(v.new_empty(0) if x is None else dx.to(x.dtype) for x, dx in gates)
 
 
@@ -215,7 +266,7 @@ class _Chunkwise(torch.autograd.Function):
         return _gradients(_backward, ctx, *grads)
 
 
-_TENSORS, _FINALS = 10, slice(1, 4)  # number of input tensors; where the results have the final states
+_TENSORS, _FINALS = 11, slice(1, 4)  # number of input tensors; where the results have the final states
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -245,8 +296,8 @@ def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
 # torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? initial, Tensor? z_initial, "
-    "Tensor? u_initial, Tensor? positions, Tensor? cu_seqlens"
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? erase, Tensor? initial, "
+    "Tensor? z_initial, Tensor? u_initial, Tensor? positions, Tensor? cu_seqlens"
 )
 
 
@@ -262,16 +313,17 @@ _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward", _backward, mutates_args=(),
     schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
     "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
-    f"str map, str read, float scale) -> {_tensors(8)}",
+    f"str map, str read, float scale) -> {_tensors(9)}",
 )  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final):
+def _(q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final):
     map, read = Map.parse(map), Readout.parse(read)
     (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
     delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
-    BT = blocks("chunk", v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
+    table = "chunk_channels" if g is not None and g.ndim == 4 else "chunk"
+    BT = blocks(table, v.itemsize, power_of_two(F // map.halves) * map.halves)["BT"]
     if cu_seqlens is None:
         total, sequences = B * -(-T // BT), B
     else:  # the number of chunks depends on the values of the bounds
@@ -295,7 +347,7 @@ def _(q, k, v, beta, g, initial, z_initial, u_initial, positions, cu_seqlens, ma
 
 @_backward_op.register_fake
 def _(d_o, d_final, dz_final, du_final, *args):
-    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[:8])
+    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[:9])
 
 
 _forward_op.register_autograd(
@@ -305,9 +357,9 @@ _forward_op.register_autograd(
 
 def delta_rule(q, k, v, beta, g=None, *, erase=None, write=None, **options) -> tuple[Tensor, Tensor | None]:
     """See `nalanda.model.ops.delta_rule`."""
-    if erase is not None or write is not None:
-        raise Unsupported("gates of what is erased and written")
-    return _chunkwise(q, k, v, beta, g, **options)[:2]
+    if write is not None:
+        v = (v * write).to(v.dtype)
+    return _chunkwise(q, k, v, beta, g, erase, **options)[:2]
 
 
 def linear_attention(q, k, v, g=None, **options) -> tuple[Tensor, Tensor | None]:
@@ -366,8 +418,9 @@ def normalized_attention(
 
 
 def _chunkwise(
-    q, k, v, beta, g, *, feature_map=None, qk_norm=None, scale=None, initial_state=None, z_initial=None,
-    u_initial=None, output_final_state=False, cu_seqlens=None, chunk_size=64, read=_PLAIN, positions=None,
+    q, k, v, beta, g, erase=None, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
+    z_initial=None, u_initial=None, output_final_state=False, cu_seqlens=None, chunk_size=64, read=_PLAIN,
+    positions=None,
 ):  # fmt: skip
     """o in v's dtype, and the final S, z and Σv, or None. Without beta it is linear attention.
 
@@ -377,15 +430,25 @@ def _chunkwise(
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Unsupported(f"{dtype} inputs")
-    if g is not None and g.ndim == 4:
-        raise Unsupported("a decay for each key channel")
-    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored)
+    channels = erase is not None or (g is not None and g.ndim == 4)
+    if channels and read != _PLAIN:
+        raise Unsupported("a decay for each key channel under a readout")
+    q, k, map = _prepared(q.to(dtype), k.to(dtype), feature_map, qk_norm, read.mirrored, channels)
     features = q.shape[3] * (1 if map.name == "stored" else map.halves)
     scale = features**-0.5 if scale is None else float(scale)
+    if channels:
+        g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
+        g = g if g.ndim == 4 else g[..., None].expand(*g.shape, features)
+        for name, x in (("g", g), ("erase", erase)):
+            if x is not None and x.shape[3] != features:
+                has = x.shape[3]
+                raise ValueError(
+                    f"{name}: {has} key channels; q and k have {features} features after their map"
+                )
     if initial_state is not None and initial_state.shape[2] != features:
         has = initial_state.shape[2]
         raise ValueError(f"initial_state: K = {has}; q and k have {features} features after their map")
-    tensors = q, k, v.to(dtype), beta, g, initial_state, z_initial, u_initial, positions
+    tensors = q, k, v.to(dtype), beta, g, erase, initial_state, z_initial, u_initial, positions
     tensors = (x if x is None else x.contiguous() for x in tensors)
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
     o, *finals = call(*tensors, cu_seqlens, map.text(), read.text(), scale, output_final_state)[:4]
@@ -393,17 +456,17 @@ def _chunkwise(
 
 
 def _prepared(
-    q: Tensor, k: Tensor, feature_map, qk_norm: str | None, mirrored: bool = False
+    q: Tensor, k: Tensor, feature_map, qk_norm: str | None, mirrored: bool = False, stored: bool = False
 ) -> tuple[Tensor, Tensor, Map]:
     """q and k as the kernels read them: raw if the kernels can form the features, else features ("stored").
 
     More than 128 features are two halves, because one tile of them would fill a program's registers.
-    mirrored: the features must be two halves.
+    mirrored: the features must be two halves. stored: the kernels read features.
     """
     try:
         map, parameters = describe(feature_map, qk_norm, q.shape[3])
         one_tile = map.halves == 1 and map != Map()
-        if parameters or (one_tile and (mirrored or q.shape[3] > 128)):
+        if stored or parameters or (one_tile and (mirrored or q.shape[3] > 128)):
             mapped = map_in_torch if torch.compiler.is_compiling() else map_features  # torch.compile fuses it
             (q, k), map = mapped(q, k, feature_map, qk_norm), Map()
     except Unsupported:

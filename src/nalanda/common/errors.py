@@ -37,6 +37,7 @@ class NothingTrained(InputError):
 
 
 EXTRAS = {
+    "PIL": "vision",
     "gguf": "deploy",
     "lm_eval": "eval",
     "matplotlib": "eval",
@@ -44,6 +45,7 @@ EXTRAS = {
     "mlx_lm": "mlx",
     "scipy": "eval",
     "sentencepiece": "sentencepiece",
+    "sklearn": "vision",
     "wonderwords": "eval",
     "xllamacpp": "deploy",
 }

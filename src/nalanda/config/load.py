@@ -24,15 +24,20 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             settings that contradict one another; in one line.
     """
     path = find_recipe(str(path))
+    config = section(RunConfig, read_sections(path, overrides), "")
+    import_plugins(config.plugins, Path.cwd(), path.parent)
+    config.check()
+    return config
+
+
+def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
+    """The sections of a recipe with overrides applied, unchecked. Raises `InputError` as `load_config`."""
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
     for override in overrides:
         _override(values, override)
-    config = section(RunConfig, values, "")
-    import_plugins(config.plugins, Path.cwd(), path.parent)
-    config.check()
-    return config
+    return values
 
 
 def find_recipe(name: str) -> Path:

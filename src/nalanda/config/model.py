@@ -10,7 +10,14 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from nalanda_kernels import import_fla, keep_model_types
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+)
 
 from nalanda.common.errors import InputError, out_of_memory
 from nalanda.common.text import suggest
@@ -21,6 +28,16 @@ from nalanda.model.mixers import uncut_mixers
 
 FLA = ("delta_net", "gated_deltanet", "gla", "retnet")
 """Model types of flash-linear-attention with recipes here; no hub is asked for these names."""
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether the model is an encoder of Nalanda's, trained as a masked language model."""
+    return config.model_type == "nalanda" and not config.is_decoder
+
+
+def language_model(config: PreTrainedConfig) -> Any:
+    """transformers' Auto class for training a model of `config`."""
+    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
 
 
 def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedConfig:
@@ -55,6 +72,16 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     longest = getattr(model_config, "max_position_embeddings", None) or config.data.seq_len
     if model_config.model_type != "nalanda" and longest < config.data.seq_len:
         raise InputError(f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions")
+    if is_encoder(model_config):
+        carry = config.data.long_documents == "carry"
+        for key, asked, value in (
+            ("data.long_documents", carry, "cut"),
+            ("train.context_parallel", config.train.context_parallel > 1, "1"),
+        ):
+            if asked:
+                raise InputError(
+                    f"{key}: the model is an encoder, which has no state to pass on; set {value}"
+                )
     if config.train.context_parallel > 1 and model_config.model_type != "nalanda":
         raise InputError(
             f"train.context_parallel: needs one of Nalanda's own models, not {model_config.model_type}; set 1"

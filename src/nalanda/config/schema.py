@@ -89,6 +89,11 @@ class DataConfig:
     """Documents longer than a row: cut at its end, or continued in the batch slot's next row."""
     carry_rows: int = 16
     """carry: rows in sequence in a batch slot, before it moves to another place in the data."""
+    mask_share: float = 0.15
+    """Encoders: share of the tokens that the model must recover, by a mask token (80 %), a random one (10 %)
+    or themselves."""
+    whole_words: bool = False
+    """Encoders: whether all tokens of a word, between white space, are chosen together."""
     max_document_bytes: int = MAX_DOCUMENT
     """Largest document: a line of .jsonl, a .txt file, the text of a record. Reading takes little more memory
     than this, however much a compressed shard expands to."""
@@ -134,6 +139,8 @@ class DataConfig:
             raise InputError(f"data.long_documents is {self.long_documents!r}; there are 'cut' and 'carry'")
         if self.carry_rows < 1:
             raise InputError(f"data.carry_rows is {self.carry_rows}; it must be 1 or more")
+        if not 0 < self.mask_share < 1:
+            raise InputError(f"data.mask_share is {self.mask_share}; it must lie between 0 and 1")
         if self.workers < 0:
             raise InputError(f"data.workers is {self.workers}; it must be 0 or more")
         if self.retries < 0:
@@ -203,6 +210,8 @@ class TokenizerConfig:
     """Size of a trained one, special tokens included; null: bpe 4096, words all."""
     min_count: int = 1
     """words: occurrences that a word needs; rarer ones are unknown."""
+    mask: bool = False
+    """Whether a trained one has a mask token, which masked language models need."""
 
     def __post_init__(self) -> None:
         if self.vocab_size is None and self.train != "words":
@@ -216,8 +225,12 @@ class TokenizerConfig:
             )
         if self.train not in (None, "bpe", "words"):
             raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
-        if self.train == "bpe" and (self.vocab_size or 0) < 257:
-            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs 257 or more")
+        if self.mask and not self.train:
+            raise InputError("tokenizer.mask: only of a trained one; give a tokenizer with a mask token")
+        if self.train == "bpe" and (self.vocab_size or 0) < (least := 257 + self.mask):
+            raise InputError(
+                f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs {least} or more"
+            )
         if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
             raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
         if self.min_count < 1:

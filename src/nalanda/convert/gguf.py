@@ -135,6 +135,7 @@ def attention_interval(config: NalandaConfig) -> int:
         ("norm_read", delta.norm_read, False),
         ("qk_norm", delta.qk_norm, "l2"),
         ("conv_size", delta.conv_size or 0, 4),
+        ("value_conv", delta.value_conv, 0),
     ]
     if soft:
         found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]

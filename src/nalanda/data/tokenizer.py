@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 
+MASK = "<mask>"
+
 MISTRAL = ("mistral", "mistral-common")
 
 UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"
@@ -44,7 +46,8 @@ def build_tokenizer(
     a trained tokenizer, or one from a SentencePiece model, puts bos in front of each text, so evaluation and
     generation see documents begin as in training.
 
-    bpe: byte-level, so no text has unknown tokens; `<|endoftext|>`, id 0, is bos and eos.
+    bpe: byte-level, so no text has unknown tokens; `<|endoftext|>`, id 0, is bos and eos. `<mask>` comes
+        after the special tokens, if wanted; eos is then put between the texts of a pair.
     words: white-space separated, by falling frequency, ties in the order of their text; `<unk>` is 0, eos
     `</s>` 1 and, with `data.bos`, bos `<s>` 2. A line end inside a text is `</s>`; at the end of a text it is
     dropped, since `data.eos` stands there. (fairseq's dictionary of WikiText-103 has 267 744 entries: 267 733
@@ -137,19 +140,20 @@ def mistral_model() -> Path:
 def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    masks = {"mask_token": MASK} if config.mask else {}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size or 0,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *masks.values()],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(_sample(data), trainer)
     if data.bos:
-        _put_in_front(backend, END_OF_TEXT)
-    return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+        _put_in_front(backend, END_OF_TEXT, END_OF_TEXT if masks else "")
+    return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **masks)
 
 
 def _sample(data: DataConfig) -> Iterator[str]:
@@ -168,7 +172,9 @@ def _training_texts(data: DataConfig) -> Iterator[str]:
 def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    special = [UNKNOWN, END_OF_LINE, *([BEGINNING] if data.bos else [])]
+    roles = {"bos_token": BEGINNING} if data.bos else {}
+    roles |= {"mask_token": MASK} if config.mask else {}
+    special = [UNKNOWN, END_OF_LINE, *roles.values()]
     backend = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Replace(Regex(r"\n\z"), ""), normalizers.Replace("\n", f" {END_OF_LINE} ")]
@@ -184,8 +190,7 @@ def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokeniz
     vocabulary = {word: i for i, word in enumerate(words[: config.vocab_size])}
     backend.model = models.WordLevel(vocabulary, UNKNOWN)
     if data.bos:
-        _put_in_front(backend, BEGINNING)
-    roles = {"bos_token": BEGINNING} if data.bos else {}
+        _put_in_front(backend, BEGINNING, END_OF_LINE if config.mask else "")
     return _wrap(backend, unk_token=UNKNOWN, eos_token=END_OF_LINE, **roles)
 
 
@@ -210,6 +215,7 @@ def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
         "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "[SEP]", END_OF_TEXT),
         "unk_token": ("<unk>", "[UNK]"),
         "pad_token": ("<pad>", "[PAD]", "<|pad|>"),
+        "mask_token": ("<mask>", "[MASK]"),
     }
     found = {role: [t for t in names if backend.token_to_id(t) is not None] for role, names in usual.items()}
     return _wrap(backend, **{role: names[0] for role, names in found.items() if names})
@@ -262,11 +268,15 @@ def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
     return _wrap(backend, **tokens)
 
 
-def _put_in_front(backend: Tokenizer, bos: str) -> None:
+def _put_in_front(backend: Tokenizer, bos: str, between: str = "") -> None:
+    """Puts bos in front of a text, and `between` between the two of a pair, such as encoders classify."""
     from tokenizers import processors
 
+    special = {name: backend.token_to_id(name) for name in (bos, between) if name}
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
+        single=f"{bos} $A",
+        pair=" ".join(filter(None, (bos, "$A", between, "$B"))),
+        special_tokens=[*special.items()],
     )
 
 

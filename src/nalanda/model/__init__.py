@@ -1,25 +1,29 @@
 """The model. `save_pretrained` copies these files: they stay flat, with sibling-relative imports only."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import importlib
+
+import transformers
 
 from . import ops
 from .base import Mixer
 from .cache import NalandaCache
-from .configuration import NalandaConfig
+from .configuration import AUTO_MAP, NalandaConfig
 from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
 from .graphs import decoding_graphs
+from .heads import NalandaForMaskedLM, NalandaForSequenceClassification, NalandaForTokenClassification
 from .mixers import MIXERS, register_mixer
 from .modeling import Decoder, NalandaForCausalLM
 from .state import State
+from .vision import NalandaForImageClassification
 
-AutoConfig.register("nalanda", NalandaConfig)
-AutoModel.register(NalandaConfig, Decoder)
-AutoModelForCausalLM.register(NalandaConfig, NalandaForCausalLM)
-
-# `save_pretrained` then copies these files, so that checkpoints load elsewhere with trust_remote_code.
+transformers.AutoConfig.register("nalanda", NalandaConfig)
 NalandaConfig.register_for_auto_class()
-Decoder.register_for_auto_class("AutoModel")
-NalandaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+for _auto, _name in AUTO_MAP.items():
+    _file, _, _class = _name.partition(".")
+    _model = getattr(importlib.import_module(f".{_file}", __name__), _class)
+    getattr(transformers, _auto).register(NalandaConfig, _model)
+    # `save_pretrained` then copies these files, so that checkpoints load elsewhere with trust_remote_code.
+    _model.register_for_auto_class(_auto)
 
 __all__ = [
     "FEATURE_MAPS",
@@ -30,6 +34,10 @@ __all__ = [
     "NalandaCache",
     "NalandaConfig",
     "NalandaForCausalLM",
+    "NalandaForImageClassification",
+    "NalandaForMaskedLM",
+    "NalandaForSequenceClassification",
+    "NalandaForTokenClassification",
     "State",
     "build_feature_map",
     "decoding_graphs",

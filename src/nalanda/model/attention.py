@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import RMSNorm, rotary_angles, rotate
+from .layers import RMSNorm, place_angles, rotate
 from .ops import by_kernel
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
@@ -46,6 +46,7 @@ class SoftmaxAttention(Mixer):
     source = "arXiv 1706.03762, 2104.09864"
     norm = None
     cut = True
+    unmasked = True
     reach: int | None = None
     """Largest number of tokens that a token sees, including itself; None: all before it."""
     blocks = False
@@ -75,6 +76,11 @@ class SoftmaxAttention(Mixer):
             raise ValueError(
                 f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
             )
+        if config.image_size and rope_theta is not None and (rotary_dim or config.key_dim) % 4:
+            raise ValueError(
+                f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
+                "rows and columns rotate apart; or set rope_theta null"
+            )
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
@@ -96,8 +102,7 @@ class SoftmaxAttention(Mixer):
         if self.qk_norm:
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         if self.rope_theta is not None:
-            places = seq.positions(x.shape[1], x.device)
-            angles = rotary_angles(places, self.rotary_dim, self.rope_theta, x.dtype)
+            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta)
             q, k = rotate(q, angles), rotate(k, angles)
         return heads | {"q": q, "k": k}
 
@@ -193,7 +198,7 @@ class SoftmaxAttention(Mixer):
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
-        rule = self.reach, self.blocks, self.scores
+        rule = self.reach, self.blocks, self.scores, seq.both
         if seq.cu_seqlens is None:
             return attend(q, k, v, *rule)
         if torch.compiler.is_compiling():  # the groups depend on the values of cu_seqlens
@@ -234,9 +239,10 @@ class SoftmaxAttention(Mixer):
         return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T) + super().flops(T)
 
     def seen(self, T: int) -> float:
-        """How many tokens a token sees, the mean over length T: T/2, or up to the window."""
+        """How many tokens a token sees, the mean over length T: T/2, or up to the window; twice as many in
+        both directions."""
         w = T if self.reach is None else min(T, self.reach)
-        return w - w * w / (2 * T)
+        return (1 + self.both) * (w - w * w / (2 * T))
 
 
 def resized(config, num_heads: int, head_dim: int | None):
@@ -301,6 +307,8 @@ class DiagAttention(SoftmaxAttention):
         return heads | {name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")}
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
+        if seq.both:
+            return super().attend_all(q, k, v, seq)
         options = {"block_size": self.block, "scores": self.scores, "scale": self.K**-0.5}
         o = by_kernel("block_attention", "auto", q, q, k, v, cu_seqlens=seq.cu_seqlens, **options)
         return super().attend_all(q, k, v, seq) if o is None else o
@@ -316,7 +324,7 @@ class DiagAttention(SoftmaxAttention):
         return super().visible(keys, queries) & same
 
     def seen(self, T: int) -> float:
-        return min(T, self.block) / 2
+        return (1 + self.both) * min(T, self.block) / 2
 
 
 def weigh(
@@ -342,9 +350,17 @@ def weigh(
     return ((p.tril() if causal else p) @ v).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str) -> Tensor:
-    """Attends sequences `[B, T, …]` from their first tokens; linear in T with a reach."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str, both: bool = False,
+    real: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attends sequences `[B, T, …]` from their first tokens; linear in T with a reach.
+
+    both: in both directions. real: bool `[B, T]`, which tokens are no padding, behind the others.
+    """
     T = q.shape[1]
+    if both:
+        return _attend_both(q, k, v, reach, blocks, scores, real)
     if reach is None or reach >= T:
         return weigh(q, k, v, causal=True, scores=scores)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % reach)) for x in (q, k, v))
@@ -362,10 +378,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, sco
     return torch.cat([first, rest.unflatten(0, q.shape[:2]).flatten(1, 2)[:, : T - reach]], 1)
 
 
+def _attend_both(
+    q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str, real: Tensor | None
+) -> Tensor:
+    """`attend` in both directions: all tokens, those of a block, or those less than `reach` away."""
+    B, T = q.shape[:2]
+    if reach is None or reach >= T:
+        return weigh(q, k, v, None if real is None else real[:, None], scores=scores)
+    if real is None:
+        real = torch.ones(B, T, dtype=torch.bool, device=q.device)
+    # Each block of `reach` queries sees the keys of its own block, and of one on each side.
+    side, count = 0 if blocks else reach, -(-T // reach)
+    after = count * reach - T
+    q = F.pad(q, (0, 0, 0, 0, 0, after)).unflatten(1, (count, reach)).flatten(0, 1)
+    k, v = (F.pad(x, (0, 0, 0, 0, side, side + after)) for x in (k, v))
+    k, v = (x.unfold(1, reach + 2 * side, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+    real = F.pad(real, (side, side + after)).unfold(1, reach + 2 * side, reach).flatten(0, 1)
+    distance = (
+        torch.arange(k.shape[1], device=q.device) - torch.arange(reach, device=q.device)[:, None] - side
+    )
+    seen = (distance.abs() < reach) & real[:, None] | (distance == 0)  # padding sees itself: no empty row
+    return weigh(q, k, v, seen, scores=scores).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
+
+
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, *rule) -> Tensor:
     """`attend` for the sequences of a packed row, in groups of similar lengths."""
     groups, where = seq.groups(q.device)
-    out = [attend(q[0, rows], k[0, rows], v[0, rows], *rule).flatten(0, 1) for rows in groups]
+    out = [
+        attend(q[0, rows], k[0, rows], v[0, rows], *rule, real=real).flatten(0, 1) for rows, real in groups
+    ]
     none = q.new_zeros(0, q.shape[2], v.shape[3])  # for `cat` if all sequences are empty
     return torch.cat([none, *out]).index_select(0, where)[None]
 
@@ -380,17 +421,18 @@ def _sequences(bounds: tuple[int, ...]) -> Sequences:
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool, scores: str
-) -> Tensor:
-    return attend_packed(q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores)
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool, scores: str,
+    both: bool,
+) -> Tensor:  # fmt: skip
+    return attend_packed(q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores, both)
 
 
 def _packed_backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool,
-    scores: str,
+    scores: str, both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _packed(q, k, v, cu_seqlens, reach, blocks, scores)
+        return _packed(q, k, v, cu_seqlens, reach, blocks, scores, both)
 
     # autograd does not record inside operators; torch.func does
     d_q, d_k, d_v = torch.func.vjp(attended, q, k, v)[1](d_o)
@@ -415,13 +457,13 @@ def _(d_o, q, k, v, *options):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.reach, ctx.blocks, ctx.scores = inputs
+    *tensors, ctx.reach, ctx.blocks, ctx.scores, ctx.both = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
-    rule = ctx.reach, ctx.blocks, ctx.scores
-    return *_packed_backward_op(d_o, *ctx.saved_tensors, *rule), None, None, None, None
+    rule = ctx.reach, ctx.blocks, ctx.scores, ctx.both
+    return *_packed_backward_op(d_o, *ctx.saved_tensors, *rule), None, None, None, None, None
 
 
 _packed_op.register_autograd(_gradients, setup_context=_setup_context)

@@ -36,6 +36,9 @@ with parameters is one.
 `nalanda.testing.check_mixer` and `check_feature_map` test all of this; `examples/my_mixer` is complete.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,6 +76,9 @@ def convolve(
 
     states: None for none. Returns their outputs and, with `carry`, their states.
     """
+    if seq.both:
+        *outputs, last = [conv(x, seq)[0] for conv, x in zip(convs, xs, strict=True)]
+        return [*outputs, F.silu(last) if silu else last], None
     if seq.parts is not None:
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
     weights = [conv.weight.squeeze(1) for conv in convs]
@@ -103,6 +109,10 @@ class Mixer(FusedLinears):
     """Taps of the short convolutions of q, k and v if the config leaves them open; None: it never has any."""
     map_name: str | None = None
     """Feature map if the config leaves it open; None: it never has one."""
+    value_conv: int = 0
+    """Taps of the convolution of v that is added to the output if the config leaves them open; 0: none."""
+    shared_filters = False
+    """Whether the heads share the filters of that convolution."""
     gated: bool | None = None
     """Whether it has an output gate if the config leaves it open; None: it never has one."""
     norm: str | None = "head"
@@ -117,6 +127,9 @@ class Mixer(FusedLinears):
     """Whether q and k are one projection."""
     cut = False
     """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
+    unmasked = False
+    """Whether `mix` serves sequences whose tokens see both ways (`seq.both`). Others mix each way, and both
+    results are added, if the config has `directions` 2."""
     signed_weights = False
     """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
 
@@ -129,6 +142,7 @@ class Mixer(FusedLinears):
         super().__init__()
         D, H, bias = config.hidden_size, config.num_heads, config.use_bias
         HK, HV = k_heads or H, v_heads or H
+        self.both = not config.is_decoder
         self.layer_idx, self.num_heads, self.num_v_heads = layer_idx, H, HV
         self.K, self.V = config.key_dim, config.value_dim
         self.q_proj = nn.Linear(D, H * self.K, bias=bias)
@@ -136,18 +150,27 @@ class Mixer(FusedLinears):
             self.k_proj = nn.Linear(D, self.steps * HK * self.K, bias=bias)
         self.v_proj = nn.Linear(D, self.steps * HV * self.V, bias=bias)
         if taps is None and self.conv_size is not None:
-            taps = self.conv_size if config.conv_size is None else config.conv_size
+            default = 0 if self.both else self.conv_size
+            taps = default if config.conv_size is None else config.conv_size
         self.conv_size = taps
+        conv = partial(ShortConv, image=config.image_size is not None)
         if self.conv_size:
-            self.q_conv1d = ShortConv(H * self.K, self.conv_size)
+            self.q_conv1d = conv(H * self.K, self.conv_size)
             if not self.shared_qk:
-                self.k_conv1d = ShortConv(self.k_proj.out_features, self.conv_size)
-            self.v_conv1d = ShortConv(self.v_proj.out_features, self.conv_size)
+                self.k_conv1d = conv(self.k_proj.out_features, self.conv_size)
+            self.v_conv1d = conv(self.v_proj.out_features, self.conv_size)
+        if config.value_conv is not None:
+            self.value_conv = config.value_conv
+        if self.value_conv:
+            if self.steps > 1:
+                raise ValueError(
+                    f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
+                )
+            shape = (self.V, self.value_conv, HV) if self.shared_filters else (HV * self.V, self.value_conv)
+            self.dwc = conv(*shape)
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
-            self.feature_map = build_feature_map(
-                self.map_name, num_heads=H, head_dim=self.K, **config.feature_map_options
-            )
+            self.feature_map = self.build_map(config)
         if self.gated is not None and config.use_gate is not None:
             self.gated = config.use_gate
         out = max(H, HV) * self.V
@@ -165,17 +188,38 @@ class Mixer(FusedLinears):
         """x `[B, T, D]` to y `[B, T, D]` and the new state. state: None for none, {} for an empty one."""
         if isinstance(state, RowState):
             new, held = {}, self.scatter_states(state.tensors, seq)
-            heads = self.heads(x, seq, held, new)
-            y = self.read_out(self.mix(heads, seq, held, new), heads, x)
-            return y, RowState(self.gather_states(new, seq))
+            return self.mixed(x, seq, held, new), RowState(self.gather_states(new, seq))
         decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
         if decoding and not torch.compiler.is_compiling():
             served = self.step(x, seq, state)
             if served is not None:
                 return served
         new: State | None = None if state is None else {}
-        heads = self.heads(x, seq, state or {}, new)
-        return self.read_out(self.mix(heads, seq, state or {}, new), heads, x), new
+        return self.mixed(x, seq, state or {}, new), new
+
+    def mixed(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
+        """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
+        heads = self.heads(x, seq, state, new)
+        o = self.mix_both(heads, seq) if self.both else self.mix(heads, seq, state, new)
+        return self.read_out(self.add_local(o, heads) if self.value_conv else o, heads, x)
+
+    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
+        """o and the convolution of v; heads that share keys and values share that too."""
+        local = heads["local"]
+        return o + local.repeat_interleave(o.shape[2] // local.shape[2], 2)
+
+    def build_map(self, config) -> Any:
+        assert self.map_name is not None
+        sizes = {"num_heads": self.num_heads, "head_dim": self.K}
+        return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
+
+    def mix_both(self, heads: Heads, seq: Sequences) -> Tensor:
+        """`mix` where tokens see both ways: at once, or the sum of one result each way."""
+        if self.unmasked:
+            return self.mix(heads, seq, {}, None)
+        one_way = seq.one_way()
+        back = {name: seq.turned(x) for name, x in heads.items()}
+        return self.mix(heads, one_way, {}, None) + seq.turned(self.mix(back, one_way, {}, None))
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
         """States by row to states by sequence, as `heads` and `mix` take them."""
@@ -187,13 +231,19 @@ class Mixer(FusedLinears):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         """The inputs of `mix`, by name: q `[B, T, H, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, gates; and
-        `gate`, the input of the output gate.
+        `gate`, the input of the output gate, and `local` `[B, T, HV, V]`, the convolution of v.
 
         state: what earlier calls put into `new`. new: None if no state is wanted.
         """
         heads = self.project(x)
         if self.conv_size:
             heads |= self.convolve(heads, seq, state, new)
+        if self.value_conv:
+            past = [state["conv_local"]] if "conv_local" in state else None
+            (local,), past = convolve([self.dwc], [heads["v"]], seq, past, new is not None)
+            if new is not None and past is not None:
+                (new["conv_local"],) = past
+            heads["local"] = local.unflatten(-1, (-1, self.V))
         for name in self.projections():
             heads[name] = heads[name].unflatten(-1, (-1, self.V if name == "v" else self.K))
         return {"k": heads["q"], **heads}
@@ -232,7 +282,7 @@ class Mixer(FusedLinears):
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
-        options = self.step_options()
+        options = None if self.value_conv else self.step_options()
         if options is None:
             return None
         fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
@@ -279,13 +329,15 @@ class Mixer(FusedLinears):
         The products with the values of all steps add up.
         It is `mix` of the unit vectors, so it is exact: `mix` is linear in v.
         """
-        heads, n, found = self.heads(x, Sequences(), {}, None), self.streams, []
+        seq, n, found = Sequences(both=self.both), self.streams, []
+        heads = self.heads(x, seq, {}, None)
         B, T, HV = heads["v"].shape[:3]
         unit = torch.eye(T, dtype=heads["v"].dtype, device=x.device).repeat(1, n)[None, :, None]
         for i in range(self.steps):
             v = unit.new_zeros(B, T, HV, n * T)
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
-            o = self.mix(heads | {"v": v}, Sequences(), {}, None)
+            unit_heads = heads | {"v": v}
+            o = self.mix_both(unit_heads, seq) if self.both else self.mix(unit_heads, seq, {}, None)
             found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(found, 1)
 
@@ -295,12 +347,15 @@ class Mixer(FusedLinears):
         Here: the convolutions' last inputs.
         """
         past = max((self.conv_size or 0) - 1, 0)
-        return {
+        spec: StateSpec = {
             f"conv_{name}": ((past, p.out_features), None) for name, p in self.projections().items() if past
         }
+        if self.value_conv:
+            spec["conv_local"] = ((self.value_conv - 1, self.v_proj.out_features), None)
+        return spec
 
     def flops(self, T: int) -> float:
         """Forward FLOPs per token at length T, without Linear layers. Here: the convolutions and the map."""
-        channels = sum(p.out_features for p in self.projections().values())
+        taps = sum(m.weight.numel() * m.copies for m in self.modules() if isinstance(m, ShortConv))
         mapped = 0.0 if self.map_name is None else self.num_heads * self.feature_map.flops
-        return 2.0 * (self.conv_size or 0) * channels + mapped
+        return 2.0 * taps + mapped

@@ -21,6 +21,16 @@ _serving = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serving, "transformers", transformers)):
     setattr(_module, "NalandaForCausalLM", transformers.AutoModelForCausalLM)  # noqa: B010
 
+AUTO_MAP = {
+    "AutoModel": "modeling.Decoder",
+    "AutoModelForCausalLM": "modeling.NalandaForCausalLM",
+    "AutoModelForMaskedLM": "heads.NalandaForMaskedLM",
+    "AutoModelForSequenceClassification": "heads.NalandaForSequenceClassification",
+    "AutoModelForTokenClassification": "heads.NalandaForTokenClassification",
+    "AutoModelForImageClassification": "vision.NalandaForImageClassification",
+}
+"""transformers' Auto classes to ours, by file."""
+
 # Keys that transformers adds to a config's own fields.
 _FOREIGN_KEYS = frozenset(
     {
@@ -45,6 +55,9 @@ _POSITIVE = (
     "head_dim",
     "intermediate_size",
     "max_position_embeddings",
+    "image_size",
+    "patch_size",
+    "num_channels",
     "norm_eps",
     "initializer_range",
 )
@@ -71,14 +84,21 @@ class NalandaConfig(PreTrainedConfig):
         as one name per layer; mixer_options: options of the mixer, or of each mixer
         by its name.
     feature_map: a name from `FEATURE_MAPS`; feature_map_options: options of the map.
-    conv_size: taps of the short convolutions, 0 for none.
+    conv_size: taps of the short convolutions, 0 for none. value_conv: taps of a depthwise convolution of v,
+        added to the mixer's output, 0 for none; by default 5, in pola only. Both are k × k in images.
     use_gate: whether the mixer has an output gate (by default not in deltanet, but in gated_deltanet).
     feature_map, conv_size and use_gate default to the mixer's choice. A value that no mixer of the model
         uses is refused.
-    position_embedding: "none", or "sinusoidal" added to the embeddings; scale_embeddings: multiply them by
-        √hidden_size; use_bias: biases in the projections of mixers and GLU; dropout: rate for the embeddings
-        and the outputs of mixers and GLU; initializer: "normal" (std initializer_range) or "xavier".
+    position_embedding: "none", or added to the embeddings: "sinusoidal", or "learnt" in images;
+        scale_embeddings: multiply them by √hidden_size; use_bias: biases in the projections of mixers and
+        GLU; dropout: rate for the embeddings and the outputs of mixers and GLU; initializer: "normal" (std
+        initializer_range) or "xavier".
     max_position_embeddings: the training length; the model does not depend on it.
+    is_decoder: whether tokens see only those before them. Else the model is an encoder: mixers with an
+        unmasked form take it, and short convolutions are centred (by default there are none). directions: 2
+        lets the other mixers of an encoder mix each way; the results are added.
+    image_size: height and width of the images that an encoder reads instead of tokens; None: it reads tokens.
+        patch_size: those of a patch, which is one token; num_channels: of the images. vocab_size is unused.
 
     Raises ValueError, in one line that says what to change, for values that cannot work.
     """
@@ -100,6 +120,7 @@ class NalandaConfig(PreTrainedConfig):
     feature_map: str | None = None
     feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
     conv_size: int | None = None
+    value_conv: int | None = None
     use_gate: bool | None = None
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -110,6 +131,11 @@ class NalandaConfig(PreTrainedConfig):
     initializer: str = "normal"
     initializer_range: float = 0.02
     max_position_embeddings: int = 2048
+    is_decoder: bool = True
+    directions: int = 1
+    image_size: int | None = None
+    patch_size: int = 16
+    num_channels: int = 3
     use_cache: bool = True
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -127,10 +153,11 @@ class NalandaConfig(PreTrainedConfig):
                 del given[name]
         check_types(given, types)
         for name in _POSITIVE:
-            if given.get(name, 1) <= 0:
-                raise ValueError(f"{name}={given[name]!r} must be positive")
-            if given.get(name, 1) > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
-                raise ValueError(f"{name}={given[name]!r} must be at most {most}")
+            value = 1 if given.get(name) is None else given[name]
+            if value <= 0:
+                raise ValueError(f"{name}={value!r} must be positive")
+            if value > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
+                raise ValueError(f"{name}={value!r} must be at most {most}")
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -148,12 +175,24 @@ class NalandaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"head_dim·{name} = {self.head_dim}·{getattr(self, name)} must be a positive integer"
                 )
-        if self.conv_size is not None and (
-            not isinstance(self.conv_size, int) or self.conv_size < 0 or self.conv_size == 1
-        ):
-            raise ValueError(f"conv_size={self.conv_size!r} must be 0 (no convolution) or at least 2")
+        for name in ("conv_size", "value_conv"):
+            taps = getattr(self, name)
+            if taps is not None and (taps < 0 or taps == 1):
+                raise ValueError(f"{name}={taps!r} must be 0 (no convolution) or at least 2")
+            if self.image_size and taps and taps % 2 == 0:
+                raise ValueError(f"{name}={taps} must be odd: convolutions of images are centred")
+        if self.image_size and self.is_decoder:
+            raise ValueError("image_size: patches have no order; set is_decoder: false")
+        if self.image_size and self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}"
+            )
+        if self.position_embedding == "learnt" and not self.image_size:
+            raise ValueError(
+                "position_embedding=learnt is a table for images; set image_size, or take sinusoidal"
+            )
         for name, allowed in (
-            ("position_embedding", ("none", "sinusoidal")),
+            ("position_embedding", ("none", "sinusoidal", "learnt")),
             ("initializer", ("normal", "xavier")),
         ):
             if getattr(self, name) not in allowed:
@@ -182,6 +221,20 @@ class NalandaConfig(PreTrainedConfig):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
                 raise ValueError(f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out")
+        one_way = [name for name, mixer in mixers.items() if not mixer.unmasked]
+        if self.directions not in (1, 2):
+            raise ValueError(
+                f"directions={self.directions} must be 1, or 2 for an encoder that mixes each way"
+            )
+        if self.is_decoder and self.directions == 2:
+            raise ValueError("directions=2: a decoder reads one way; set is_decoder: false")
+        if not self.is_decoder and one_way and self.directions == 1:
+            raise ValueError(
+                f"is_decoder=false: {' and '.join(one_way)} has no form without a mask; set directions: 2 to "
+                "add one pass each way"
+            )
+        if self.directions == 2 and not one_way:
+            raise ValueError(f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out")
         if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
@@ -197,6 +250,11 @@ class NalandaConfig(PreTrainedConfig):
     def value_dim(self) -> int:
         """V, the size of a head's values."""
         return int(self.head_dim * self.expand_v)
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Rows and columns of an image's patches; None for text."""
+        return None if self.image_size is None else (self.image_size // self.patch_size,) * 2
 
     @property
     def layer_mixers(self) -> list[str]:
@@ -220,18 +278,24 @@ class NalandaConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, *args, **kwargs) -> None:
         """transformers', with the plugins' files copied beside the model's code, which imports them.
 
-        transformers names only the saved class, for AutoModelForCausalLM; the decoder loads from the same
-        files, for AutoModel. Raises ValueError as `plugin_files` does.
+        transformers names and copies only the saved class; the others that fit the model load from the same
+        folder. Raises ValueError as `plugin_files` does.
         """
-        files = self.plugin_files()
-        if "AutoModelForCausalLM" in (known := getattr(self, "auto_map", None) or {}):
-            known["AutoModel"] = known["AutoModelForCausalLM"].replace("NalandaForCausalLM", "Decoder")
+        files, copies = self.plugin_files(), {}
+        if AUTO_MAP.keys() & (known := getattr(self, "auto_map", None) or {}):
+            other = {"AutoModelForMaskedLM" if self.is_decoder else "AutoModelForCausalLM"}
+            images = {"AutoModelForImageClassification"}
+            other = AUTO_MAP.keys() - images - {"AutoModel"} if self.image_size else other | images
+            for auto, name in AUTO_MAP.items():
+                file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
+                if auto not in other and file.exists():  # transformers' cache has only the files it needs
+                    known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
         own = Path(save_directory) / "configuration.py"
-        for name, text in files.items():
+        for name, text in (copies | files).items():
             (own.parent / name).write_text(text, encoding="utf-8")
             line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
-            if own.exists() and line not in (code := own.read_text(encoding="utf-8")):
+            if name in files and own.exists() and line not in (code := own.read_text(encoding="utf-8")):
                 own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
@@ -248,17 +312,21 @@ class NalandaConfig(PreTrainedConfig):
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs per token at length `seq_len`; training takes three times as many.
 
+        Of an image's patch, at the number of its patches, with its share of the classifier.
         A multiply-add is two. Includes all matrix products with the head's, the convolutions, and the mixers'
         own terms in chunkwise form (half of T × T for causal attention). Excludes the embedding's look-up,
         norms and other elementwise work.
         """
         mixers = {
             name: sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
-            + mixer.flops(seq_len)
+            + mixer.flops(seq_len) * (1 if self.is_decoder or mixer.unmasked else 2)
             for name, mixer in self.distinct_mixers().items()
         }
         glu = 2 * 3 * self.hidden_size * self.intermediate_size
         head = 2 * self.hidden_size * self.vocab_size
+        if self.image_size is not None:
+            pixels = self.num_channels * self.patch_size**2
+            head = 2 * self.hidden_size * (pixels + (self.num_labels or 0) / seq_len)
         return float(sum(mixers[name] + glu for name in self.layer_mixers) + head)
 
     def state_bytes(self, T: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -124,6 +124,19 @@ def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype
     return positions[..., None].to(wide) * frequencies
 
 
+def place_angles(x: Tensor, seq: Sequences, size: int, theta: float) -> Tensor:
+    """`rotary_angles` of the positions of x `[B, T, …]`, `[B or 1, T, size/2]`.
+
+    In images the first half of the pairs has the angles of the row, the second those of the column; size is a
+    multiple of 4 there.
+    """
+    places = seq.positions(x.shape[1], x.device)
+    if seq.grid is None:
+        return rotary_angles(places, size, theta, x.dtype)
+    axes = places // seq.grid[1], places % seq.grid[1]
+    return torch.cat([rotary_angles(place, size // 2, theta, x.dtype) for place in axes], -1)
+
+
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates the pairs (x_i, x_{i+R/2}) of a head's first R entries by its token's angles, in fp32 at least.
 
@@ -178,19 +191,21 @@ class _CausalDepthwise(torch.autograd.Function):
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution over time, separate for each sequence.
+    """Causal depthwise convolution over time, separate for each sequence; centred where tokens see both ways.
+    image: over the rows and columns of a grid of patches instead, `width` × `width` and centred.
 
     `forward(x, seq, state, carry)`: x `[B, T, D]`; state `[N, W−1, D]`, the inputs before the first token,
     oldest first (None: zeros). Returns the output and, with `carry`, the new state.
     copies: number of groups of `size` channels that share the filters.
     """
 
-    def __init__(self, size: int, width: int, copies: int = 1):
+    def __init__(self, size: int, width: int, copies: int = 1, image: bool = False):
         super().__init__()
         self.copies = copies
         if width < 2:
             raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
-        self.weight = nn.Parameter(torch.empty(size, 1, width))  # the layout of nn.Conv1d
+        taps = (width, width) if image else (width,)
+        self.weight = nn.Parameter(torch.empty(size, 1, *taps))  # the layout of nn.Conv1d and nn.Conv2d
 
     @property
     def width(self) -> int:
@@ -199,9 +214,18 @@ class ShortConv(nn.Module):
     def forward(
         self, x: Tensor, seq: Sequences, state: Tensor | None = None, carry: bool = False
     ) -> tuple[Tensor, Tensor | None]:
+        if self.weight.dim() == 4:
+            assert seq.grid is not None, "the convolution of an image needs its grid"
+            weight = self.weight.to(x.dtype).repeat(self.copies, 1, 1, 1)
+            image = x.unflatten(1, seq.grid).movedim(-1, 1)
+            y = F.conv2d(image, weight, padding=self.width // 2, groups=len(weight))
+            return y.movedim(1, -1).flatten(1, 2), None
         gap, weight = self.width - 1, self.weight.squeeze(1).T.to(x.dtype)
         weight = weight.repeat(1, self.copies) if self.copies > 1 else weight
+        after = self.width // 2 if seq.both else 0  # of a centred one
         if seq.cu_seqlens is None:
+            if after:
+                return _CausalDepthwise.apply(F.pad(x, (0, 0, gap - after, after)), weight, None), None
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
@@ -209,12 +233,51 @@ class ShortConv(nn.Module):
             return _CausalDepthwise.apply(laid, weight, None), past
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
-        laid = x.new_zeros(len(tokens) + gaps.numel(), x.shape[2]).index_copy_(0, tokens, x[0])
+        laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(0, tokens, x[0])
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
-        y = _CausalDepthwise.apply(laid[None], weight, tokens - gap)
+        y = _CausalDepthwise.apply(laid[None], weight, tokens - gap + after)
         # A sequence's last W−1 rows are `length` rows after those of its gap.
         return y, laid[gaps + seq.tables(x.device).cu_seqlens.diff()[:, None]] if carry else None
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.width}"
+
+
+class PatchEmbedding(nn.Module):
+    """Images `[B, C, H, W]` to a token for each patch, row by row, `[B, T, D]`, and the grid (rows, columns).
+
+    learnt: a table of positions `[T, D]` is added. Images of another size than image_size × image_size are
+    refused, or with `interpolate` read with that table interpolated (bicubic).
+    """
+
+    def __init__(self, channels: int, image_size: int, patch_size: int, hidden_size: int, learnt: bool):
+        super().__init__()
+        self.channels, self.image_size, self.patch_size = channels, image_size, patch_size
+        self.side = image_size // patch_size
+        self.projection = nn.Linear(channels * patch_size**2, hidden_size)
+        self.positions = nn.Embedding(self.side**2, hidden_size) if learnt else None
+
+    def forward(self, images: Tensor, interpolate: bool = False) -> tuple[Tensor, tuple[int, int]]:
+        size, patch = self.image_size, self.patch_size
+        if images.dim() != 4 or images.shape[1] != self.channels:
+            raise ValueError(
+                f"pixel_values must be [batch, {self.channels}, height, width], got {list(images.shape)}"
+            )
+        H, W = images.shape[2:]
+        if (size, size) != (H, W) and not interpolate:
+            raise ValueError(
+                f"images are {H} × {W}, the model reads {size} × {size}: resize them, or set "
+                "interpolate_pos_encoding"
+            )
+        if H % patch or W % patch:
+            raise ValueError(f"images are {H} × {W}: both must be multiples of patch_size={patch}")
+        grid = H // patch, W // patch
+        x = self.projection(F.unfold(images.to(self.projection.weight.dtype), patch, stride=patch).mT)
+        if self.positions is not None:
+            table = self.positions.weight
+            if grid != (self.side, self.side):
+                square = table.T.unflatten(1, (self.side, self.side))[None]
+                table = F.interpolate(square, grid, mode="bicubic", antialias=True).flatten(2)[0].T
+            x = x + table
+        return x, grid

@@ -1,18 +1,22 @@
 """Linear attention: mixers with a state S = Σ φ(k) vᵀ. They differ in its decay and its readout."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Heads, Mixer, State, StateSpec, convolve
+from .base import Heads, Mixer, State, StateSpec
 from .chunk import wide_dtype
 from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu
 from .feature_maps import EPS, opposite
-from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles, rotate
+from .layers import RMSNorm, at_least_fp32, no_autocast, place_angles, rotate
 from .ops import by_kernel, linear_attention, linear_attention_flops, map_features
+from .options import check_names, check_types
 from .sequences import Sequences
+from .soft import PooledLandmarks
 
 
 class LinearAttention(Mixer):
@@ -29,9 +33,12 @@ class LinearAttention(Mixer):
     source = "arXiv 2006.16236"
     conv_size = 4
     cut = True
+    unmasked = True
     map_name = "elu1"
     gated = False
     norm = None
+    feature_theta: float | None = None
+    """Base of the rotary angles of φ(q) and φ(k) above the denominator, not in it; None: no rotation."""
 
     def __init__(self, config, layer_idx: int, *, denominator: bool = True):
         if not denominator and self.norm is None:
@@ -49,6 +56,14 @@ class LinearAttention(Mixer):
                 + (", or mixer_options denominator=false" if type(self) is LinearAttention else "")
             )
 
+    def rotate_features(self, theta: float | None) -> None:
+        """Sets feature_theta. Raises ValueError for one that cannot work."""
+        if theta is not None and not self.both:
+            raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
+        if theta is not None and (theta <= 0 or self.feature_map.feature_dim % 4):
+            raise ValueError(f"rope_theta={theta} must be positive, and features a multiple of 4")
+        self.feature_theta = theta
+
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         if not self.denominator:
             return self.recur(heads, seq, state, new)
@@ -63,7 +78,7 @@ class LinearAttention(Mixer):
     ) -> Tensor | None:
         """`mix` by one kernel, which forms sums and denominators; None if none serves the call."""
         q, v = heads["q"], heads["v"]
-        if q.shape[1] == 1 or seq.parts is not None:
+        if q.shape[1] == 1 or seq.parts is not None or seq.both:
             return None
         served = by_kernel(
             *("normalized_attention", "auto", q, q, heads["k"], v, heads.get("g")),
@@ -87,8 +102,14 @@ class LinearAttention(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """φ(q)ᵀ S `[B, T, HV, V]` and φ(q)ᵀ z `[B, T, HV, 1]`, in fp32, by one op: z is S with v = 1."""
         v = at_least_fp32(heads["v"])
-        v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-        o = self.recur(heads | {"v": v}, seq, state, new, mapped=mapped, scale=1.0)
+        one = v.new_ones(*v.shape[:3], 1)
+        if self.feature_theta is not None:
+            q, k = map_features(heads["q"], heads["k"], self.feature_map)
+            z = self.recur({"q": q, "k": k, "v": one}, seq, state, new, mapped=True, scale=1.0)
+            angles = place_angles(q, seq, q.shape[-1], self.feature_theta)
+            turned = {"q": rotate(q, angles), "k": rotate(k, angles), "v": v}
+            return self.recur(turned, seq, state, new, mapped=True, scale=1.0), z
+        o = self.recur(heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0)
         return o[..., :-1], o[..., -1:]
 
     def recur(
@@ -99,6 +120,10 @@ class LinearAttention(Mixer):
         v = heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
             v = v.float()
+        if seq.both:
+            with no_autocast(v):
+                q, k = map_features(heads["q"], heads["k"], None if mapped else self.feature_map)
+                return sum_both(q, k, v, seq, scale)
         o, final = recurrence(
             linear_attention,
             seq,
@@ -118,9 +143,9 @@ class LinearAttention(Mixer):
 
     @staticmethod
     def counts(heads: Heads, seq: Sequences) -> Tensor:
-        """Position of each token, counted from 1, `[B or 1, T, 1, 1]`, in fp32 at least."""
+        """How many tokens each token sees, `[B or 1, T, 1, 1]`, in fp32 at least."""
         v = heads["v"]
-        return (seq.positions(v.shape[1], v.device) + 1).to(wide_dtype(v))[..., None, None]
+        return seq.counts(v.shape[1], v.device).to(wide_dtype(v))[..., None, None]
 
     def step_options(self) -> dict | None:
         if type(self).mix is not LinearAttention.mix:
@@ -137,15 +162,49 @@ class LinearAttention(Mixer):
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        width = self.V + self.denominator
-        rule = linear_attention_flops(self.num_v_heads, self.feature_map.feature_dim, width)
+        rule = self.sum_flops(self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
         return rule + super().flops(T)
+
+    def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
+        """`linear_attention_flops`; in both directions at once there are no chunks."""
+        chunk = 0 if self.both and self.unmasked else 64
+        return linear_attention_flops(num_heads, key_dim, value_dim, chunk)
+
+
+def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | None) -> Tensor:
+    """scale · (Σ_j k_j v_jᵀ)ᵀ q_t over all tokens j of a sequence, `[B, T, HV, V]` in v's dtype.
+
+    q and k: features `[B, T, H, F]`; v: `[B, T, HV, V]`, HV a multiple of H. scale: by default F^-½. The sum
+    is the state behind the last token of the causal form, in fp32 at least.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _sum_packed(q, k, v, seq, scale) if seq.cu_seqlens is not None else _sum_rows(q, k, v, scale)
+
+
+def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    dtype, (q, k, v) = v.dtype, (at_least_fp32(x).transpose(1, 2) for x in (q, k, v))
+    group = v.shape[1] // k.shape[1]
+    v = v.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)  # [B, H, T, group·V]
+    o = q @ (k.mT @ v).mul(scale)
+    return o.unflatten(3, (group, -1)).transpose(1, 2).flatten(2, 3).to(dtype)
+
+
+@torch.compiler.disable  # the groups depend on the values of cu_seqlens
+def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -> Tensor:
+    groups, where = seq.groups(v.device)
+    out = [v.new_zeros(0, *v.shape[2:])]
+    for rows, real in groups:
+        kept = k[0, rows] * real[..., None, None]
+        out.append(_sum_rows(q[0, rows], kept, v[0, rows], scale).flatten(0, 1))
+    return torch.cat(out).index_select(0, where)[None]
 
 
 class NaLaAttention(LinearAttention):
     """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
     A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
+    Option of encoders: `rope_theta`, the base of rotary angles of φ(q) and φ(k), by row and column in
+    images. They enter the sum over values but not the denominator; the releases have 10000.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
@@ -154,8 +213,9 @@ class NaLaAttention(LinearAttention):
     gated = True
     norm = "layer"
 
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config, layer_idx: int, *, rope_theta: float | None = None):
         super().__init__(config, layer_idx)
+        self.rotate_features(rope_theta)
 
 
 class MALA(LinearAttention):
@@ -167,7 +227,8 @@ class MALA(LinearAttention):
     share. With r = φ(q)ᵀS and the mean value v̄, it is computed as o = r/Σs + c (r − Σs · v̄).
 
     Options: `scale`, c_t: "code" (default, K^-½/t as in the released code), "inverse_t" (1/t) or "literal"
-    (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). Default map: 1 + ELU.
+    (1 as in the paper; ‖w‖₁ grows with t, so the difference loses digits). `rope_theta` as in
+    `NaLaAttention`; rows then sum to 1 only approximately. Default map: 1 + ELU.
     Cost: that of `LinearAttention`, plus 4V. State: F × (V + 1) and Σv in fp32; the cache holds t.
     """
 
@@ -175,11 +236,12 @@ class MALA(LinearAttention):
     source = "arXiv 2507.00698"
     signed_weights = True
 
-    def __init__(self, config, layer_idx: int, *, scale: str = "code"):
+    def __init__(self, config, layer_idx: int, *, scale: str = "code", rope_theta: float | None = None):
         if scale not in ("code", "inverse_t", "literal"):
             raise ValueError(f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal")
         super().__init__(config, layer_idx)
         self.scale = scale
+        self.rotate_features(rope_theta)
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         o = self.readout(heads, seq, state, new, magnitude=self.scale)
@@ -199,15 +261,15 @@ class MALA(LinearAttention):
         return super().state_spec(T) | {"value_sum": ((self.num_v_heads, 1, self.V), torch.float32)}
 
     def flops(self, T: int) -> float:
-        return super().flops(T) + linear_attention_flops(self.num_v_heads, 1, self.V)
+        return super().flops(T) + self.sum_flops(self.num_v_heads, 1, self.V)
 
 
 class PolaAttention(LinearAttention):
     """PolaFormer (2025), causal. φ splits q and k by sign, with learnt powers: [relu(x)^p; relu(−x)^p].
 
     The query [q⁺; q⁻] reads the first half of v, and [q⁻; q⁺], of opposite signs, the second half. Each has
-    its own denominator. A causal depthwise convolution of v (5 taps, filters shared by heads) is added.
-    Their sum is multiplied by G = W_g x, without activation.
+    its own denominator. A depthwise convolution of v (`value_conv`: by default 5 taps, filters shared by
+    heads) is added. Their sum is multiplied by G = W_g x, without activation.
 
     Options: `gate_first` multiplies by G before the convolution is added (default: after). The map's options
     (`alpha`, `scale`) are feature_map_options. V must be even.
@@ -217,7 +279,8 @@ class PolaAttention(LinearAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k for q of k's signs and of the others; o = (Sᵀq / zᵀq + conv v) ⊙ W x"
     source = "arXiv 2501.15061"
-    TAPS = 5
+    value_conv = 5
+    shared_filters = True
     map_name = "pola"
     gated = True
     streams = 2
@@ -229,15 +292,6 @@ class PolaAttention(LinearAttention):
             raise ValueError(f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v")
         super().__init__(config, layer_idx)
         self.gate_first = gate_first
-        self.dwc = ShortConv(self.V, self.TAPS, copies=self.num_heads)
-
-    def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
-        heads = super().heads(x, seq, state, new)
-        past = [state["conv_local"]] if "conv_local" in state else None
-        (local,), past = convolve([self.dwc], [heads["v"].flatten(-2)], seq, past, new is not None)
-        if new is not None and past is not None:
-            (new["conv_local"],) = past
-        return heads | {"local": local}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         halves = {name: heads[name] for name in ("q", "k")}
@@ -251,22 +305,22 @@ class PolaAttention(LinearAttention):
             o = o / (z + EPS * self.counts(heads, seq))
         return o.unflatten(2, (-1, 2)).flatten(-2)
 
+    def add_local(self, o: Tensor, heads: Heads) -> Tensor:
+        if self.gated and self.gate_first:
+            o = o * heads["gate"].view_as(o)
+        return super().add_local(o, heads)
+
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
-        o, local = o.flatten(-2).to(x.dtype), heads["local"]
-        if not self.gated:
-            return self.o_proj(o + local)
-        gate = heads["gate"]
-        return self.o_proj(gate * o + local if self.gate_first else gate * (o + local))
+        o = o.flatten(-2).to(x.dtype)
+        return self.o_proj(o * heads["gate"] if self.gated and not self.gate_first else o)
 
     def state_spec(self, T: int) -> StateSpec:
-        spec = super().state_spec(T)
         shape = (2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        local = ((self.TAPS - 1, self.num_heads * self.V), None)
-        return spec | {"recurrent": (shape, torch.float32), "conv_local": local}
+        return super().state_spec(T) | {"recurrent": (shape, torch.float32)}
 
     def flops(self, T: int) -> float:
-        rule = linear_attention_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
-        return rule + Mixer.flops(self, T) + 2.0 * self.TAPS * self.num_heads * self.V
+        rule = self.sum_flops(2 * self.num_heads, self.feature_map.feature_dim, self.V // 2 + 1)
+        return rule + Mixer.flops(self, T)
 
 
 class SoftAttention(LinearAttention):
@@ -278,6 +332,8 @@ class SoftAttention(LinearAttention):
     semidefinite. The output is RMS-normed per head.
 
     The map's options (`landmarks`, `ridge`, `inverse`, `iterations`) are feature_map_options.
+    Where tokens see both ways, the landmarks are means of the sequence, as published: then the options are
+    those of `soft.PooledLandmarks`, and the matrix is positive semidefinite.
     Cost: that of `LinearAttention` with F = m landmarks, plus 2m(2K + m) for the map. State: m × V in fp32.
     """
 
@@ -294,9 +350,32 @@ class SoftAttention(LinearAttention):
                 "another map take mixer 'linear_attention'"
             )
         super().__init__(config, layer_idx, denominator=False)
+        self.grid = config.grid
+
+    def build_map(self, config) -> Any:
+        if not self.both:
+            return super().build_map(config)
+        options = config.feature_map_options
+        check_names(options, PooledLandmarks)
+        check_types(options, PooledLandmarks.__init__.__annotations__, "feature_map_options: ")
+        return PooledLandmarks(self.map_name == "softpp", **options)
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
-        return self.recur(heads, seq, state, new, scale=1.0)
+        if not seq.both:
+            return self.recur(heads, seq, state, new, scale=1.0)
+        q, v = heads["q"], heads["v"]
+        return self.feature_map(q, v, seq.grid) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
+
+    @torch.compiler.disable  # the lengths are values of cu_seqlens
+    def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
+        return torch.cat([self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1)
+
+    def flops(self, T: int) -> float:
+        if not self.both:
+            return super().flops(T)
+        return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V) + Mixer.flops(
+            self, T
+        )
 
 
 class Retention(LinearAttention):
@@ -309,6 +388,7 @@ class Retention(LinearAttention):
 
     equation = "S ← (1 − 2^(−5−h)) S + k vᵀ; o = Sᵀq, q and k rotated"
     source = "arXiv 2307.08621"
+    unmasked = False
     conv_size = None
     map_name = None
     gated = True
@@ -324,7 +404,7 @@ class Retention(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        angles = rotary_angles(seq.positions(x.shape[1], x.device), self.K, self.rope_theta, x.dtype)
+        angles = place_angles(x, seq, self.K, self.rope_theta)
         h = torch.arange(self.num_heads, device=x.device, dtype=angles.dtype)
         g = torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
         return heads | {"q": rotate(heads["q"], angles), "k": rotate(heads["k"], angles), "g": g}
@@ -342,7 +422,7 @@ class Retention(LinearAttention):
         return {"recurrent": ((self.num_heads, self.K, self.V), torch.float32)}
 
     def flops(self, T: int) -> float:
-        return linear_attention_flops(self.num_heads, self.K, self.V)
+        return self.sum_flops(self.num_heads, self.K, self.V)
 
 
 class GLA(Retention):
@@ -407,6 +487,7 @@ class Mamba2(LinearAttention):
 
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
+    unmasked = False
     map_name = "silu"
     gated = True
     norm = "rms"

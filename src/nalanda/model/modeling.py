@@ -20,7 +20,7 @@ from .configuration import NalandaConfig
 from .context import Context, Parts
 from .epilogues import add_norm, swiglu
 from .graphs import current_graphs, decoding_graphs
-from .layers import RMSNorm, ShortConv, at_least_fp32, rotary_angles
+from .layers import PatchEmbedding, RMSNorm, ShortConv, at_least_fp32, rotary_angles
 from .loss import linear_cross_entropy
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
@@ -118,9 +118,10 @@ class NalandaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ShortConv):
-            # A depthwise tap sums `width` inputs, not `hidden_size`: at std 0.02 the values would be smaller
+            # A depthwise filter sums few inputs, not `hidden_size`: at std 0.02 the values would be smaller
             # than the epsilon of the norm after the recurrence.
-            init.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -146,22 +147,20 @@ class NalandaPreTrainedModel(PreTrainedModel):
 
 
 class Decoder(NalandaPreTrainedModel):
-    """Embedding, blocks, final norm: token ids `[B, T]` to hidden states `[B, T, D]`."""
+    """Embedding, blocks, final norm: token ids `[B, T]`, or images, to hidden states `[B, T, D]`."""
 
     def __init__(self, config: NalandaConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.image_size is None:
+            self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            sizes = (config.num_channels, config.image_size, config.patch_size, config.hidden_size)
+            self.embed_tokens = PatchEmbedding(*sizes, config.position_embedding == "learnt")
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
 
     def growing_mixers(self) -> list[str]:
         """Names of the layers' mixers whose state grows with the text."""
@@ -224,15 +223,34 @@ class Decoder(NalandaPreTrainedModel):
         carried: Tensor | None = None,
         return_row_states: bool = False,
         context: Context | None = None,
+        output_attentions: bool | None = None,
+        pixel_values: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
+
+        pixel_values: images `[B, C, H, W]`, in place of tokens; see `PatchEmbedding` for
+        interpolate_pos_encoding.
 
         `hidden_states`, if requested: the embeddings and each block's output; `last_hidden_state` replaces
         the last block's.
         """
+        if output_attentions:
+            raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
+        grid = None
+        if (pixel_values is None) != (self.config.image_size is None):
+            there = "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
+            raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
+        if pixel_values is not None:
+            if attention_mask is not None or position_ids is not None or cu_seqlens is not None:
+                raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
+            inputs_embeds, grid = self.embed_tokens(pixel_values, interpolate_pos_encoding)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         carrying = return_row_states or row_states is not None or carried is not None
+        both = not self.config.is_decoder
+        if both and (carrying or use_cache or past_key_values is not None or context is not None):
+            raise ValueError("is_decoder is false: an encoder has no states, caches or contexts")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         B, T = given.shape[:2]
         if carrying:
@@ -252,7 +270,7 @@ class Decoder(NalandaPreTrainedModel):
         if carrying or context is not None:
             use_cache = False
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not (self.training or both)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
@@ -267,7 +285,8 @@ class Decoder(NalandaPreTrainedModel):
             attention_mask = None  # decoding: all sequences have begun, and padding is on the left
         described = position_ids is not None or cu_seqlens is not None
         stateful = carrying or use_cache or cache is not None
-        if torch.compiler.is_compiling() and attention_mask is not None and not (described or stateful):
+        plain = not (described or stateful or both)
+        if torch.compiler.is_compiling() and attention_mask is not None and plain:
             layout = Layout.padding_last(x, attention_mask)
         else:
             layout = Layout(x, attention_mask, position_ids, None if context else cu_seqlens)
@@ -294,7 +313,7 @@ class Decoder(NalandaPreTrainedModel):
             states = [RowState(tensors) for tensors in held]
         x = layout.pack(x)
         static = cache is not None and cache.static
-        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts)
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both, grid)
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
@@ -328,8 +347,8 @@ class Decoder(NalandaPreTrainedModel):
         )
 
 
-class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
-    """The decoder with a language-model head."""
+class LanguageModel(NalandaPreTrainedModel):
+    """The decoder with a head over the vocabulary, and its loss."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
     accepts_loss_kwargs = True
@@ -339,6 +358,27 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if an adapter wraps the
+        head, because its weight lacks what the adapter adds."""
+        if isinstance(self.lm_head, nn.Linear):
+            return linear_cross_entropy(h, self.lm_head.weight, targets, z_loss=z_loss)
+        logits = at_least_fp32(self.lm_head(h))
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        if z_loss:
+            squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
+            total = total + squares - squares.detach()
+        return total
+
+
+class NalandaForCausalLM(LanguageModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    def __init__(self, config: NalandaConfig):
+        if not config.is_decoder:
+            raise ValueError("is_decoder is false: tokens see the next one; load AutoModelForMaskedLM")
+        super().__init__(config)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -453,18 +493,6 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
         """Unsupported, as it pages keys and values. `transformers serve` then serves requests in turn."""
         raise AttributeError
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
-
     def _read_before(
         self, cache: NalandaCache, keep: int, attention_mask: Tensor | None, *columns: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -474,18 +502,6 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             mask = None if attention_mask is None else attention_mask[:, :-keep]
             self.model(input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache)
         return tuple(None if x is None else x[:, -keep:] for x in columns)
-
-    def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if an adapter wraps the
-        head, because its weight lacks what the adapter adds."""
-        if isinstance(self.lm_head, nn.Linear):
-            return linear_cross_entropy(h, self.lm_head.weight, targets, z_loss=z_loss)
-        logits = at_least_fp32(self.lm_head(h))
-        total = F.cross_entropy(logits, targets, reduction="sum")
-        if z_loss:
-            squares = z_loss * logits[targets != -100].logsumexp(-1).square().sum()
-            total = total + squares - squares.detach()
-        return total
 
     @can_return_tuple
     def forward(
@@ -533,8 +549,6 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
 
         Raises ValueError for a mask, a packing or a cache that does not fit the batch.
         """
-        if output_attentions:
-            raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
@@ -569,6 +583,7 @@ class NalandaForCausalLM(NalandaPreTrainedModel, GenerationMixin):
             carried=carried,
             return_row_states=return_row_states,
             context=context,
+            output_attentions=output_attentions,
         )
         h = out.last_hidden_state
         loss = logits = None

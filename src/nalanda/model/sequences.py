@@ -44,7 +44,8 @@ class Sequences:
     (on the host) mixers take and return the states of rows instead of sequences. `device`: that of the
     layers, whose `tables` are then made at once, as compiled layers need them. `static`: `past` is on the
     device, and the call is captured as a CUDA graph, so the host must not read it. `parts` (`context.Parts`):
-    the rows are cut over processes, and first sequences may continue documents of earlier parts.
+    the rows are cut over processes, and first sequences may continue documents of earlier parts. `both`:
+    tokens see those behind them too. `grid`: each row is an image of (rows, columns) patches, row by row.
     """
 
     # FSDP2 would copy a dataclass for every layer; torch.compile breaks the graph at the lock in Python
@@ -57,9 +58,11 @@ class Sequences:
         device: torch.device | None = None,
         static: bool = False,
         parts: Any = None,
+        both: bool = False,
+        grid: tuple[int, int] | None = None,
     ):
         self.cu_seqlens, self.past, self.rows, self.static = cu_seqlens, past, rows, static
-        self.parts = parts
+        self.parts, self.both, self.grid = parts, both, grid
         self._tables: dict[torch.device, Tables] = {}
         self._made: dict[tuple, Any] = {}
         if cu_seqlens is not None and device is not None:
@@ -145,6 +148,31 @@ class Sequences:
         first = int(self.past[0])
         return first if bool((self.past == first).all()) else None
 
+    def counts(self, T: int, device: torch.device) -> Tensor:
+        """How many tokens each token sees, with itself: int64 `[1, T]` if equal in all rows, or `[B, T]`."""
+        if not self.both:
+            return self.positions(T, device) + 1
+        if self.cu_seqlens is None:
+            return torch.full((1, 1), T, device=device).expand(1, T)
+        cu, sequence, _, _ = self.tables(device)
+        return cu.diff()[sequence][None]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """x `[B, T, …]` with the tokens of each sequence in the opposite order."""
+        if self.cu_seqlens is None:
+            return x.flip(1)
+        cu, sequence, _, _ = self.tables(x.device)
+        ends = cu[:-1] + cu[1:] - 1  # a token and its place in the other order add up to these
+        return x.index_select(1, ends[sequence] - torch.arange(len(sequence), device=x.device))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Each sequence of a packed row, `[1, ΣT, …]` to N times `[1, T, …]`, without the empty ones."""
+        return [part for part in x.split(self.lengths.tolist(), 1) if part.shape[1]]
+
+    def one_way(self) -> "Sequences":
+        """The same, where tokens see none behind them."""
+        return self._once(("one_way",), lambda: Sequences(self.cu_seqlens))
+
     def longest(self, T: int) -> int:
         """Length of the longest sequence of a batch of T columns, including earlier calls."""
         lengths = torch.tensor([T]) if self.cu_seqlens is None else self.lengths
@@ -197,11 +225,12 @@ class Sequences:
             self._made[key] = index.to(x.device, non_blocking=True)
         return x.flatten(0, 1).index_select(0, self._made[key])[None]
 
-    def groups(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    def groups(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Groups packed sequences by the next power of two of their length, so padding at most doubles them.
 
         Returns for each group int64 `[n, L]`, the tokens of n sequences, right-padded to the longest with
-        their last token; and int64 `[ΣT]`, the index of each token in the flattened, concatenated groups.
+        their last token, and bool `[n, L]`, which of these are no padding; and int64 `[ΣT]`, the index of
+        each token in the flattened, concatenated groups.
         """
         key = ("groups", device)
         if key not in self._made:
@@ -216,7 +245,7 @@ class Sequences:
                 rows = first[:, None] + torch.minimum(column, lengths[:, None] - 1)
                 real = column < lengths[:, None]
                 where[rows[real]] = seen + real.flatten().nonzero().squeeze(1)
-                groups.append(rows.to(device, non_blocking=True))
+                groups.append(tuple(x.to(device, non_blocking=True) for x in (rows, real)))
                 seen += rows.numel()
             self._made[key] = (groups, where.to(device, non_blocking=True))
         return self._made[key]

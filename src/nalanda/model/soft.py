@@ -15,7 +15,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layers import at_least_fp32, no_autocast
 
@@ -99,11 +99,18 @@ def landmark_weights(
         return W
 
 
-def pool_landmarks(x: Tensor, window: int = 4) -> Tensor:
-    """Means over windows of time, x `[…, T, K]` to `[…, ⌈T/window⌉, K]`; the last window may be shorter."""
+def pool_landmarks(x: Tensor, window: int = 4, grid: tuple[int, int] | None = None) -> Tensor:
+    """Means over windows of time, x `[…, T, K]` to `[…, ⌈T/window⌉, K]`; the last window may be shorter.
+
+    grid: the T tokens are an image of (rows, columns) patches; windows are window × window.
+    """
     if window < 1:
         raise ValueError(f"window={window}: landmarks are means of at least 1 token")
-    pooled = F.avg_pool1d(x.mT.flatten(0, -3), window, ceil_mode=True)  # [·, K, m]
+    channels = x.mT.flatten(0, -3)
+    if grid is None:
+        pooled = F.avg_pool1d(channels, window, ceil_mode=True)  # [·, K, m]
+    else:
+        pooled = F.avg_pool2d(channels.unflatten(2, grid), window, ceil_mode=True).flatten(2)
     return pooled.mT.unflatten(0, x.shape[:-2])
 
 
@@ -115,11 +122,12 @@ def soft_factors(
     inverse: str = "newton",
     ridge: float = 0.01,
     iterations: int = 20,
+    grid: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(P, W) of Ŝ = PᵀWP for q = k `[B, T, H, K]`: `[B, H, m, T]` and `[B, H, m, m]`, in fp32 at least."""
     with no_autocast(q):
         x = at_least_fp32(q).transpose(1, 2)
-        Z = pool_landmarks(x, window)
+        Z = pool_landmarks(x, window, grid)
         return gaussian_kernel(Z, x), landmark_weights(Z, ridge, normalized, inverse, iterations)
 
 
@@ -129,7 +137,7 @@ def soft_attention(q: Tensor, v: Tensor, **options) -> Tensor:
     q: `[B, T, H, K]`, queries and keys at once; v: `[B, T, H, V]`. Returns `[B, T, H, V]` in v's dtype,
     without forming Ŝ. With m = ⌈T/window⌉ landmarks a head costs O(Tm(K + V) + m³) (m³ per Newton step).
     options: those of `soft_factors`: window 4 (and stride), normalized True (SOFT++; False: SOFT), inverse
-        "newton", ridge 0.01 (the papers have none), iterations 20.
+        "newton", ridge 0.01 (the papers have none), iterations 20; grid as in `pool_landmarks`.
 
     Raises ValueError for an unknown inverse or a window below 1, TypeError for an unknown option.
     """
@@ -137,6 +145,43 @@ def soft_attention(q: Tensor, v: Tensor, **options) -> Tensor:
         P, W = soft_factors(q, **options)
         o = P.mT @ (W @ (P @ v.to(P.dtype).transpose(1, 2)))
     return o.transpose(1, 2).to(v.dtype)
+
+
+class PooledLandmarks(nn.Module):
+    """`soft_attention` with these options, for the mixer `soft` where tokens see both ways.
+
+    window: tokens a landmark is the mean of, in images window × window; inverse, ridge and iterations as in
+    `soft_attention`.
+    """
+
+    flops = 0.0
+
+    def __init__(
+        self, normalized: bool, *, window: int = 4, inverse: str = "newton", ridge: float = 0.01,
+        iterations: int = 20,
+    ):  # fmt: skip
+        super().__init__()
+        if inverse not in INVERSES:
+            raise ValueError(f"soft: inverse={inverse!r} must be one of {', '.join(INVERSES)}")
+        if window < 1 or iterations < 1 or ridge < 0:
+            raise ValueError(
+                f"soft: window={window} and iterations={iterations} must be ≥ 1, ridge={ridge} ≥ 0"
+            )
+        self.normalized, self.window, self.inverse = normalized, window, inverse
+        self.ridge, self.iterations = float(ridge), iterations
+
+    def forward(self, q: Tensor, v: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        names = ("normalized", "window", "inverse", "ridge", "iterations")
+        return soft_attention(q, v, grid=grid, **{name: getattr(self, name) for name in names})
+
+    def flops_at(self, sides: tuple[int, ...], K: int, V: int) -> float:
+        """FLOPs per token and head of a sequence, sides (T,), or an image, sides (rows, columns)."""
+        T, m = math.prod(sides), math.prod(-(-side // self.window) for side in sides)
+        inverse = m**3 * (4 * self.iterations if self.inverse == "newton" else 1)
+        return 2.0 * m * (K + 2 * V) + (2.0 * m**2 * (K + V) + inverse) / T
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, ridge={self.ridge:g}, inverse={self.inverse}"
 
 
 def soft_similarity(q: Tensor, **options) -> Tensor:

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
-from nalanda.config.model import build_model_config, config_source
+from nalanda.config.model import build_model_config, config_source, is_encoder, language_model
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
@@ -38,7 +37,7 @@ def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
     model_config = build_model_config(config)
     count_parameters(model_config)  # raises for sizes that no tensor can have
     with torch.device("meta"):
-        return config, AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        return config, language_model(model_config).from_config(model_config, dtype=torch.float32)
 
 
 def info(
@@ -72,6 +71,7 @@ def info(
     train, seq_len = config.train, config.data.seq_len
     flops, flops_source = flops_per_token(model, seq_len)
     ours = isinstance(model_config, NalandaConfig)
+    stateful = ours and not is_encoder(model_config)
     activations = exchanged = None
     if ours and memory:
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -90,8 +90,8 @@ def info(
         "parameters_without_embeddings": parameters - sum(outside.values()),
         "training_flops_per_token": flops,
         "flops_source": flops_source,
-        "state_bytes_per_sequence": model_config.state_bytes(seq_len) if ours else None,
-        "state_grows": ours and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
+        "state_bytes_per_sequence": model_config.state_bytes(seq_len) if stateful else None,
+        "state_grows": stateful and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
         "weights_and_optimizer_bytes": weights,
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from nalanda.common.errors import first_line
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
+from nalanda.config.model import language_model
 from nalanda.config.schema import OptimConfig
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import checkpoints_of, step_of, unsound_reason
@@ -74,7 +74,8 @@ def _find_unsound(path: Path) -> str | None:
 def _find_mismatch(path: Path, optim: OptimConfig) -> str | None:
     """The problem that would prevent loading; allocates no model."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
+        config = load_model_config(path)
+        model = language_model(config).from_config(config, dtype=torch.float32)
     record = json.loads((path / "trainer.json").read_text())
     for name in ("model", "optimizer"):
         source = checkpoint.tensor_source(path, name)

@@ -13,14 +13,15 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
-from nalanda.config.model import build_model_config, in_one_line
+from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
+from nalanda.data.masking import Masking
 from nalanda.data.text_bytes import TextBytes, text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
@@ -71,6 +72,8 @@ class Run:
     sharing: parallel.Sharing
     text_bytes: TextBytes | None = None
     """Bytes of the tokens' text, or None if the tokenizer loses some."""
+    masking: Masking | None = None
+    """Makes the batches of a masked language model."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Contents of run.json."""
     at: TrainerState = field(default_factory=TrainerState)
@@ -163,7 +166,11 @@ def set_up(
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     set_seed(config.seed, device_specific=True)
-    check_causal(accelerator, model)
+    masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
+    if masking is None:
+        check_causal(accelerator, model)
+    else:
+        validation = masking.fixed(validation, sharing.rank, sharing.world_size)
     kept_apart = keeps_documents_apart(accelerator, model)
     peak, peak_source = peak_flops(accelerator.device, config.train.precision)
     peak = accelerator.reduce(torch.tensor(peak, device=accelerator.device)).item()
@@ -175,7 +182,8 @@ def set_up(
     saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
     spikes = SpikeDetector(config.guard)
     parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
-    run = Run(config, *parts, sharing, text_bytes=text_bytes(tokenizer) if validation else None)
+    counts = validation and masking is None  # which tokens' text is only known of a causal model's
+    run = Run(config, *parts, sharing, text_bytes(tokenizer) if counts else None, masking)
     if resume:
         data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
         if run.checkpoint is None or data_state is None:
@@ -301,11 +309,11 @@ def build_model(
     path = config.model.get("init_from")
     if path is None or not weights:
         with in_one_line("model"):
-            return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            return language_model(model_config).from_config(model_config, dtype=torch.float32)
     with in_one_line(f"model.init_from: {path}"):
         if Path(path).is_dir():
             weight_files(Path(path))
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        model, loaded = language_model(model_config).from_pretrained(
             path,
             config=model_config,
             dtype=torch.float32,

@@ -130,7 +130,7 @@ def _blocks(
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
             x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
-        seq = Sequences()
+        seq = Sequences(both=not config.is_decoder)
         if context is not None:
             parts = Parts(context, rows, seq_len, None, None, None)
             x = x.detach()[:, : parts.size].reshape(1, -1, config.hidden_size).requires_grad_()

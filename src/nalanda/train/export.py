@@ -14,13 +14,13 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from nalanda_kernels import import_fla, keep_model_types
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.common.files import sync
 from nalanda.common.retry import transient
 from nalanda.common.text import redact
-from nalanda.config.model import in_one_line
+from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
@@ -52,13 +52,13 @@ def export(
     run_dir = found.resolve().parents[1]
     config = load_model_config(found)
     with in_one_line(str(found)), torch.device("meta"):  # for the files beside the weights, and tied names
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = language_model(config).from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
         if (run_dir / "tokenizer").is_dir():
             sums = shutil.ignore_patterns("manifest.json")  # holds for the run's folder only
             shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
-            pad_batches(part)
+            pad_batches(part, "right" if is_encoder(config) else "left")
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
         facts = facts if facts is not None else read_facts(run_dir)
@@ -70,16 +70,16 @@ def export(
     return out
 
 
-def pad_batches(folder: Path) -> None:
-    """Makes the tokenizer of a model folder pad on the left, for generation, with eos if it has no pad token.
-    The run's own tokenizer stays unchanged: training pads nothing."""
+def pad_batches(folder: Path, side: str = "left") -> None:
+    """Makes the tokenizer of a model folder pad on this side, with eos if it has no pad token. Generation
+    needs the left. The run's own tokenizer stays unchanged: training pads nothing."""
     file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not file.is_file():
         return
     settings = json.loads(file.read_text(encoding="utf-8"))
     tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
     tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
-    settings |= {"padding_side": "left", "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
+    settings |= {"padding_side": side, "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -183,7 +183,7 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
     if not found:
         return {}
-    mine = fingerprint(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    mine = fingerprint(language_model(load_model_config(folder)).from_pretrained(folder, dtype="auto"))
     tasks: dict[str, Any] = {}
     for file in sorted(found, key=lambda file: file.stat().st_mtime):
         try:
@@ -241,6 +241,9 @@ def model_card(
     ]
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", []))
     ours = shape.get("model_type") == "nalanda"
+    masked = ours and not shape.get("is_decoder", True)
+    auto, kind = f"AutoModelFor{'MaskedLM' if masked else 'CausalLM'}", "masked" if masked else "causal"
+    purpose = "fill in masked tokens" if masked else "continue text"
     trust = ", trust_remote_code=True" if ours else ""
     scores = [
         (task, metric, value, found.get("stderr", {}).get(metric))
@@ -250,7 +253,7 @@ def model_card(
     ]
     about = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="fill-mask" if masked else "text-generation",
         model_name=name,
         eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, _ in scores],
     )
@@ -266,20 +269,20 @@ def model_card(
 
 # {name}
 
-A causal language model, pretrained with Nalanda. `config.yaml` is the recipe that trained it.
+A {kind} language model, pretrained with Nalanda. `config.yaml` is the recipe that trained it.
 
 | | |
 |---|---|
 {table}
 {zero_shot}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+model = {auto}.from_pretrained("{name}"{trust})
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-It was only trained to continue text: it follows no instructions, and repeats the errors and prejudices of its
+It was only trained to {purpose}: it follows no instructions, and repeats the errors and prejudices of its
 corpus.
 """
 

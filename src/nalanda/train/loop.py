@@ -225,6 +225,12 @@ def next_step(
     """
     before = run.batches.state_dict()
     micro_batches, failure = take_batches(run.batches, accumulation)
+    if run.masking is not None:
+        first, rows = run.at.step * accumulation, run.config.train.micro_batch_size
+        micro_batches = [
+            run.masking(batch, first + i, rows, run.sharing.rank, run.sharing.world_size)
+            for i, batch in enumerate(micro_batches)
+        ]
     labels = sum(count_labels(batch, run.sharing.context) for batch in micro_batches)
     code = failure.exit_code if failure else 0
     counts = torch.tensor([labels, code, code > 0])

@@ -16,7 +16,7 @@ from nalanda.train.row_states import RowStates
 
 def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> int:
     """Tokens that the loss counts, in this process's part of the rows. The model shifts labels by one: a
-    row's first label is no target."""
+    row's first label is no target. (Masked language models do not shift, but have no label there.)"""
     counted = F.pad(batch["labels"][:, 1:] != -100, (0, 1))
     return int((context.part(counted) if context else counted).sum())
 
@@ -46,8 +46,9 @@ def summed_loss(
     labels = batch["labels"].to(device, non_blocking=True)
     bare: Any = getattr(model, "module", model)
     if bare.config.model_type == "nalanda":
-        packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "context": context}
-        packing |= {"logits_to_keep": 1, "z_loss": z_loss}
+        packing: dict[str, Any] = {"cu_seqlens": batch["cu_seqlens"], "z_loss": z_loss}
+        if bare.config.is_decoder:
+            packing |= {"context": context, "logits_to_keep": 1}
         if row_states:
             packing |= row_states.before(index, batch)
         out = model(tokens, labels=labels, num_items_in_batch=1, use_cache=False, **packing)
@@ -154,7 +155,8 @@ def negative_share(model: Any, tokens: torch.Tensor) -> dict[str, float]:
 
     def look(mixer: Any, inputs: tuple) -> None:
         weights = mixer.weights(inputs[0])
-        seen = torch.ones_like(weights[0, 0], dtype=torch.bool).tril()
+        seen = torch.ones_like(weights[0, 0], dtype=torch.bool)
+        seen = seen if mixer.both else seen.tril()
         shares.append((weights[..., seen] < 0).float().mean())
 
     mixers = [m for m in model.modules() if getattr(m, "signed_weights", False)]

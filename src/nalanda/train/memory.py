@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
 from nalanda.common.text import size
-from nalanda.config.model import build_model_config, config_source
+from nalanda.config.model import build_model_config, config_source, language_model
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
 from nalanda.train.checkpoint_dir import checkpoint_folders
@@ -83,7 +83,7 @@ def would_fit(config: RunConfig) -> str:
     if not isinstance(model_config, NalandaConfig):
         return f"lower train.micro_batch_size, {train.micro_batch_size} now"
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        model = language_model(model_config).from_config(model_config, dtype=torch.float32)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     held = held_bytes(model, config, processes, shards(config, processes))
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32

@@ -1,0 +1,236 @@
+"""Trains an image classifier with each attention of a recipe, by transformers' Trainer, and prints a table.
+
+    torchrun --nproc_per_node 8 recipes/images.py recipes/images/deit_tiny.yaml attention=pola data=IMAGENET
+    python recipes/images.py recipes/images/digits.yaml
+
+Any key of the recipe can be overridden as `section.key=value`. `data` is a folder in ImageNet's layout,
+train/CLASS/*.jpeg and val/CLASS/*.jpeg, or `digits`, scikit-learn's 8 × 8 digits. `attention` names one of
+the recipe's attentions; without it all are trained in turn. Each run is a folder of output_dir with the model
+and its image processor. Started again, a run resumes from its last checkpoint.
+
+Training images are cropped at random and, by the recipe, mirrored and mixed (mixup, CutMix). With torchvision
+installed `randaugment` and `erasing` are applied as well; without it a recipe that has them is refused.
+"""
+
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments, ViTImageProcessor, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from nalanda.common.errors import InputError
+from nalanda.common.text import suggest
+from nalanda.config.load import find_recipe, read_sections, section
+from nalanda.model import NalandaConfig, NalandaForImageClassification
+from nalanda_cli import one_line_errors
+
+
+@dataclass
+class Augment:
+    """crop: least area of a random crop, a share of the image; mirror: whether half of the images are.
+
+    mixup, cutmix: parameters of their Beta distributions, 0 for none; a batch takes one of them.
+    randaugment: magnitude, 0 for none; erasing: share of images with an erased rectangle.
+    """
+
+    crop: float = 1.0
+    mirror: bool = False
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    randaugment: int = 0
+    erasing: float = 0.0
+
+
+@dataclass
+class Recipe:
+    """model: keys of NalandaConfig for all attentions; attentions: by name, those that differ.
+
+    seeds: a run for each; the table has their mean. train: keys of transformers' TrainingArguments.
+    """
+
+    output_dir: str
+    data: str
+    model: dict
+    attentions: dict
+    train: dict
+    attention: str | None = None
+    seeds: list[int] = field(default_factory=lambda: [0])
+    augment: Augment = field(default_factory=Augment)
+
+
+class Images(Dataset):
+    """Rows {image, label} as (image, class, whether it is for training)."""
+
+    def __init__(self, rows: Any, training: bool):
+        self.rows, self.training = rows, training
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[Any, int, bool]:
+        row = self.rows[i]
+        return row["image"].convert("RGB"), row["label"], self.training
+
+
+class Collator:
+    """Rows of `Images` to pixel_values and labels, `[B]` or, where images are mixed, `[B, classes]`."""
+
+    def __init__(self, processor: Any, augment: Augment, classes: int):
+        self.processor, self.augment, self.classes = processor, augment, classes
+        self.policy = self.erase = None
+        if augment.randaugment or augment.erasing:
+            try:
+                from torchvision.transforms import v2
+            except ImportError:
+                raise InputError(
+                    "augment.randaugment and augment.erasing need torchvision: install it, or set both to 0"
+                ) from None
+            if augment.randaugment:
+                self.policy = v2.RandAugment(magnitude=augment.randaugment)
+            self.erase = v2.RandomErasing(p=augment.erasing)
+
+    def __call__(self, rows: list[tuple[Any, int, bool]]) -> dict[str, torch.Tensor]:
+        images, labels, (training, *_) = zip(*rows, strict=True)
+        if training:
+            images = [random_crop(image, self.augment) for image in images]
+            images = images if self.policy is None else [self.policy(image) for image in images]
+        pixels = self.processor(list(images), return_tensors="pt")["pixel_values"]
+        batch = {"pixel_values": pixels, "labels": torch.tensor(labels)}
+        if training and self.erase is not None:
+            batch["pixel_values"] = torch.stack([self.erase(x) for x in pixels])
+        return self.mixed(batch) if training else batch
+
+    def mixed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each image with another one, by mixup (Zhang et al. 2017) or CutMix (Yun et al. 2019)."""
+        kinds = [kind for kind in ("mixup", "cutmix") if getattr(self.augment, kind)]
+        if not kinds:
+            return batch
+        images, labels = batch["pixel_values"], F.one_hot(batch["labels"], self.classes).float()
+        kind = random.choice(kinds)
+        share = random.betavariate(*[getattr(self.augment, kind)] * 2)
+        if kind == "mixup":
+            images = share * images + (1 - share) * images.flip(0)
+        else:
+            H, W = images.shape[2:]
+            h, w = round(H * (1 - share) ** 0.5), round(W * (1 - share) ** 0.5)
+            y, x = random.randint(0, H - h), random.randint(0, W - w)
+            part = (..., slice(y, y + h), slice(x, x + w))
+            images, others = images.clone(), images.flip(0)
+            images[part] = others[part]
+            share = 1 - h * w / (H * W)
+        return {"pixel_values": images, "labels": share * labels + (1 - share) * labels.flip(0)}
+
+
+def random_crop(image: Any, augment: Augment) -> Any:
+    """A part of random area and aspect, as in Inception's training (Szegedy et al. 2015); or mirrored."""
+    W, H = image.size
+    area, aspect = random.uniform(augment.crop, 1) * W * H, (4 / 3) ** random.uniform(-1, 1)
+    w, h = min(W, round((area * aspect) ** 0.5)), min(H, round((area / aspect) ** 0.5))
+    x, y = random.randint(0, W - w), random.randint(0, H - h)
+    image = image.crop((x, y, x + w, y + h))
+    return image.transpose(0) if augment.mirror and random.random() < 0.5 else image  # 0: left to right
+
+
+def open_images(data: str) -> tuple[Any, Any, list[str]]:
+    """Rows {image, label} for training and validation, and the names of the classes."""
+    from PIL import Image
+
+    if data == "digits":
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        images, labels = load_digits(return_X_y=True)
+        images = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+        rows = [{"image": Image.fromarray(x), "label": int(y)} for x, y in zip(images, labels, strict=True)]
+        parts = train_test_split(rows, test_size=0.2, stratify=labels, random_state=0)
+        return *parts, [str(digit) for digit in range(10)]
+    from datasets import load_dataset
+
+    if not ((Path(data) / "train").is_dir() and (Path(data) / "val").is_dir()):
+        raise InputError(f"data={data}: expected a folder with train/CLASS/ and val/CLASS/, or `digits`")
+    found = load_dataset("imagefolder", data_dir=data)
+    return found["train"], found["validation"], found["train"].features["label"].names
+
+
+def train(
+    name: str, seed: int, recipe: Recipe, images: tuple[Any, Any, list[str]]
+) -> tuple[float, Any, float]:
+    """Trains and saves one attention. Returns the accuracy, the model and the CPU seconds of training."""
+    training, validation, classes = images
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
+    try:
+        config = NalandaConfig(is_decoder=False, **recipe.model | recipe.attentions[name] | labels)
+    except ValueError as error:
+        raise InputError(f"model: {error}") from None
+    processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
+    folder = str(Path(recipe.output_dir) / f"{name}-{seed}")
+    arguments = TrainingArguments(
+        folder, seed=seed, remove_unused_columns=False, report_to=[], **recipe.train
+    )  # fmt: skip
+    set_seed(seed)
+    model = NalandaForImageClassification(config)
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        mean = F.cross_entropy(outputs.logits, labels, label_smoothing=arguments.label_smoothing_factor)
+        return mean / arguments.gradient_accumulation_steps if model.training else mean
+
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=Images(training, True),
+        eval_dataset=Images(validation, False),
+        data_collator=Collator(processor, recipe.augment, len(classes)),
+        processing_class=processor,
+        compute_loss_func=loss,
+        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
+    )
+    start = time.process_time()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    seconds = time.process_time() - start
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    trainer.save_model(folder)
+    return accuracy, model, seconds
+
+
+def main(path: str, overrides: list[str]) -> None:
+    with one_line_errors():
+        recipe = section(Recipe, read_sections(find_recipe(path), overrides), "")
+        known = [f.name for f in fields(TrainingArguments)]
+        for key in recipe.train:
+            if key not in known:
+                raise InputError(f"train.{key}: no such key{suggest(key, known)}")
+        names = [recipe.attention] if recipe.attention else list(recipe.attentions)
+        if not recipe.attentions.keys() >= {*names}:
+            raise InputError(
+                f"attention={recipe.attention}: not in the recipe{suggest(names[0], recipe.attentions)}"
+            )
+        images = open_images(recipe.data)
+        table = Table("attention", "accuracy", "parameters", "M multiply-adds", "CPU seconds")
+        for name in names:
+            runs = (train(name, seed, recipe, images) for seed in recipe.seeds)
+            accuracies, models, seconds = zip(*runs, strict=True)
+            config = models[0].config
+            patches = config.grid[0] * config.grid[1]
+            flops = config.flops_per_token(patches) * patches
+            accuracy, spent = statistics.mean(accuracies), statistics.mean(seconds)
+            sizes = f"{models[0].num_parameters():,}", f"{flops / 2e6:,.2f}"
+            table.add_row(name, f"{accuracy:.1%}", *sizes, f"{spent:.0f}")
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+    else:
+        main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,105 @@
+"""Batches of a masked language model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nalanda.common.errors import InputError
+from nalanda.config.schema import DataConfig
+from nalanda.data.packing import IGNORED
+from nalanda.data.tokenizer import vocabulary_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Batch = dict[str, torch.Tensor]
+
+
+class Masking:
+    """Chooses tokens of packed rows that the model must recover, `data.mask_share` of them, as BERT (arXiv
+    1810.04805): 80 % of the chosen become the mask token, 10 % a random token, and 10 % stay.
+
+    What is drawn for a row depends on the seed and the row's number in the run alone, so that it is the same
+    for any number of processes and after a resume, and another in each epoch. Special tokens and a row's
+    first token are never chosen.
+
+    Raises InputError for a tokenizer without a mask token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, seed: int):
+        if tokenizer.mask_token_id is None:
+            raise InputError(
+                "tokenizer: no mask token, which the model, an encoder, needs; set tokenizer.mask: true, or "
+                "give a tokenizer that has one"
+            )
+        self.share, self.seed, self.mask = data.mask_share, seed, tokenizer.mask_token_id
+        self.special = np.zeros(vocabulary_of(tokenizer), bool)
+        self.special[tokenizer.all_special_ids] = True
+        self.begins, self.ends = word_borders(tokenizer) if data.whole_words else (None, None)
+
+    def __call__(
+        self,
+        batch: Batch,
+        number: int,
+        rows: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+    ) -> Batch:
+        """The batch with hidden tokens in `input_ids`, and `labels` [B, T] only where a token was chosen.
+
+        number: of the micro-batch in the run; rows: of a full one.
+        """
+        tokens = batch["input_ids"].numpy()
+        B, T = tokens.shape
+        numbers = [(number * rows + row) * world_size + rank for row in range(B)]
+        seed = self.seed if seed is None else seed
+        draws = np.stack([np.random.default_rng([seed, n]).random((3, T)) for n in numbers], 1)
+        choice, change, other = draws
+        if self.begins is not None and self.ends is not None:
+            begins = self.begins[tokens]
+            begins[:, 1:] |= self.ends[tokens[:, :-1]]
+            begins.reshape(-1)[batch["cu_seqlens"][:-1].numpy()] = True  # of a document, and of a row
+            first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
+            choice = np.take_along_axis(choice, first, 1)
+        chosen = (choice < self.share) & ~self.special[tokens]
+        chosen[:, 0] = False
+        shown = np.where(change < 0.9, (other * len(self.special)).astype(tokens.dtype), tokens)
+        shown = np.where(change < 0.8, self.mask, shown)
+        return batch | {
+            "input_ids": torch.from_numpy(np.where(chosen, shown, tokens)),
+            "labels": torch.from_numpy(np.where(chosen, tokens, IGNORED)),
+        }
+
+    def fixed(self, batches: dict[str, list[Batch]], rank: int, world_size: int) -> dict[str, list[Batch]]:
+        """Validation batches by source, with the same choice in every pass and for every seed."""
+        return {
+            source: [
+                self(batch, i, len(batch["input_ids"]), rank, world_size, seed=0)
+                for i, batch in enumerate(part)
+            ]
+            for source, part in batches.items()
+        }
+
+
+def word_borders(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Of each id, whether a word begins with its token, and whether one ends with it; bool [vocabulary].
+
+    Words stand between white space: `Ġ` of byte-level tokens, `▁` of SentencePiece's. In WordPiece all tokens
+    without `##` begin one, and in vocabularies without any of these marks all tokens do.
+    """
+    spaces = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t", "č": "\r"})
+    vocabulary = [*range(vocabulary_of(tokenizer))]
+    pieces = [(token or "") for token in tokenizer.convert_ids_to_tokens(vocabulary)]
+    spaced = [piece.translate(spaces) for piece in pieces]
+    begins, ends = (np.array([text[at : at + 1 or None].isspace() for text in spaced]) for at in (0, -1))
+    if any(piece.startswith("##") for piece in pieces):
+        begins = np.array([not piece.startswith("##") for piece in pieces])
+    elif not begins.any():
+        begins = ~begins
+    special = tokenizer.all_special_ids
+    begins[special] = ends[special] = True
+    return begins, ends

@@ -1,0 +1,161 @@
+"""Heads other than the language model's: transformers' conventions over the decoder's hidden states."""
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from .configuration import NalandaConfig
+from .layers import at_least_fp32
+from .modeling import Decoder, LanguageModel, NalandaPreTrainedModel
+from .sequences import Layout
+
+
+class NalandaForMaskedLM(LanguageModel):
+    """An encoder with a language-model head: each token's logits, from the tokens on both sides."""
+
+    def __init__(self, config: NalandaConfig):
+        if config.is_decoder:
+            raise ValueError("is_decoder is true: tokens see none behind them; load AutoModelForCausalLM")
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        z_loss: float = 0.0,
+        output_attentions: bool | None = None,
+    ) -> MaskedLMOutput:
+        """Logits `[B, T, vocab]` and, with labels, their loss.
+
+        As `NalandaForCausalLM.forward`, but labels `[B, T]` are those of the tokens in the same place, not
+        shifted; −100 is ignored. In training mode with labels `logits` is None: the head reads only the
+        tokens that have one. Without a label in the batch the loss is 0.
+        """
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            output_attentions=output_attentions,
+        )
+        h = out.last_hidden_state
+        loss = None
+        if labels is not None:
+            labels = labels.to(h.device)
+            if attention_mask is not None:
+                labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
+            masked = labels != -100
+            targets = labels[masked]
+            count = max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch
+            total = self._summed_loss(h[masked], targets, z_loss)
+            loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
+        logits = self.lm_head(h) if labels is None or not self.training else None
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+
+class Classifier(NalandaPreTrainedModel):
+    """The decoder with a linear head of `config.num_labels` scores."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__(config)
+        self.num_labels: int = config.num_labels  # pyrefly: ignore[bad-assignment]
+        self.model = Decoder(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+        """transformers' loss of these labels, by `config.problem_type`."""
+        if labels is None:
+            return None
+        logits = at_least_fp32(logits)
+        return self.loss_function(logits=logits, pooled_logits=logits, labels=labels, config=self.config)
+
+
+class NalandaForSequenceClassification(Classifier):
+    """Scores for each sequence, of the mean over an encoder's tokens, or of a decoder's last token."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Logits `[N, num_labels]`, and with labels their loss: regression, single- or multi-label
+        classification, by `config.problem_type` or the labels' dtype and number.
+
+        The inputs are those of `NalandaForCausalLM.forward`. N is the number of rows, or of documents where
+        cu_seqlens or position_ids say that rows are packed.
+
+        Raises ValueError for a sequence without a token.
+        """
+        described = (attention_mask, position_ids, cu_seqlens)
+        out = self.model(
+            input_ids, *described[:2], inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens, use_cache=False,
+            output_hidden_states=output_hidden_states, output_attentions=output_attentions,
+        )  # fmt: skip
+        pooled = self._pool(out.last_hidden_state, Layout(out.last_hidden_state, *described))
+        logits = self.score(self.dropout(pooled))
+        loss = self._loss(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+    def _pool(self, h: Tensor, layout: Layout) -> Tensor:
+        """Hidden states `[B, T, D]` to one per sequence, `[N, D]`."""
+        if layout.cu_seqlens is None:
+            return h[:, -1] if self.config.is_decoder else h.mean(1)
+        cu, rows = layout.cu_seqlens.to(h.device), layout.pack(h)[0]
+        if bool((layout.cu_seqlens.diff() == 0).any()):
+            raise ValueError("a sequence without a token has no class: leave it out")
+        if self.config.is_decoder:
+            return rows[cu[1:] - 1]
+        sequence = torch.arange(len(cu) - 1, device=h.device).repeat_interleave(cu.diff())
+        sums = at_least_fp32(rows.new_zeros(len(cu) - 1, h.shape[-1]))
+        return (sums.index_add(0, sequence, rows.to(sums.dtype)) / cu.diff()[:, None]).to(h.dtype)
+
+
+class NalandaForTokenClassification(Classifier):
+    """Scores for each token."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+    ) -> TokenClassifierOutput:
+        """Logits `[B, T, num_labels]` and, with labels `[B, T]`, their loss; −100 is ignored.
+
+        The inputs are those of `NalandaForCausalLM.forward`.
+        """
+        out = self.model(
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens,
+            use_cache=False, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
+        )  # fmt: skip
+        logits = self.score(self.dropout(out.last_hidden_state))
+        loss = self._loss(logits, labels)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)

@@ -1,0 +1,168 @@
+"""Encoders and decoders under transformers' other heads."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCAB, close, ids
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from nalanda import NalandaConfig, NalandaForCausalLM, NalandaForMaskedLM
+from nalanda.model.configuration import AUTO_MAP
+
+
+def config(is_decoder=False, **options):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2}
+    options = {"mixer": "linear_attention", "intermediate_size": 32, "initializer_range": 0.3, **options}
+    return NalandaConfig(**sizes, is_decoder=is_decoder, **options)
+
+
+def made(auto, **options):
+    torch.manual_seed(0)
+    return auto.from_config(config(**options)).double().eval()
+
+
+def some_labels():
+    return ids(2, 40).where(torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < 0.2, -100)
+
+
+def test_masked_lm_loss_is_of_the_logits_in_place():
+    """Not shifted. The same in training, with its gradients: there the head reads only labelled tokens."""
+    model, tokens, labels = made(AutoModelForMaskedLM), ids(2, 40), some_labels()
+    out = model(tokens, labels=labels)
+    close(out.loss, F.cross_entropy(out.logits.flatten(0, 1), labels.flatten()))
+    expected = torch.autograd.grad(out.loss, model.parameters())
+    head = model.lm_head.register_forward_hook(lambda *_: pytest.fail("all logits were computed"))
+    trained = model.train()(tokens, labels=labels)
+    head.remove()
+    assert trained.logits is None
+    close(trained.loss, out.loss)
+    for a, b in zip(torch.autograd.grad(trained.loss, model.parameters()), expected, strict=True):
+        close(a, b)
+    divided = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
+    close(divided * 100, out.loss * (labels != -100).sum())
+    assert model(tokens, labels=torch.full_like(tokens, -100)).loss == 0
+    mask = torch.ones_like(tokens)
+    mask[0, 30:] = 0  # the labels of padding count for nothing
+    own = labels.masked_fill(mask == 0, -100)
+    close(*(model(tokens, attention_mask=mask, labels=x).loss for x in (labels, own)))
+    z = [
+        torch.autograd.grad(model(tokens, labels=labels, z_loss=z).loss, model.lm_head.weight) for z in (0, 1)
+    ]
+    assert not torch.allclose(z[0][0], z[1][0])
+
+
+def test_heads_refuse_the_other_direction():
+    with pytest.raises(ValueError, match=r"is_decoder is true: .*AutoModelForCausalLM"):
+        NalandaForMaskedLM(config(is_decoder=True))
+    with pytest.raises(ValueError, match=r"is_decoder is false: .*AutoModelForMaskedLM"):
+        NalandaForCausalLM(config())
+    with pytest.raises(ValueError, match="an encoder has no states"):
+        made(AutoModel)(ids(2, 9), use_cache=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_transformers(tied):
+    model = made(AutoModelForMaskedLM, tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    assert model(ids(2, 9)).logits.shape == (2, 9, VOCAB + 3)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("auto", [AutoModelForMaskedLM, AutoModelForSequenceClassification])
+def test_gradient_checkpointing_changes_no_gradient(auto):
+    model, found = made(auto).train(), []
+    labels = some_labels() if auto is AutoModelForMaskedLM else torch.tensor([0, 1])
+    for on in (False, True):
+        model.gradient_checkpointing_enable() if on else None
+        found.append(torch.autograd.grad(model(ids(2, 40), labels=labels).loss, model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_sequences_are_classified_alone_padded_or_packed(is_decoder):
+    model = made(AutoModelForSequenceClassification, is_decoder=is_decoder, num_labels=3)
+    tokens, mask = ids(3, 17), torch.ones(3, 17, dtype=torch.long)
+    mask[0, 9:], mask[1, :4] = 0, 0
+    rows = [tokens[:1, :9], tokens[1:2, 4:], tokens[2:]]
+    alone = torch.cat([model(row).logits for row in rows])
+    close(model(tokens, attention_mask=mask).logits, alone)
+    cu, joined = torch.tensor([0, 9, 22, 39]), torch.cat(rows, 1)
+    close(model(joined, cu_seqlens=cu).logits, alone)
+    restart = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    close(model(joined, position_ids=restart).logits, alone)
+    hidden = model.model(rows[0]).last_hidden_state[0]
+    close(alone[:1], model.score(hidden[-1:] if is_decoder else hidden.mean(0, keepdim=True)))
+    mask[2] = 0
+    with pytest.raises(ValueError, match="without a token"):
+        model(tokens, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_labels", "problem", "loss"),
+    [
+        (torch.tensor([2, 0]), 3, "single_label_classification", F.cross_entropy),
+        (torch.tensor([[1.0, 0, 1], [0, 0, 1]]), 3, "multi_label_classification",
+         F.binary_cross_entropy_with_logits),
+        (torch.tensor([0.5, -1]), 1, "regression", lambda x, y: F.mse_loss(x[:, 0], y.double())),
+    ],
+)  # fmt: skip
+def test_problem_type_chooses_the_loss(labels, num_labels, problem, loss):
+    model = made(AutoModelForSequenceClassification, num_labels=num_labels)
+    out = model(ids(2, 9), labels=labels)
+    close(out.loss, loss(out.logits, labels))
+    assert model.config.problem_type == problem
+
+
+def test_tokens_are_classified():
+    model = made(AutoModelForTokenClassification, num_labels=5, dropout=0.5)
+    labels = torch.arange(18).view(2, 9) % 5
+    labels[0, 3:] = -100
+    out = model(ids(2, 9), labels=labels)
+    assert out.logits.shape == (2, 9, 5)
+    expected = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+    close(out.loss.double(), expected, 1e-6)  # transformers computes it in fp32
+    model.train()
+    assert not torch.equal(*(model(ids(2, 9)).logits for _ in range(2))), "dropout"
+
+
+def test_every_head_loads_from_every_other(tmp_path):
+    """The body is one: a checkpoint of one head is a start for the others, by the Auto classes."""
+    model = made(AutoModelForMaskedLM).float()
+    model.save_pretrained(tmp_path)
+    names = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert names == {"AutoConfig": "configuration.NalandaConfig"} | {
+        auto: name
+        for auto, name in AUTO_MAP.items()
+        if auto not in ("AutoModelForCausalLM", "AutoModelForImageClassification")
+    }
+    hidden = model.model(ids(2, 9)).last_hidden_state
+    body = AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(body(ids(2, 9)).last_hidden_state, hidden)
+    body.save_pretrained(tmp_path / "body")
+    for name in names.keys() - {"AutoConfig", "AutoModel"}:
+        assert name in json.loads((tmp_path / "body/config.json").read_text())["auto_map"]
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        head = auto.from_pretrained(tmp_path, num_labels=4).eval()
+        assert torch.equal(head.model(ids(2, 9)).last_hidden_state, hidden)
+        assert head(ids(2, 9)).logits.shape[-1] == 4
+        head.save_pretrained(tmp_path / "head")
+        again = auto.from_pretrained(tmp_path / "head").eval()
+        assert torch.equal(again(ids(2, 9)).logits, head(ids(2, 9)).logits)
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_decoders_checkpoint_brings_the_heads(tmp_path):
+    made(AutoModelForCausalLM, is_decoder=True).float().save_pretrained(tmp_path)
+    assert (tmp_path / "heads.py").exists()
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert head.model.config.is_decoder
