@@ -1,6 +1,7 @@
 """Every recipe that ships builds with the published size, and `nalanda info` prints the right figures."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
+from nalanda.config.schema import DataConfig
 from nalanda.model.sequences import Sequences
 from nalanda.report import tables
 from nalanda.report.info import info, print_info
+from nalanda.report.keys import key_rows
 from nalanda.train.estimate import activation_bytes, estimate, exchanged_bytes, saved_bytes
 from nalanda.train.log import UTILISATION
 
@@ -204,6 +207,19 @@ def test_printed(capsys):
     for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
         assert figure in printed
     assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
+
+
+def test_every_key_of_a_recipe_is_explained():
+    assert [row["key"] for row in key_rows() if not row["meaning"]] == []
+    found = {row["key"]: row for row in key_rows()}
+    assert found["data.seq_len"]["default"] == str(DataConfig().seq_len)
+    assert found["model.conv_size"]["type"] == "int | null"
+    assert found["optim.groups[].match"]["default"] == "required"
+    own = {f"model.{f.name}" for f in fields(NalandaConfig) if f.name in NalandaConfig.__annotations__}
+    assert own - {"model.model_type"} <= found.keys()
+    assert [row["key"] for row in key_rows(r"^data\.seq")] == ["data.seq_len"]
+    with pytest.raises(InputError, match="regular expression"):
+        key_rows("(")
 
 
 @pytest.mark.parametrize("page", tables.TABLES)

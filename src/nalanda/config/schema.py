@@ -30,13 +30,19 @@ class Component:
     weight: float
     """Share of the rows, relative to the sum of all weights."""
     validation_source: str | list[str] | None = None
+    """As `data.validation_source`."""
     text_field: str | None = None
+    """As `data.text_field`."""
     source_field: str | None = None
+    """As `data.source_field`."""
     config: str | None = None
     """Hub: configuration of the dataset."""
     revision: str | None = None
+    """As `data.revision`."""
     train_split: str | None = None
+    """As `data.train_split`."""
     validation_split: str | None = None
+    """As `data.validation_split`."""
 
 
 @dataclass
@@ -242,6 +248,7 @@ class TokenizerConfig:
 @dataclass
 class TrainConfig:
     steps: int
+    """Updates of the weights."""
     tokens_per_step: int
     """Tokens of all processes together; reached by gradient accumulation."""
     micro_batch_size: int
@@ -262,6 +269,7 @@ class TrainConfig:
     row, and they exchange states; the result is that of whole rows. Activations take about an N-th of the
     memory. The rows of a step do not depend on it, and it may change when a run resumes."""
     gradient_checkpointing: bool = False
+    """Whether the backward computes each block again, to save its activations."""
     compile: Literal[True, False, "auto"] = "auto"
     """Whether torch.compile fuses the blocks' forward and backward passes; auto: on GPUs. The first step then
     takes longer, by up to a minute."""
@@ -328,9 +336,13 @@ class OptimConfig:
     name: str = "adamw"
     """Optimizer; muon: Muon for the matrices of the blocks, AdamW for the rest; or the name of a plugin's."""
     lr: float = 3e-4
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decays of its two moments."""
     eps: float = 1e-8
+    """AdamW's ε."""
     weight_decay: float = 0.1
+    """Decay of matrices; norms, biases and decays of states have none."""
     max_grad_norm: float = 1.0
     """Norm that longer gradients are scaled down to."""
     momentum: float = 0.95
@@ -339,6 +351,7 @@ class OptimConfig:
     """Learning rate of Muon's matrices; null: `lr`, since Muon's updates have AdamW's size (0.2 √max(rows,
     columns) times an orthogonal matrix: Liu et al., 2025)."""
     groups: list[GroupConfig] = field(default_factory=list)
+    """Parameters with a rate or decay of their own."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
@@ -364,7 +377,9 @@ class OptimConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = "cosine"
+    """Shape of the learning rate over the steps; wsd: constant, then a fall with 1 − √."""
     warmup_steps: int = 0
+    """Steps of the linear rise to `optim.lr`."""
     min_lr_ratio: float = 0.1
     """Final rate of cosine, wsd and linear, as a share of `optim.lr`."""
     decay_share: float = 0.2
@@ -436,6 +451,7 @@ class LogConfig:
     every: int = 10
     """Steps between lines of metrics; a line has the loss of its step, not a mean over steps."""
     tensorboard: bool = True
+    """Whether metrics go to tensorboard/ as well."""
     tracker: Literal["none", "wandb", "trackio"] = "none"
     """Tracker that gets the metrics as well, configured as usual: `wandb login`, WANDB_MODE=offline,
     TRACKIO_SPACE_ID, …"""
@@ -451,6 +467,7 @@ class LogConfig:
 @dataclass
 class RunConfig:
     output_dir: str
+    """Folder of the run."""
     model: dict[str, Any]
     """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
     loads those weights, with a fresh optimizer."""
@@ -458,6 +475,7 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     seed: int = 0
+    """Of weights, data order and dropout."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

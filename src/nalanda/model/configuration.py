@@ -74,31 +74,8 @@ def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
 
 
 class NalandaConfig(PreTrainedConfig):
-    """Configuration of a `NalandaForCausalLM`. Unknown keys are refused.
-
-    vocab_size, hidden_size, num_hidden_layers: sizes of the decoder.
-    num_heads (or num_attention_heads): heads of the mixer; head_dim defaults to hidden_size // num_heads.
-    expand_k, expand_v: a head's key and value sizes, K = head_dim·expand_k, V = head_dim·expand_v.
-    intermediate_size: of the GLU; default ⌈8/3·hidden_size⌉ rounded up to a multiple of 256.
-    mixer: a name from `MIXERS`, or one name per layer, or {pattern: names}, repeated over the layers and kept
-        as one name per layer; mixer_options: options of the mixer, or of each mixer
-        by its name.
-    feature_map: a name from `FEATURE_MAPS`; feature_map_options: options of the map.
-    conv_size: taps of the short convolutions, 0 for none. value_conv: taps of a depthwise convolution of v,
-        added to the mixer's output, 0 for none; by default 5, in pola only. Both are k × k in images.
-    use_gate: whether the mixer has an output gate (by default not in deltanet, but in gated_deltanet).
-    feature_map, conv_size and use_gate default to the mixer's choice. A value that no mixer of the model
-        uses is refused.
-    position_embedding: "none", or added to the embeddings: "sinusoidal", or "learnt" in images;
-        scale_embeddings: multiply them by √hidden_size; use_bias: biases in the projections of mixers and
-        GLU; dropout: rate for the embeddings and the outputs of mixers and GLU; initializer: "normal" (std
-        initializer_range) or "xavier".
-    max_position_embeddings: the training length; the model does not depend on it.
-    is_decoder: whether tokens see only those before them. Else the model is an encoder: mixers with an
-        unmasked form take it, and short convolutions are centred (by default there are none). directions: 2
-        lets the other mixers of an encoder mix each way; the results are added.
-    image_size: height and width of the images that an encoder reads instead of tokens; None: it reads tokens.
-        patch_size: those of a patch, which is one token; num_channels: of the images. vocab_size is unused.
+    """Configuration of every model of Nalanda. Unknown keys are refused, and so is a value that no mixer of
+    the model uses.
 
     Raises ValueError, in one line that says what to change, for values that cannot work.
     """
@@ -108,38 +85,74 @@ class NalandaConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
 
     vocab_size: int = 32000
+    """Size of the vocabulary; by default in a recipe, the tokenizer's, rounded up to a multiple of 64."""
     hidden_size: int = 1024
+    """Width of the decoder."""
     num_hidden_layers: int = 24
+    """Blocks, of a mixer and a GLU each."""
     num_heads: int = 8
+    """Heads of the mixer (transformers' `num_attention_heads`)."""
     head_dim: int = None  # pyrefly: ignore[bad-assignment]  (None is resolved in __post_init__)
+    """Size of a head; None: hidden_size // num_heads."""
     expand_k: float = 1.0
+    """K, the size of a head's queries and keys, is head_dim · expand_k."""
     expand_v: float = 1.0
+    """V, the size of a head's values, is head_dim · expand_v."""
     intermediate_size: int = None  # pyrefly: ignore[bad-assignment]
+    """Width of the GLU; None: 8/3 · hidden_size, rounded up to a multiple of 256."""
     mixer: str | list[str] = "gated_deltanet"
+    """A name from `MIXERS`, or one name a layer, or `{pattern: names}`, repeated over the layers and kept as
+    one name a layer."""
     mixer_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
+    """Options of the mixer, or of each mixer by its name."""
     feature_map: str | None = None
+    """A name from `FEATURE_MAPS`; None: the mixer's choice."""
     feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
+    """Options of the map."""
     conv_size: int | None = None
+    """Taps of the short convolutions of q, k and v, 0 for none; None: the mixer's choice. k × k in images."""
     value_conv: int | None = None
+    """Taps of a depthwise convolution of v that is added to the mixer's output, 0 for none; None: 5 in pola,
+    else none. k × k in images."""
     use_gate: bool | None = None
+    """Whether the mixer has an output gate; None: the mixer's choice."""
     norm_eps: float = 1e-6
+    """ε of the norms."""
     tie_word_embeddings: bool = False
+    """Whether the head's weights are the embeddings."""
     position_embedding: str = "none"
+    """"none", or what is added to the embeddings: "sinusoidal", or "learnt" in images."""
     scale_embeddings: bool = False
+    """Whether embeddings are multiplied by √hidden_size."""
     use_bias: bool = False
+    """Whether the projections of mixers and GLU have biases."""
     dropout: float = 0.0
+    """Rate for the embeddings and the outputs of mixers and GLU."""
     initializer: str = "normal"
+    """"normal", with a standard deviation of initializer_range, or "xavier"."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
     max_position_embeddings: int = 2048
+    """The training length; the model does not depend on it. By default in a recipe, data.seq_len."""
     is_decoder: bool = True
+    """Whether tokens see only those before them. Else the model is an encoder: mixers with an unmasked form
+    take it, and short convolutions are centred (by default there are none)."""
     directions: int = 1
+    """2: the mixers of an encoder that have no unmasked form mix once each way; the results are added."""
     image_size: int | None = None
+    """Height and width of the images that an encoder reads instead of tokens; None: it reads tokens."""
     patch_size: int = 16
+    """Height and width of a patch, which is one token of an image."""
     num_channels: int = 3
+    """Channels of the images."""
     use_cache: bool = True
+    """Whether a forward pass returns the states."""
     bos_token_id: int | None = 1
+    """As transformers' configs have it; in a recipe, the tokenizer's."""
     eos_token_id: int | list[int] | None = 2
+    """As transformers' configs have it; in a recipe, the tokenizer's."""
     pad_token_id: int | None = None
+    """As transformers' configs have it; in a recipe, the tokenizer's."""
 
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
