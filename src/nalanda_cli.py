@@ -871,9 +871,6 @@ def recall(
     """
     from nalanda_eval.recall import recall
 
-    def several(text: str | None) -> list[str] | None:
-        return [part.strip() for part in text.split(",") if part.strip()] if text else None
-
     try:
         sizes, rates = [int(x) for x in several(states) or ()], [float(x) for x in several(lrs) or ()]
     except ValueError:
@@ -894,6 +891,59 @@ def recall(
         workers=workers,
         device=device,
         quick=quick,
+    )
+
+
+@bench.command()
+def lra(
+    tasks: Annotated[
+        str | None, typer.Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
+    ] = None,
+    mixers: Annotated[
+        str | None, typer.Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all")
+    ] = None,
+    maps: Annotated[
+        str | None, typer.Option(help="comma-separated; by default own, each mixer's own")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="sizes as in the code of: skyformer (default) or transnormer")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs per model")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="few models on small tasks, in minutes")] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="only time and memory of a training step beside softmax")
+    ] = False,
+    output: Annotated[
+        str, typer.Option(help="directory for runs, tables and the picture; finished runs in it are kept")
+    ] = "runs/lra",
+    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+    device: Device = None,
+) -> None:
+    """Measure encoders on Long Range Arena.
+
+    Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
+    Resumes after an interruption.
+    """
+    from nalanda_eval.lra import lra
+
+    lra(
+        tasks=several(tasks),
+        mixers=several(mixers),
+        maps=several(maps),
+        data=data,
+        size=size,
+        seeds=seeds,
+        steps=steps,
+        output=output,
+        workers=workers,
+        device=device,
+        quick=quick,
+        speed=speed,
     )
 
 
@@ -931,6 +981,11 @@ def kernels(
 
 running = False
 """Whether this process is the `nalanda` command: importing `nalanda` then loads no model, see there."""
+
+
+def several(text: str | None) -> list[str] | None:
+    """The names of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()] if text else None
 
 
 def _check_models(names: list[str] | None) -> None:
