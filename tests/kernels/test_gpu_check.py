@@ -339,8 +339,14 @@ def test_the_table_of_nothing_says_so(tmp_path):
         assert f"| {case.name} | not measured |" in text
     assert {case.group for case in cases} == COLUMNS.keys()
     recipes = {recipe.stem[:-5] for recipe in (ROOT / "recipes").glob("*_340m.yaml")}
-    without_kernels = {"mamba", "mamba2", "kda", "kda_hybrid", "gated_deltanet2", "delta_product"}
-    assert recipes - without_kernels == set(train.RECIPES)
+    channels = {
+        "kda",
+        "gated_deltanet2",
+        "delta_product",
+        "mamba2",
+    }  # half an hour with a card has no time for these
+    left_out = {"mamba", *channels, *(f"{name}_hybrid" for name in channels)}
+    assert recipes - left_out == set(train.RECIPES)
 
 
 # --------------------------------------------------------------------------------------------------- running
