@@ -38,7 +38,7 @@ def test_a_command_of_the_page(command, monkeypatch, tmp_path):
     )
     monkeypatch.setattr("nalanda.data.inspect.print_token_set", lambda index, output: None)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, shlex.split(command))
+    done = CliRunner().invoke(app, shlex.split(command, comments=True))
     assert done.exit_code == 0, (done.output, done.exception)
     (settings,) = asked
     assert (settings.revision or "") in command

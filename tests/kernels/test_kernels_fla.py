@@ -76,36 +76,26 @@ def no_fallback(recwarn):
     assert not [w for w in recwarn if "not by fla" in str(w.message)]
 
 
-KINDS = (
-    "delta",
-    "gated_delta",
-    "vector_delta",
-    "vector_gates_delta",
-    "linear",
-    "gated_linear",
-    "vector_linear",
-)
-every_kind = pytest.mark.parametrize("kind", KINDS)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("vector_delta", "vector_gates_delta")]
+LINEAR = ("linear", "gated_linear", "vector_linear")
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["delta", "gated_delta", SLOW[0], "vector_gates_delta", *LINEAR])
 def test_outputs_states_and_gradients(kind):
     check(make(kind, 66))
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["delta", "gated_delta", *SLOW, *LINEAR])
 def test_packed(kind):
     check(make(kind, 40, sequences=4), cu_seqlens=torch.tensor([0, 1, 20, 20, 40]))
 
 
-@pytest.mark.parametrize(
-    "kind", ["delta", "gated_delta", "vector_delta", "vector_gates_delta", "gated_linear"]
-)
+@pytest.mark.parametrize("kind", ["delta", "gated_delta", *SLOW, "gated_linear"])
 def test_grouped_heads(kind):
     check(make(kind, 16, heads=2, value_heads=4))
 
 
-@pytest.mark.parametrize("kind", ["vector_delta", "vector_gates_delta"])
+@pytest.mark.parametrize("kind", SLOW)
 def test_strong_decays_of_channels(kind):
     inputs = make(kind, 40)
     check(inputs | {"g": 20 * inputs["g"]})  # sums far below fp32's range of e^g
