@@ -166,7 +166,7 @@ def mix_is_its_weights_times_v(model: Any) -> None:
         seq = Sequences(both=mixer.both)
         with torch.no_grad():
             heads = mixer.heads(x, seq, {}, None)
-            o = mixer.mix_both(heads, seq) if mixer.both else mixer.mix(heads, seq, {}, None)
+            o = mixer.mix_ways(heads, seq, {}, None)
             o = o.transpose(1, 2)
         w = mixer.weights(x)
         v = heads["v"].unflatten(-1, (mixer.streams, -1)).flatten(2, 3).transpose(1, 2)

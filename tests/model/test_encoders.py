@@ -124,7 +124,7 @@ def test_pola_recovers_negative_products():
     mixer, heads, _, _, _ = mixed("pola")
     ones = heads | {"q": -heads["q"].abs(), "k": heads["k"].abs(), "v": torch.ones_like(heads["v"])}
     with torch.no_grad():
-        alike, unlike = mixer.mix_both(ones, Sequences(both=True)).chunk(2, -1)
+        alike, unlike = mixer.mix_ways(ones, Sequences(both=True), {}, None).chunk(2, -1)
     close(alike, torch.zeros_like(alike))
     close(unlike, torch.ones_like(unlike), 1e-3)
 

@@ -200,7 +200,7 @@ class Mixer(FusedLinears):
     def mixed(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Tensor:
         """The three steps: x `[B, T, D]` to y `[B, T, D]`."""
         heads = self.heads(x, seq, state, new)
-        o = self.mix_both(heads, seq) if self.both else self.mix(heads, seq, state, new)
+        o = self.mix_ways(heads, seq, state, new)
         return self.read_out(self.add_local(o, heads) if self.value_conv else o, heads, x)
 
     def add_local(self, o: Tensor, heads: Heads) -> Tensor:
@@ -213,12 +213,13 @@ class Mixer(FusedLinears):
         sizes = {"num_heads": self.num_heads, "head_dim": self.K}
         return build_feature_map(self.map_name, **sizes, **config.feature_map_options)
 
-    def mix_both(self, heads: Heads, seq: Sequences) -> Tensor:
-        """`mix` where tokens see both ways: at once, or the sum of one result each way."""
-        if self.unmasked:
-            return self.mix(heads, seq, {}, None)
+    def mix_ways(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
+        """`mix`; for a rule with a mask, where tokens see both ways, the sum of one result each way."""
+        if self.unmasked or not self.both:
+            return self.mix(heads, seq, state, new)
         one_way = seq.one_way()
-        back = {name: seq.turned(x) for name, x in heads.items()}
+        # What only `read_out` reads need not turn.
+        back = {name: seq.turned(x) for name, x in heads.items() if name not in ("gate", "local")}
         return self.mix(heads, one_way, {}, None) + seq.turned(self.mix(back, one_way, {}, None))
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
@@ -336,8 +337,7 @@ class Mixer(FusedLinears):
         for i in range(self.steps):
             v = unit.new_zeros(B, T, HV, n * T)
             v.unflatten(2, (self.steps, -1))[:, :, i] = unit
-            unit_heads = heads | {"v": v}
-            o = self.mix_both(unit_heads, seq) if self.both else self.mix(unit_heads, seq, {}, None)
+            o = self.mix_ways(heads | {"v": v}, seq, {}, None)
             found.append(o.unflatten(-1, (n, T)).flatten(2, 3).transpose(1, 2))
         return torch.cat(found, 1)
 

@@ -1,5 +1,7 @@
 """Heads other than the language model's: transformers' conventions over the decoder's hidden states."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
@@ -86,8 +88,10 @@ class Classifier(NalandaPreTrainedModel):
         return self.loss_function(logits=logits, pooled_logits=logits, labels=labels, config=self.config)
 
 
-class NalandaForSequenceClassification(Classifier):
-    """Scores for each sequence, of the mean over an encoder's tokens, or of a decoder's last token."""
+class TextClassifier(Classifier):
+    """A `Classifier` of tokens. A subclass has the class of its output, and what of the text has scores."""
+
+    output: type
 
     @can_return_tuple
     def forward(
@@ -100,27 +104,36 @@ class NalandaForSequenceClassification(Classifier):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
-    ) -> SequenceClassifierOutput:
-        """Logits `[N, num_labels]`, and with labels their loss: regression, single- or multi-label
-        classification, by `config.problem_type` or the labels' dtype and number.
-
-        The inputs are those of `NalandaForCausalLM.forward`. N is the number of rows, or of documents where
-        cu_seqlens or position_ids say that rows are packed.
-
-        Raises ValueError for a sequence without a token.
-        """
+    ) -> Any:
+        """Logits and, with labels, their loss. The inputs are those of `NalandaForCausalLM.forward`."""
         described = (attention_mask, position_ids, cu_seqlens)
         out = self.model(
             input_ids, *described[:2], inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens, use_cache=False,
             output_hidden_states=output_hidden_states, output_attentions=output_attentions,
         )  # fmt: skip
-        pooled = self._pool(out.last_hidden_state, Layout(out.last_hidden_state, *described))
-        logits = self.score(self.dropout(pooled))
+        logits = self.score(self.dropout(self._pool(out.last_hidden_state, *described)))
         loss = self._loss(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
-    def _pool(self, h: Tensor, layout: Layout) -> Tensor:
-        """Hidden states `[B, T, D]` to one per sequence, `[N, D]`."""
+    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
+        """What has scores, from hidden states `[B, T, D]` and attention_mask, position_ids, cu_seqlens."""
+        raise NotImplementedError
+
+
+class NalandaForSequenceClassification(TextClassifier):
+    """Scores for each sequence, of the mean over an encoder's tokens, or of a decoder's last token.
+
+    Logits `[N, num_labels]`; the loss is of regression, single- or multi-label classification, by
+    `config.problem_type` or the labels' dtype and number. N is the number of rows, or of documents where
+    cu_seqlens or position_ids say that rows are packed.
+
+    Raises ValueError for a sequence without a token.
+    """
+
+    output = SequenceClassifierOutput
+
+    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
+        layout = Layout(h, *described)
         if layout.cu_seqlens is None:
             return h[:, -1] if self.config.is_decoder else h.mean(1)
         cu, rows = layout.cu_seqlens.to(h.device), layout.pack(h)[0]
@@ -133,29 +146,10 @@ class NalandaForSequenceClassification(Classifier):
         return (sums.index_add(0, sequence, rows.to(sums.dtype)) / cu.diff()[:, None]).to(h.dtype)
 
 
-class NalandaForTokenClassification(Classifier):
-    """Scores for each token."""
+class NalandaForTokenClassification(TextClassifier):
+    """Scores for each token: logits `[B, T, num_labels]`, labels `[B, T]`; −100 is ignored."""
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        output_attentions: bool | None = None,
-    ) -> TokenClassifierOutput:
-        """Logits `[B, T, num_labels]` and, with labels `[B, T]`, their loss; −100 is ignored.
+    output = TokenClassifierOutput
 
-        The inputs are those of `NalandaForCausalLM.forward`.
-        """
-        out = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens,
-            use_cache=False, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
-        )  # fmt: skip
-        logits = self.score(self.dropout(out.last_hidden_state))
-        loss = self._loss(logits, labels)
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+    def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
+        return h
