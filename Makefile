@@ -12,7 +12,7 @@ demo: .venv/.ready
 test: .venv/.ready
 	@$(PYTEST) -m "not slow" tests
 
-# Layout, model, ops, data: less than 90 seconds on 2 cores.
+# Layout, model, ops, data: about two and a half minutes on 2 cores.
 QUICK = test_layout.py $(patsubst %,model/test_%.py,feature_maps mixers model ops soft) data/test_data.py
 test-quick: .venv/.ready
 	@$(PYTEST) -m "not slow" $(addprefix tests/,$(QUICK))
