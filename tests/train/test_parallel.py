@@ -435,7 +435,13 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
     assert json.loads((out / "run.json").read_text())["step"] == 2
     assert yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"] == 4
     card = (out / "README.md").read_text()
-    for part in ("gated_deltanet", "512 in 2 steps", f"{logged(folder / 'whole', 'loss')[1]:.4f} at step 2"):
+    for part in (
+        "# out\n",
+        "gated_deltanet",
+        "512 in 2 steps",
+        "| trained on | cpu, 2 process(es), ",
+        f"{logged(folder / 'whole', 'loss')[1]:.4f} at step 2",
+    ):
         assert part in card
     assert str(tmp_path) not in card.replace(str(folder), "")
     assert {"modeling.py", "generation_config.json", "tokenizer.json"} <= {p.name for p in out.iterdir()}

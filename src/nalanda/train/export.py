@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.common.files import sync
 from nalanda.common.retry import transient
-from nalanda.common.text import redact
+from nalanda.common.text import duration, redact
 from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
@@ -43,7 +44,7 @@ def export(
 
     It has the weights in safetensors, config, the model's code, generation config, tokenizer, the recipe
     (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` appears once it is
-    complete. name: of the model in the card, by default that of `out`.
+    complete. name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
@@ -65,7 +66,8 @@ def export(
         here = ("host", "pid")  # private, and of no use in a copy
         facts = {k: v for k, v in facts.items() if k not in here} | {"step": step_of(found)}
         write_facts(part, facts)
-        text = model_card(run_dir, found, facts, name or out.name, find_scores(run_dir, part))
+        title = name or (run_dir.name if out.name == "final" else out.name)
+        text = model_card(run_dir, found, facts, title, find_scores(run_dir, part), name or ".")
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
 
@@ -196,9 +198,15 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
 
 
 def model_card(
-    run_dir: Path, path: Path, facts: dict[str, Any], name: str, tasks: dict[str, Any] | None = None
+    run_dir: Path,
+    path: Path,
+    facts: dict[str, Any],
+    title: str,
+    tasks: dict[str, Any] | None = None,
+    source: str = ".",
 ) -> str:
-    """The model card: sizes, training data, losses, task scores, and how to load the model."""
+    """The model card: sizes, training data, losses, task scores, how to train the model again, and how to
+    load it from `source`."""
     recipe = {}
     if (run_dir / "config.yaml").is_file():
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -209,6 +217,7 @@ def model_card(
         key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
         for key in ("loss", "val_loss")
     }
+    timed = [line for line in lines if line.get("tokens_per_second") and line["step"] <= facts["step"]]
     keys = (
         "model_type",
         "mixer",
@@ -220,6 +229,10 @@ def model_card(
     )
     data, train = recipe.get("data", {}), recipe.get("train", {})
     corpus = data.get("source") or ", ".join(str(part.get("source")) for part in data.get("mixture") or [])
+    corpus = "the text that comes with Python" if corpus == "python" else corpus
+    tokens = pairwise([0, *(line["tokens"] for line in timed)])
+    seconds = sum((b - a) / line["tokens_per_second"] for (a, b), line in zip(tokens, timed, strict=True))
+    place = f"{facts.get('device')}, {facts.get('processes')} process(es), {duration(seconds)} of steps"
     rows = [
         ("parameters", f"{facts['parameters']:,}" if "parameters" in facts else None),
         *((key.replace("_", " "), shape.get(key)) for key in keys),
@@ -227,6 +240,7 @@ def model_card(
         ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
         ("tokens seen", f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None),
         ("precision", train.get("precision")),
+        ("trained on", place if timed else None),
         ("training loss", last["loss"] and f"{last['loss']['loss']:.4f} at step {last['loss']['step']}"),
         (
             "validation loss",
@@ -254,7 +268,7 @@ def model_card(
     about = ModelCardData(
         library_name="transformers",
         pipeline_tag="fill-mask" if masked else "text-generation",
-        model_name=name,
+        model_name=title,
         eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, _ in scores],
     )
     zero_shot = "".join(
@@ -267,9 +281,10 @@ def model_card(
 {about.to_yaml()}
 ---
 
-# {name}
+# {title}
 
-A {kind} language model, pretrained with Nalanda. `config.yaml` is the recipe that trained it.
+A {kind} language model, pretrained with Nalanda. Its recipe is `config.yaml`; `nalanda train config.yaml
+output_dir=RUN` trains it again.
 
 | | |
 |---|---|
@@ -278,8 +293,8 @@ A {kind} language model, pretrained with Nalanda. `config.yaml` is the recipe th
 ```python
 from transformers import {auto}, AutoTokenizer
 
-model = {auto}.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {auto}.from_pretrained("{source}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{source}")
 ```
 
 It was only trained to {purpose}: it follows no instructions, and repeats the errors and prejudices of its
