@@ -69,6 +69,7 @@ def test_sizes_are_the_published_ones(name, published):
     assert found == pytest.approx(parameters + LAYERS * MORE[name], rel=5e-3)
     multiply_adds = config.flops_per_token(PATCHES) * PATCHES / 2
     assert multiply_adds == pytest.approx(products, rel=0.02 if name == "softmax" else 0.12)
+    print(f"{name}: {found / 1e6:.2f} M parameters, {multiply_adds / 1e9:.2f} G multiply-adds")
 
 
 def write_images(folder: Path) -> None:
