@@ -44,7 +44,8 @@ def bench_context(
     Errors: of tiny float64 models of every mixer and map, two rows of 120 tokens, one document each and
     packed: the largest difference to whole rows, of logits, loss and all gradients, each relative to the
     largest value of its tensor; of each mixer's maps the worst is printed, `json` has all. Memory and time: a
-    training step of one row of `length` tokens at the demo's shape, on one process and on two, a thread each.
+    training step of one row of `length` tokens at the demo's shape, on one process and on two, a thread each:
+    what is kept for the backward, and the peak.
     """
     file = None if json is None else output_file(json, "--json")
     console = Console(highlight=False)
@@ -54,7 +55,7 @@ def bench_context(
         for name, found in _launch(number, _errors).items():
             errors[name][str(number)] = found
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("mixer, the worst of its maps", no_wrap=True)
+    table.add_column("worst map of", no_wrap=True)
     for number in processes:
         for what in (f"{number}: logits", "loss", "gradients"):
             table.add_column(what, justify="right")
@@ -69,13 +70,13 @@ def bench_context(
         one, two = (_launch(number, _step, name, length) for number in (1, 2))
         steps[name] = {"one": one, "two": two}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"one row of {length:,} tokens", no_wrap=True)
+    table.add_column(f"{length:,} tokens", no_wrap=True)
     for head in (
-        "kept for the backward: 1 process",
+        "kept by 1",
         "each of 2",
-        "peak: 1 process",
+        "peak of 1",
         "each of 2",
-        "time, 2 / 1",
+        "time 2 / 1",
     ):
         table.add_column(head, justify="right")
     for name, of in steps.items():
