@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from nalanda_kernels import KERNELS, _loaded
 from training import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +31,11 @@ from nalanda.train.loop import train
 from nalanda.train.optim import BUILDERS, register_optimizer
 
 EXAMPLE = ROOT / "examples" / "my_mixer"
-TABLES = (MIXERS, FEATURE_MAPS, plugins.MODULES, BUILDERS, READERS, sys.modules)
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+TABLES = (
+    *(MIXERS, FEATURE_MAPS, plugins.MODULES, BUILDERS, READERS, sys.modules),
+    *(KERNELS["delta_rule"], _loaded["delta_rule"]),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +100,20 @@ def test_the_example_has_every_property(my_mixer):
     check_mixer("forgetful")
     check_mixer("forgetful", mixer_options={"forget": False})
     check_feature_map("squared_relu")
+
+
+def test_the_files_of_the_page_pass_their_tests(tmp_path, monkeypatch):
+    """docs/extending.md: each block of Python is a file, which its first line names."""
+    files = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+    assert len(files) == PAGE.count("```python") == 9
+    tests = [name for name in files if name.startswith("test_")]
+    assert tests == ["test_cubed", "test_fading", "test_csv_reader", "test_looped"]
+    for name, text in files.items():
+        write(tmp_path, name, text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings(action="ignore"):  # that pytest was imported before
+        assert pytest.main([*(f"{name}.py" for name in tests), "-p", "no:cacheprovider"]) == 0
 
 
 def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate, forget):
