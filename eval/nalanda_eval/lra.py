@@ -33,7 +33,7 @@ from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import MIXERS, NalandaConfig
 from nalanda.model.heads import NalandaForSequenceClassification
-from nalanda.report.plot import COLOURS, GREY, STYLE
+from nalanda.report.figures import COLOURS, GREY, drawing, files
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
@@ -237,6 +237,7 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "model": name,
                 "accuracy": {task: fmean(mine) for task, mine in scores.items()},
                 "spread": {task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()},
+                "seeds": max(map(len, tasks.values())),
                 "parameters": max(record["parameters"] for mine in tasks.values() for record in mine),
                 "seconds": sum(fmean(r["seconds"] for r in mine) for mine in tasks.values()),
             }
@@ -267,25 +268,26 @@ def arena_table(
     return ["model", "from", *tasks, "mean", "parameters", "seconds"], lines
 
 
-def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Path) -> None:
+def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Path) -> list[Path]:
     """A panel for each task: the models' accuracies, with deviations over seeds, and chance."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        height = 1.0 + 0.28 * len(rows)
-        figure = Figure(figsize=(2.2 + 1.7 * len(tasks), height), layout="constrained")
-        panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-        for panel, (name, task) in zip(panels, tasks.items(), strict=True):
-            panel.axvline(100 / task.classes, color=GREY, linestyle="--", linewidth=1)
-            for i, row in enumerate(rows):
+    seeds = max(row["seeds"] for row in rows)
+    bars = "; bars: ± 1 standard deviation" if seeds > 1 else ", so without bars"
+    caption = f"Dots: means over n = {seeds} seed{'s' * (seeds > 1)}{bars}. Dashed: chance."
+    task, row = max(((t, row) for row in rows for t in row["accuracy"]), key=lambda x: x[1]["accuracy"][x[0]])
+    title = (
+        f"Long Range Arena: highest accuracy {row['model']} on {task}, {100 * row['accuracy'][task]:.0f} %"
+    )
+    with drawing(file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows),
+                 sharey=True) as panels:  # fmt: skip
+        for panel, (name, asked) in zip(panels, tasks.items(), strict=True):
+            panel.axvline(100 / asked.classes, color=GREY, linestyle="--", linewidth=1)
+            for i, row in enumerate(reversed(rows)):  # the first is at the top
                 if name in row["accuracy"]:
                     x, bar = (100 * row[part][name] for part in ("accuracy", "spread"))
-                    panel.errorbar(x, i, xerr=bar or None, marker="o", color=COLOURS[0], capsize=2)
-            panel.set(title=name, xlabel="accuracy, %", xlim=(0, 100), ylim=(len(rows) - 0.5, -0.5))
-        panels[0].set_yticks(range(len(rows)), [row["model"] for row in rows])
-        figure.legend([panels[0].lines[0]], ["chance"], loc="outside lower left")
-        figure.savefig(file)
+                    panel.errorbar(x, i, xerr=bar or None, marker="o", color=COLOURS[0])
+            panel.set(title=name, xlabel="accuracy (%)", xlim=(0, 100), ylim=(-0.5, len(rows) - 0.5))
+            panel.set_yticks(range(len(rows)), [row["model"] for row in reversed(rows)])
+    return files(file)
 
 
 def titled(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -404,7 +406,7 @@ def lra(
     quick: bool = False,
     speed: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains every model on every task, prints a table, and writes results.json, .md and lra.png.
+    """Trains every model on every task, prints a table, and writes results.json, .md and the figure lra.
 
     `output` also gets runs.jsonl, a line for each finished run, which is not trained again, and the tasks'
     rows as arrays.
@@ -462,7 +464,7 @@ def lra(
         jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
         rows = arena_rows(follow(jobs, folder / "runs.jsonl", workers, console, describe_arena))
         rows.sort(key=lambda row: [label(model) for model in candidates].index(row["model"]))
-        draw_arena(rows, asked, folder / "lra.png")
+        draw_arena(rows, asked, folder / "lra")
         title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
         (header, lines), left, name = arena_table(rows, asked, size), 2, "results"
         shown = titled(header, lines)

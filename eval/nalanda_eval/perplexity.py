@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.text import duration
+from nalanda.common.text import duration, si
 from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
@@ -39,7 +39,7 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
-from nalanda.report.plot import COLOURS, GREY, MARKERS, STYLE
+from nalanda.report.figures import GREY, REFERENCE, drawing, files, in_panels, log_axis
 from nalanda.train.log import versions
 
 AT_ONCE = 4096
@@ -422,48 +422,50 @@ def _progress(name: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
 
 
 def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
-    """Draws perplexity by position, and the gain of one pass over windows, as PNG and PDF."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    """Draws perplexity by position, and the gain of one pass over windows."""
+    models, names = result["models"], _short([model["name"] for model in result["models"]])
+    groups, looks = in_panels(range(len(models)))
+    windows = sorted({model["window"] for model in models})
+    best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
+    lowest = _cell(models[best]["one_pass"]["perplexity"])
+    title = (
+        f"Perplexity on {result['text']}: " + ("lowest of " * (len(models) > 1)) + f"{names[best]}, {lowest}"
+    )
+    rows = sorted({point["rows"] for model in models for point in model["curve"]})
+    caption = (
+        "Left: one pass (lines; bands: ± 1 standard error over rows) and windows of "
+        f"{' or '.join(map(str, windows))} tokens (dotted). Right: the same tokens, one pass beside windows; "
+        "below 0 one pass is better; bars: ± 1 standard error. Dashed: the window. "
+        f"n = {' to '.join(map(str, sorted({rows[0], rows[-1]})))} rows; one training seed a model."
+    )
+    file = directory / "perplexity"
+    with drawing(file, title, caption, 2 * len(groups), height=2.5) as panels:
+        for (left, right), (_, mine) in zip(zip(panels[::2], panels[1::2], strict=True), groups, strict=True):
+            for i in mine:
+                model, style = models[i], looks[i]
+                points = [p for p in model["curve"] if p["rows"] > 1] or model["curve"]
+                x = np.array([math.sqrt((p["after"] + 1) * p["up_to"]) for p in points])
 
-    models, windows = result["models"], sorted({model["window"] for model in result["models"]})
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 3.9), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for i, (model, name) in enumerate(zip(models, _short([m["name"] for m in models]), strict=True)):
-            points = [p for p in model["curve"] if p["rows"] > 1] or model["curve"]
-            x = np.array([math.sqrt((p["after"] + 1) * p["up_to"]) for p in points])
-            look: Any = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7]}
+                def values(name: str, points: list = points) -> np.ndarray:
+                    return np.array([p[name] or 0.0 for p in points])
 
-            def values(name: str, points: list = points) -> np.ndarray:
-                return np.array([p[name] or 0.0 for p in points])
-
-            error = values("one_pass_stderr")
-            left.plot(x, np.exp(values("one_pass")), **look, label=name)
-            band = [np.exp(values("one_pass") + side * error) for side in (-1, 1)]
-            left.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
-            left.plot(x, np.exp(values("windows")), color=look["color"], linestyle=":")
-            gain, error = 100 * np.expm1(values("difference")), 100 * values("difference_stderr")
-            right.errorbar(x, gain, error, **look, capsize=2, linewidth=1.2)
-        left.plot([], [], color=GREY, linestyle=":", label=f"windows of {' or '.join(map(str, windows))}")
-        for axes in (left, right):
-            for window in windows:
-                axes.axvline(window, color=GREY, linestyle="--", linewidth=0.8)
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("position in the text (tokens)")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}".replace(",", " ")))
-        left.set_yscale("log", base=2)
-        left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        left.yaxis.set_minor_formatter(NullFormatter())
-        left.set(ylabel="perplexity", title=result["text"])
-        right.axhline(0, color=GREY, linestyle=":")
-        right.set(ylabel="one pass beside windows (%)", title="the same tokens; below 0 one pass is better")
-        figure.legend(loc="outside lower center", ncols=2)
-        written = [directory / f"perplexity.{suffix}" for suffix in ("png", "pdf")]
-        for path in written:
-            figure.savefig(path)
-    return written
+                error = values("one_pass_stderr")
+                left.plot(x, np.exp(values("one_pass")), **style, label=names[i])
+                band = [np.exp(values("one_pass") + side * error) for side in (-1, 1)]
+                left.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
+                left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
+                gain, error = 100 * np.expm1(values("difference")), 100 * values("difference_stderr")
+                right.errorbar(x, gain, error, **style, label=names[i])
+            right.axhline(0, **REFERENCE, lw=0.8, label="windows")
+            for axes in (left, right):
+                for window in windows:
+                    axes.axvline(window, color=GREY, linestyle="--", linewidth=0.8)
+                log_axis(axes.xaxis, write=si)
+                axes.set_xlabel("position in the text (tokens)")
+            log_axis(left.yaxis)
+            left.set_ylabel("perplexity (a token)")
+            right.set_ylabel("one pass beside windows (%)")
+    return files(file)
 
 
 def _short(names: list[str]) -> list[str]:

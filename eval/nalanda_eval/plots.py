@@ -1,4 +1,4 @@
-"""The palette and style of all pictures of the evaluation; figures and table of `analysis`."""
+"""Figures and table of `analysis`."""
 
 import math
 from pathlib import Path
@@ -7,93 +7,94 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.figures import COLOURS, MOST, REFERENCE, drawing, files, in_panels, log_axis, look
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
-    """Draws the figures of an `analyze` result, each as PNG and PDF, and returns their paths."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    """Draws the figures of an `analyze` result, and returns their paths."""
+    layers, uniform, maps, windows = (
+        result[name] for name in ("layers", "uniform", "map_entropy", "windows")
+    )
+    weighed, written = [layer for layer in layers if "entropy" in layer], []
+    one = "of one model, so of one training seed"
+    read = f"n = {result['rows']} rows of {result['length']} tokens, drawn with seed {result['seed']}, {one}."
 
-    layers, uniform, maps = result["layers"], result["uniform"], result["map_entropy"]
-    weighed = [layer for layer in layers if "entropy" in layer]
+    def sheet(name: str, title: str, caption: str, panels: int = 1, **options: Any) -> Any:
+        written.extend(files(directory / name))
+        height = 2.5 if panels == 1 else 2.2
+        return drawing(directory / name, title, caption, panels, height=height, **options)
 
-    def plot_maps(axes: Any) -> None:
-        # All but softmax lie close together: an inset shows them enlarged.
-        close, highest = axes.inset_axes((0.1, 0.1, 0.5, 0.62)), math.log(maps["keys"])
-        for a in (axes, close):
-            for (name, values), colour, line in zip(maps["entropy"].items(), COLOURS, LINES, strict=True):
-                if a is axes or name != "softmax":
-                    a.plot(maps["query_norm"], values, color=colour, linestyle=line, label=name)
-            a.axhline(highest, color=GREY, linewidth=0.8, label="uniform, log n")
-            a.set(xscale="log", xlim=(maps["query_norm"][0], maps["query_norm"][-1]))
-        axes.set_ylim(0, 1.05 * highest)
-        close.tick_params(labelsize=8)
+    def by_layer(axes: Any, what: str) -> None:
+        axes.set(xlabel="layer (number)", ylabel=what, xlim=(-0.5, len(layers) - 0.5), ylim=(0, None))
+        axes.locator_params("x", integer=True)
 
-    def plot_heads(axes: Any, metric: str) -> None:
-        x, y = [layer["layer"] for layer in weighed], [layer[metric] for layer in weighed]
-        heads = [(i, head) for i, layer in zip(x, weighed, strict=True) for head in layer["heads"][metric]]
-        axes.scatter(*zip(*heads, strict=True), s=12, color=COLOURS[5], lw=0, clip_on=False, label="one head")
-        axes.plot(x, y, color=COLOURS[0], marker="o", clip_on=False, label="mean of heads")
-        if metric == "negative_share":
-            axes.yaxis.set_major_formatter(PercentFormatter(1))
-            axes.set_ylim(top=max(0.55, 1.05 * max(head for _, head in heads)))
-        else:
-            axes.axhline(uniform[metric], color=GREY, linestyle="--", linewidth=1, label="uniform weights")
+    def draw_heads(name: str, metric: str, quantity: str, unit: str, scale: float = 1) -> None:
+        most = max if metric == "negative_share" else min
+        found = most(weighed, key=lambda layer: layer[metric])
+        title = f"{quantity}: {'most' if most is max else 'lowest'} in layer {found['layer']}"
+        heads = [(x["layer"], scale * head) for x in weighed for head in x["heads"][metric]]
+        mean = [(x["layer"], scale * x[metric]) for x in weighed]
+        caption = f"Pale dots: a head. Line: mean of a layer's heads. Means over {read}"
+        with sheet(name, f"{title}, {scale * found[metric]:.3g} {unit.split()[0]}", caption) as [axes]:
+            axes.plot(*zip(*heads, strict=True), "o", color=COLOURS[5], markersize=3)
+            axes.plot(*zip(*mean, strict=True), **look(0), label="mean of heads")
+            if metric in uniform and most is min:
+                axes.axhline(scale * uniform[metric], **REFERENCE, label="uniform weights")
+            by_layer(axes, f"{quantity[0].lower()}{quantity[1:]} ({unit})")
 
-    def plot_names(axes: Any, section: str) -> None:
-        for i, name in enumerate(dict.fromkeys(name for layer in layers for name in layer[section])):
-            points = [(layer["layer"], layer[section][name]) for layer in layers if name in layer[section]]
-            look = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i % 7]}
-            axes.plot(*zip(*points, strict=True), **look, label=name)
+    def draw_names(name: str, section: str, quantity: str, unit: str, caption: str) -> None:
+        points: dict[str, list[tuple[int, float]]] = {}
+        for layer in layers:
+            for part, value in layer[section].items():
+                points.setdefault(part.replace("_", " "), []).append((layer["layer"], value))
+        groups, looks = in_panels(list(points))
+        value, layer, part = max((y, x, part) for part, mine in points.items() for x, y in mine)
+        title = f"{quantity}: largest for {part} of layer {layer}, {value:.3g}"
+        with sheet(name, title, f"Markers: a layer. {caption}", len(groups), sharey=True) as panels:
+            for axes, (_, mine) in zip(panels, groups, strict=True):
+                for part in mine:
+                    axes.plot(*zip(*points[part], strict=True), **looks[part], label=part)
+                by_layer(axes, f"{quantity[0].lower()}{quantity[1:]} ({unit})")
 
-    def plot_windows(axes: Any) -> None:
-        last, windows = len(layers) - 1, result["windows"]
-        few = len(weighed) <= 8
-        for i, local in ((layer["layer"], layer["local_score"]) for layer in weighed):
-            label = f"layer {i}" if few or i in (0, last // 2, last) else None
-            shade = matplotlib.colormaps["viridis"](0.85 * i / max(1, last))  # its yellow is too light
-            axes.plot(windows, local, color=shade, linestyle=LINES[i % 4] if few else "-", label=label)
-        axes.plot(windows, uniform["local_score"], color=GREY, linestyle=LINES[6], label="uniform weights")
-        axes.set(xlim=(0, 1), ylim=(0, 1.02))
-
-    nats, window = "entropy of positive weights (nats)", "window r (share of the length)"
-    figures: list[tuple] = [("map_entropy", "query norm ‖q‖ / √K", nats, plot_maps)]
+    highest, (norms, entropies) = math.log(maps["keys"]), (maps["query_norm"], maps["entropy"])
+    spans = {name: max(mine) - min(mine) for name, mine in entropies.items()}
+    groups, looks = in_panels(list(entropies), "softmax", lambda name: "NaLa" if "nala" in name else "others")
+    caption = (
+        f"Lines: means over queries of random directions and n = {maps['keys']} random keys, K = "
+        f"{maps['head_dim']}, seed {result['seed']}; of no trained model."
+    )
+    title = f"Entropy of a map's weights by query norm: moves most for {max(spans, key=lambda x: spans[x])}"
+    with sheet("map_entropy", title, caption, len(groups)) as panels:
+        for axes, (kind, mine) in zip(panels, groups, strict=True):
+            for name in mine:
+                axes.plot(
+                    norms, [highest - x for x in entropies[name]], **looks[name] | {"marker": ""}, label=name
+                )
+            axes.set(title=kind, xlabel="query norm ‖q‖/√K (ratio)", ylabel="entropy below log n (nats)")
+            log_axis(axes.xaxis)
+            log_axis(axes.yaxis)
     if weighed:
-        figures += [
-            ("entropy", "layer", nats, plot_heads, "entropy"),
-            ("negative_share", "layer", "negative weights (share)", plot_heads, "negative_share"),
-            ("local_score", window, "accumulated |weight| (share of a row)", plot_windows),
-            (
-                "effective_rank_weights",
-                "layer",
-                "effective rank of the weights",
-                plot_heads,
-                "effective_rank",
-            ),
-        ]
-    figures += [
-        ("effective_rank_projections", "layer", "effective rank of the matrix", plot_names, "projections"),
-        ("gradient_relative_std", "layer", "gradient norm (std / mean)", plot_names, "gradients"),
-    ]
-    written = []
-    for name, x, y, plot, *what in figures:
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-            axes = figure.subplots()
-            of_maps = f"K = {maps['head_dim']}, n = {maps['keys']} keys"
-            axes.set(title=of_maps if plot is plot_maps else result["model"], xlabel=x, ylabel=y)
-            plot(axes, *what)
-            if x == "layer":
-                axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, None))
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            handles, labels = axes.get_legend_handles_labels()
-            labels = [label.replace("_", " ") if what == ["gradients"] else label for label in labels]
-            figure.legend(handles, labels, loc="outside right center")
-            for suffix in ("png", "pdf"):
-                written.append(directory / f"{name}.{suffix}")
-                figure.savefig(written[-1])
+        draw_heads("entropy", "entropy", "Entropy of positive weights", "nats")
+        draw_heads("negative_share", "negative_share", "Negative weights", "% of a row", 100)
+        draw_heads("effective_rank_weights", "effective_rank", "Effective rank of weights", "dimensions")
+        shown = sorted({round(i * (len(weighed) - 1) / (MOST - 1)) for i in range(MOST)})
+        tenth, narrow = windows.index(0.1), [w for w in windows if w <= 0.5]  # beyond, all near 1
+        most = max(weighed, key=lambda layer: layer["local_score"][tenth])
+        title = f"Weights within a tenth of the length: most in layer {most['layer']}, "
+        some = f"{len(shown)} of {len(weighed)} layers. " if len(shown) < len(weighed) else ""
+        with sheet("local_score", f"{title}{100 * most['local_score'][tenth]:.0f} %",
+                   f"Lines: means over heads. {some}Means over {read}") as [axes]:  # fmt: skip
+            for i, layer in enumerate(weighed[i] for i in shown):
+                axes.plot(
+                    narrow, layer["local_score"][: len(narrow)], **look(i), label=f"layer {layer['layer']}"
+                )
+            axes.plot(narrow, uniform["local_score"][: len(narrow)], **REFERENCE, label="uniform weights")
+            axes.set(xlabel="window (share of the length)", ylabel="accumulated |weight| (share of a row)")
+            axes.set(xlim=(0, None), ylim=(0, 1.02))
+    draw_names("effective_rank_projections", "projections", "Effective rank of matrices", "dimensions",
+               f"n = 1 matrix each, {one}.")  # fmt: skip
+    draw_names("gradient_relative_std", "gradients", "Spread of gradient norms", "standard deviation/mean",
+               f"Over n = {result['gradient_batches']} rows as batches, {one}.")  # fmt: skip
     return written
 
 

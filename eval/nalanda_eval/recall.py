@@ -34,7 +34,7 @@ from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
 from nalanda.model.options import check_names, check_types
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.figures import GREY, REFERENCE, drawing, files, in_panels, log_axis
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.report import markdown_table
@@ -508,77 +508,93 @@ def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], con
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
+ROWS = 4
+"""Rows of panels of a figure; what is left is drawn in another."""
+
+
 def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
     """Draws each task's score by case, a panel for each way of matching, and its mean score by state size.
 
-    The second picture is drawn only if states were matched. Bars are standard deviations over seeds.
+    The second figure is drawn only if states were matched. Of many models, each mixer has panels of its own.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
-
     names = list(dict.fromkeys(row["model"] for row in rows))
-    looks: dict[str, dict[str, Any]] = {
-        name: {
-            "color": COLOURS[i % 7],
-            "marker": MARKERS[i % 7],
-            "linestyle": LINES[(i + i // 7) % 7],
-            "capsize": 2,
-            "clip_on": False,
-            "label": name,
-        }
-        for i, name in enumerate(names)
-    }
+    softmax = next((name for name in names if name.startswith("softmax")), None)
+    groups, looks = in_panels(names, softmax, lambda name: name.partition(" + ")[0])
+    seeds = rows[0]["seeds"]
+    over = f"over n = {seeds} seeds" if seeds > 1 else "of n = 1 seed, so without bars"
+    bars = "; bars: ± 1 standard deviation" if seeds > 1 else ""
     written = []
 
-    def finish(figure: Any, axes: list, task: Task, name: str) -> None:
-        first = axes[0]
-        for a in axes:
-            a.axhline(task.chance, color=GREY, linestyle=":", linewidth=1, label="chance")
+    def scaled(task: Task, values: Iterable[float]) -> list[float]:
+        return [max(x, 1e-4) if task.error else 100 * x for x in values]
+
+    def finish(axes: Any, task: Task) -> None:
+        label = "predicting 0" if task.error else "chance"
+        axes.axhline(*scaled(task, [task.chance]), color=GREY, linestyle=":", linewidth=1, label=label)
         if task.error:
-            first.set(ylabel="relative error (predicting 0: 1)", yscale="log")
+            log_axis(axes.yaxis)
+            axes.set(ylabel="relative error (ratio)")
         else:
-            first.set(ylabel="accuracy", ylim=(0, 1.02))
-            first.yaxis.set_major_formatter(PercentFormatter(1))
-        shown = dict(zip(*reversed(first.get_legend_handles_labels()), strict=True))
-        figure.legend(shown.values(), shown.keys(), loc="outside right center")
-        for suffix in ("png", "pdf"):
-            written.append(directory / f"{task.name}_{name}.{suffix}")
-            figure.savefig(written[-1])
+            axes.set(ylabel="accuracy (%)", ylim=(0, 102))
 
     for task in (tasks[name] for name in dict.fromkeys(row["task"] for row in rows)):
         mine = [row for row in rows if row["task"] == task.name]
         matches = list(dict.fromkeys(row["match"] for row in mine))
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(3.4 + 3.2 * len(matches), 3.6), layout="constrained")
-            axes = figure.subplots(1, len(matches), sharey=True, squeeze=False)[0]
-            places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
-            for a, match in zip(axes, matches, strict=True):
-                for row in (row for row in mine if row["match"] == match):
-                    a.errorbar(places, row["scores"], row["spreads"], **looks[row["model"]])
-                if reference := mine[0].get("reference"):
-                    a.plot(places, [max(x, 1e-4) for x in reference], color=GREY, label="least squares")
-                a.set(xlabel=task.axis, title=f"{task.name}, equal {match}", xticks=list(places))
-                a.set_xticklabels([case_name(case) for case in task.cases])
-            finish(figure, list(axes), task, "cases")
-            matched = [row for row in mine if row["match"].startswith("state")]
+        best = (min if task.error else max)(mine, key=lambda row: row["score"])
+        what, score = (
+            ("error", f"{best['score']:.3f}") if task.error else ("accuracy", f"{100 * best['score']:.0f} %")
+        )
+        matched = [row for row in mine if row["match"].startswith("state")]
+        title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
+        present = [(kind, group) for kind, group in groups if any(row["model"] in group for row in mine)]
+        axis = task.axis if "(" in task.axis else f"{task.axis} (number)"
+        for page in range(0, len(present), ROWS):
+            few = present[page : page + ROWS]
+            number = f"_{page // ROWS + 1}" if page else ""
+            file = directory / f"{task.name}_cases{number}"
+            written += files(file)
+            shape = {
+                "panels": len(few) * len(matches),
+                "columns": len(matches),
+                "sharey": True,
+                "height": 2.2,
+            }
+            with drawing(file, title, f"Points: means {over}{bars}.", **shape) as panels:
+                places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
+                for a, ((kind, group), match) in zip(panels, itertools.product(few, matches), strict=True):
+                    for row in (row for row in mine if row["match"] == match and row["model"] in group):
+                        y, bar = (scaled(task, row[part]) for part in ("scores", "spreads"))
+                        a.errorbar(places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"])
+                    if reference := mine[0].get("reference"):
+                        a.plot(places, scaled(task, reference), **REFERENCE, label="least squares")
+                    a.set_title(f"{kind}, equal {match}".removeprefix(", "))
+                    a.set_xticks(places, map(case_name, task.cases))
+                    a.set_xlabel(axis)
+                    finish(a, task)
             if not matched:
                 continue
-            figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-            a = figure.subplots()
-            for name in dict.fromkeys(row["model"] for row in matched):
-                line = {row["state_bytes"]: row for row in matched if row["model"] == name}
-                x = sorted(line)
-                y, bars = ([line[place][part] for place in x] for part in ("score", "spread"))
-                look = looks[name]
-                if any(row["state_grows"] for row in line.values()):
-                    look = look | {"linestyle": "", "markerfacecolor": "white", "label": f"{name} (grows)"}
-                a.errorbar(x, y, bars, **look)
-            a.set_xscale("log", base=2)
-            a.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".0 ", " ")))
-            a.set(xlabel="state of a sequence (fp32)", title=task.name)
-            a.margins(x=0.1)
-            finish(figure, [a], task, "state")
+            file = directory / f"{task.name}_state{number}"
+            written += files(file)
+            caption = f"Points: means {over} and the cases{bars}. Hollow: a state that grows, at its longest."
+            with drawing(file, title, caption, len(few), height=2.4, sharey=True) as panels:
+                for a, (kind, group) in zip(panels, few, strict=True):
+                    for name in group:
+                        line = {row["state_bytes"]: row for row in matched if row["model"] == name}
+                        if not line:
+                            continue
+                        x, style = sorted(line), looks[name]
+                        y, bar = (scaled(task, [line[at][part] for at in x]) for part in ("score", "spread"))
+                        if any(row["state_grows"] for row in line.values()):
+                            style = style | {
+                                "linestyle": "",
+                                "marker": style["marker"] or "o",
+                                "mfc": "white",
+                            }
+                        a.errorbar(x, y, bar, clip_on=False, **style, label=name)
+                    a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
+                    a.margins(x=0.1)
+                    log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
+                    finish(a, task)
     return written
 
 

@@ -423,7 +423,7 @@ class ListOps(Task):
     bands: tuple[tuple[int, int], ...] = ((4, 12), (12, 24), (24, 48))
     max_depth: int = 10
     max_arguments: int = 10
-    axis: ClassVar[str] = "tokens, more and fewer than"
+    axis: ClassVar[str] = "length (tokens)"
 
     vocab_size = property(lambda self: len(LISTOPS_TOKENS))
     cases = property(lambda self: self.bands)

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from nalanda.report.plot import STYLE
+from nalanda.report.figures import STYLE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,4 +17,4 @@ def coarse():
 @pytest.fixture
 def blank(monkeypatch):
     """Figures are made and their files created, but nothing is rendered."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: path.touch())
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: path.touch())

@@ -163,7 +163,7 @@ def test_records_alone_make_the_same_files(measured, tmp_path):
     assert all(record["cpu"] and record["threads"] == 1 for record in found.values())
     assert str(measured.parent) not in (measured / "claims.jsonl").read_text()
     first = {path.name: path.read_bytes() for path in report_claims(measured)}
-    assert set(first) == {"CLAIMS.md", *(f"{name}.png" for name in PAGES)}
+    assert set(first) == {"CLAIMS.md", *(f"{name}.{suffix}" for name in PAGES for suffix in ("png", "pdf"))}
     (tmp_path / "claims.jsonl").write_bytes((measured / "claims.jsonl").read_bytes())
     claims.measure_claims(tmp_path, quick=True)  # has every record: reads no text
     assert {path.name: path.read_bytes() for path in report_claims(tmp_path)} == first

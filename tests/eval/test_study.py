@@ -499,11 +499,11 @@ def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
     shutil.copytree(finished, folder)
     file = folder / "RESULTS.md"
     first = file.read_text()
-    pictures = {p.name: p.read_bytes() for p in folder.glob("*.png")}
-    assert pictures.keys() == {"gaps.png", "calibration.png"}
+    pictures = {p.name: p.read_bytes() for p in folder.glob("*.p*")}
+    assert pictures.keys() == {"gaps.png", "gaps.pdf", "calibration.png", "calibration.pdf"}
     report(folder)
     assert file.read_text() == first
-    assert {p.name: p.read_bytes() for p in folder.glob("*.png")} == pictures
+    assert {p.name: p.read_bytes() for p in folder.glob("*.p*")} == pictures
     words = first.replace("report` -->\n", "report` -->\nWhat we think of it.\n", 1)
     file.write_text(words)
     report(folder)

@@ -194,8 +194,11 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
     png = plot(folders, tmp_path / "pictures" / "loss.png", x=x)
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     axes = drawn[0].axes[0]
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == ["seed 0", "seed 1", "validation", "rollback", "skipped step"]
+    assert [text.get_text() for text in axes.texts] == ["seed 0", "seed 1"]
+    caption = drawn[0].get_supxlabel()
+    assert all(
+        what in caption for what in ("validation", "rollback", "skipped step", "n = 2 runs, seeds 0, 1")
+    )
     ends = {"tokens": 60 * 512, "steps": 60, "hours": 60 * 512 / 3600 / 3600}
     assert max(max(line.get_xdata(), default=0) for line in axes.lines) == pytest.approx(ends[x])
     marks = {line.get_marker(): line for line in axes.lines if len(line.get_xdata()) == 1}

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.figures import COLOURS, GREY, REFERENCE, Look, drawing, files, log_axis, look
 from nalanda_eval.report import markdown_table
 from nalanda_eval.studies.claims import BINS, SCALES, TIMED, WINDOWS
 from nalanda_eval.sweep import Record, records
@@ -205,21 +205,19 @@ def check_pola(runs: Runs) -> list[Check]:
 Draw = Callable[[Any, Runs], None]
 
 
-def look(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % 7], "linestyle": LINES[i % 7], "marker": MARKERS[i % 7]}
+# A system has the same colour in all figures; what only a dash and a marker tell apart are its variants.
+LOOKS: dict[str, Look] = {
+    "softmax": look(0), "1+ELU": look(1), "NaLa": look(2), "NaLa, ‖q‖ unscaled": look(9),
+    "NaLa, p swapped": look(16), "MALA": look(3), "MALA, untrained": look(10), "MALA, literal": look(6),
+    "MALA, literal, untrained": look(13), "NormAttention": look(4), "TransNormer T2": look(5),
+}  # fmt: skip
 
 
-def draw_line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, i: int) -> None:
+def draw_line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, of: Look) -> None:
     """The mean over runs with a band over their range."""
     low, mean, high = (list(map(f, zip(*by_run, strict=True))) for f in (min, fmean, max))
-    axes.plot(x, mean, label=label, **look(i))
-    axes.fill_between(x, low, high, color=COLOURS[i % 7], alpha=0.12, lw=0)
-
-
-def in_octaves(axis: Any) -> None:
-    """A logarithmic axis with a plain number at every power of two."""
-    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=2)
-    axis.set_major_formatter("{x:g}")
+    axes.plot(x, mean, label=label, **of)
+    axes.fill_between(x, low, high, color=of["color"], alpha=0.12, lw=0)
 
 
 def draw_norms(axes: Any, runs: Runs) -> None:
@@ -227,86 +225,90 @@ def draw_norms(axes: Any, runs: Runs) -> None:
         return [fmean(c) for c in zip(*(h for layer in record["norms"] for h in layer[name]), strict=True)]
 
     curves = [(name, "bins", name) for name in ("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")]
-    for i, (name, bins, label) in enumerate([*curves, ("NaLa", "bins_swapped", "NaLa, p swapped")]):
+    for name, bins, label in [*curves, ("NaLa", "bins_swapped", "NaLa, p swapped")]:
         groups = [heads(r, bins) for r in runs[name]]
-        draw_line(axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, i)
+        draw_line(
+            axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, LOOKS[label]
+        )
         if bins == "bins":
             scaled = [
                 [fmean(x for layer in r["norms"] for x in layer["scaled"][j]) for j in range(len(SCALES))]
                 for r in runs[name]
             ]
-            draw_line(axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, i)
-    axes[0].set(title="as trained", xlabel="tokens of a row and head by rising ‖q‖, eighths")
+            draw_line(
+                axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, LOOKS[label]
+            )
+    axes[0].set(title="as trained", xlabel="tokens of a row and head by rising ‖q‖ (eighths)")
     axes[0].set_ylabel("entropy less its mean (nats)")
-    axes[1].set(title="directions and keys kept", xlabel="all ‖q‖ multiplied by (log)")
+    axes[1].set(title="directions and keys kept", xlabel="factor of all ‖q‖ (ratio)")
     axes[1].set_ylabel("entropy less that at factor 1 (nats)")
     ticks = [sign * tick for tick in (0.05, 0.1, 0.5, 1) for sign in (-1, 1)]
+    axes[0].set_xticks(range(1, BINS + 1))
     for panel in axes:  # softmax moves ten times as far as the others
         panel.set_yscale("symlog", linthresh=0.1)
-        panel.set_yticks([0, *ticks], [f"{tick:g}" for tick in (0, *ticks)])
+        panel.set_yticks([0, *ticks], [f"{tick:g}".replace("-", "−") for tick in (0, *ticks)])
         panel.minorticks_off()
-    in_octaves(axes[1].xaxis)
+    log_axis(axes[1].xaxis, SCALES)
 
 
 def draw_signs(axes: Any, runs: Runs) -> None:
-    names = [
-        (name, when, form + (", untrained" if when == "untrained" else ""))
-        for name, form in (("MALA", "as released"), ("MALA, literal", "as printed"))
-        for when in ("signs", "untrained")
-    ]
+    form = {"MALA": "as released", "MALA, literal": "as printed"}
+    names = [(name, when) for name in form for when in ("signs", "untrained")]
     for panel, what in zip(axes, ("negative", "norm"), strict=True):
-        for i, (name, when, label) in enumerate(names):
-            scale = 100 if what == "negative" else 1
+        length = runs["MALA"][0]["settings"]["data"]["seq_len"]
+        panel.axvline(length, **REFERENCE, lw=0.8, label="training length")
+        for name, when in names:
+            scale, untrained = 100 if what == "negative" else 1, ", untrained" if when == "untrained" else ""
             rows = [
                 [scale * fmean(x[what][j] for x in r[when]) for j in range(len(r["rows"]))]
                 for r in runs[name]
             ]
-            draw_line(panel, runs[name][0]["rows"], rows, label, i)
-        length = runs["MALA"][0]["settings"]["data"]["seq_len"]
-        panel.axvline(length, color=GREY, linewidth=0.8, label="training length")
-        panel.set(xlabel="position t of the row (log)")
-        in_octaves(panel.xaxis)
+            draw_line(panel, runs[name][0]["rows"], rows, form[name] + untrained, LOOKS[name + untrained])
+        panel.set(xlabel="position t of the row (tokens)")
+        log_axis(panel.xaxis, runs["MALA"][0]["rows"][::2])
     axes[0].set(ylabel="negative weights of the row (%)", ylim=(0, None))
-    axes[1].set(ylabel="‖w‖₁ of the row (log)", yscale="log")
+    log_axis(axes[1].yaxis)
+    axes[1].set(ylabel="‖w‖₁ of the row (sum of magnitudes)")
 
 
 def draw_gradients(axes: Any, runs: Runs) -> None:
     for layer, panel in enumerate(axes):
-        for i, name in enumerate(("softmax", "1+ELU", "NormAttention", "TransNormer T2")):
+        for name in ("softmax", "1+ELU", "NormAttention", "TransNormer T2"):
             window = runs[name][0]["settings"]["window"]
             found = [r["gradients"][layer] for r in runs[name]]
-            draw_line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, i)
-        panel.set(xlabel="training step", title=f"layer {layer + 1}")
-        panel.set_ylabel("RSD of gradient norms in windows (log)")
-        in_octaves(panel.yaxis)
+            draw_line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, LOOKS[name])
+        panel.set(xlabel="training (steps)", title=f"layer {layer + 1}")
+        panel.set_ylabel("RSD of gradient norms in windows (ratio)")
+        log_axis(panel.yaxis)
 
 
 def draw_local(axes: Any, runs: Runs) -> None:
-    for i, name in enumerate(("softmax", "1+ELU", "NormAttention", "TransNormer T2")):
-        draw_line(axes[0], WINDOWS, [r["checkpoints"][-1]["local"][0] for r in runs[name]], name, i)
+    narrow = [w for w in WINDOWS if w <= 0.5]  # beyond, all scores near 1
+    for name in ("softmax", "1+ELU", "NormAttention", "TransNormer T2"):
+        scores = [r["checkpoints"][-1]["local"][0][: len(narrow)] for r in runs[name]]
+        draw_line(axes[0], narrow, scores, name, LOOKS[name])
         steps = [point["step"] for point in runs[name][0]["checkpoints"]]
         by_run = list(zip(*(local(runs, name, 0, j) for j in range(len(steps))), strict=True))
-        draw_line(axes[1], steps, by_run, name, i)
+        draw_line(axes[1], steps, by_run, name, LOOKS[name])
     T = runs["softmax"][0]["settings"]["data"]["seq_len"]
-    even = [[min(t, math.floor(w * T + 1e-9) + 1) / t for t in range(1, T + 1)] for w in WINDOWS]
-    axes[0].plot(WINDOWS, list(map(fmean, even)), color=GREY, linewidth=1, label="equal weights")
-    axes[0].set(xlabel="window, share of the length", ylabel="locally accumulated score",
-                title="layer 1, trained", ylim=(0, 1.02))  # fmt: skip
-    axes[1].set(
-        xlabel="training step", ylabel="score within a tenth of the length", title="layer 1", ylim=(0, 1.02)
-    )
+    even = [[min(t, math.floor(w * T + 1e-9) + 1) / t for t in range(1, T + 1)] for w in narrow]
+    axes[0].plot(narrow, list(map(fmean, even)), **REFERENCE, label="equal weights")
+    axes[0].set(xlabel="window (share of the length)", title="layer 1, trained")
+    axes[1].set(xlabel="training (steps)", title="layer 1, window of a tenth")
+    for panel in axes:
+        panel.set(ylabel="accumulated score (share)", ylim=(0, 1.02))
 
 
 def draw_speed(axes: Any, runs: Runs) -> None:
     lengths = list(runs["speed"][0]["cpu_seconds"])
     for panel, kind in zip(axes, ("forward", "training"), strict=True):
-        for i, name in enumerate(TIMED[1:], 1):
+        panel.axhline(1, **LOOKS["softmax"] | {"marker": ""}, label="softmax")
+        for name in TIMED[1:]:
             found = list(zip(*(speedups(runs, t, kind, name) for t in lengths), strict=True))
-            draw_line(panel, list(map(int, lengths)), found, name, i)
-        panel.axhline(1, color=COLOURS[0], linewidth=1, label="softmax")
-        in_octaves(panel.xaxis)
-        in_octaves(panel.yaxis)
-        panel.set(xlabel="length T (tokens, log)", ylabel="speed over softmax's (log)",
+            draw_line(panel, list(map(int, lengths)), found, name, LOOKS[name])
+        log_axis(panel.xaxis, map(int, lengths))
+        log_axis(panel.yaxis)
+        panel.set(xlabel="length T (tokens)", ylabel="speed (multiples of softmax's)",
                   title="forward" if kind == "forward" else "forward + backward")  # fmt: skip
 
 
@@ -316,22 +318,24 @@ def draw_newton(axes: Any, runs: Runs) -> None:
             (p["step"], layer[kind]) for r in runs["SOFT"] for p in r["checkpoints"] for layer in p["newton"]
         ]
         for j, measure in enumerate(("inverse", "weighted")):
-            style = look(2 * j + i) | {"linestyle": "", "markersize": 3}
+            style = look(2 * j + i) | {"linestyle": "", "markersize": 3, "zorder": 4 - i}
             label = f"{('‖I − YA‖₂', '‖AYA − A‖/‖A‖')[j]}, {kind}"
             x, y = flat([p["ratio"] for _, p in points]), flat([p[measure] for _, p in points])
             axes[0].plot(x, y, **style)
             steps = sorted({step for step, _ in points})
             worst = [[max(p[measure]) for step, p in points if step == s] for s in steps]
-            draw_line(axes[1], steps, list(zip(*worst, strict=True)), label, 2 * j + i)
+            draw_line(axes[1], steps, list(zip(*worst, strict=True)), label, look(2 * j + i))
     ratio = [10 ** (k / 20) for k in range(20, 121)]
     theory = [max((1 - r**-2) ** (2**20), 1e-16) for r in ratio]
     shown = [(r, t) for r, t in zip(ratio, theory, strict=True) if t > 1e-7]
-    axes[0].plot(*zip(*shown, strict=True), color=GREY, linewidth=1, label="theory, ‖I − YA‖₂")
+    axes[0].plot(*zip(*shown, strict=True), **REFERENCE, label="theory, ‖I − YA‖₂")
     for panel in axes:
-        panel.axhline(1e-2, color="black", linewidth=0.8, linestyle=":", label="bound of the check")
-        panel.set(yscale="log", ylabel="residual after 20 iterations (log)")
-    axes[0].set(xscale="log", xlabel="‖A‖₁/σ_min (log)", title="every matrix")
-    axes[1].set(xlabel="training step", title="worst head, by layer and seed")
+        panel.axhline(1e-2, color=GREY, linewidth=0.8, linestyle=":", label="bound of the check")
+        log_axis(panel.yaxis)
+        panel.set_ylabel("residual after 20 iterations (ratio)")
+    log_axis(axes[0].xaxis)
+    axes[0].set(xlabel="‖A‖₁/σ_min (ratio)", title="every matrix")
+    axes[1].set(xlabel="training (steps)", title="worst head, by layer and seed")
 
 
 def draw_pola(axes: Any, runs: Runs) -> None:
@@ -339,25 +343,20 @@ def draw_pola(axes: Any, runs: Runs) -> None:
              ("PolaFormer", "below_uniform_p1"), ("PolaFormer", "below_uniform"))  # fmt: skip
     names = [name + (", exponents 1" if what.endswith("p1") else "") for name, what in kinds]
     for layer, panel in enumerate(axes):
-        for i, (name, what) in enumerate(kinds):
+        for i, (name, what) in enumerate(reversed(kinds)):  # the first is at the top
             heads = flat([r[what][layer] for r in runs[name]])
-            panel.plot(
-                heads,
-                [i] * len(heads),
-                "o",
-                color=COLOURS[5],
-                markersize=4,
-                label="" if i else "head",
-            )
-            panel.plot(fmean(heads), i, "D", color=COLOURS[1], markersize=6, label="" if i else "mean")
-        panel.set(xlabel="nats below log n: spikier →", title=f"layer {layer + 1}", xlim=(0, None))
-        panel.set_yticks(range(len(names)), names if layer == 0 else [])
-        panel.set_ylim(len(names) - 0.5, -0.5)
+            panel.plot(heads, [i] * len(heads), "o", color=COLOURS[5])
+            panel.plot(fmean(heads), i, "D", color=COLOURS[1], markersize=6)
+        panel.set(
+            xlabel="entropy below log n (nats; right: spikier)", title=f"layer {layer + 1}", xlim=(0, None)
+        )
+        panel.set_yticks(range(len(names)), names[::-1] if layer == 0 else [""] * len(names))
+        panel.set_ylim(-0.5, len(names) - 0.5)
 
 
 # ------------------------------ the pages
 
-SEEDS = "lines: means over {n} seeds; bands: range over seeds"
+SEEDS = "Lines: means over n = {n} seeds ({seeds}). Bands: range over seeds."
 
 
 @dataclass(frozen=True)
@@ -384,7 +383,7 @@ PAGES = {
         "direction and keys kept; the loss so; and the entropy with all norms multiplied. A negative ρ "
         "that survives the swap comes from directions, not from norms.",
         check_norms, draw_norms, ("softmax", "1+ELU", "ReLU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA"),
-        SEEDS + "; heights are linear between −0.1 and 0.1 and logarithmic beyond",
+        SEEDS + " Heights are linear between −0.1 and 0.1 and logarithmic beyond.",
     ),
     "mala": Page(
         "MALA: no negative weights, and a scale that does not depend on the length",
@@ -418,7 +417,8 @@ PAGES = {
         "CPU seconds of one thread, forward and forward with backward, of one row through two layers; the "
         "systems take turns in one process. Softmax attention is torch's fused kernel, the others are torch "
         "operations.",
-        check_speed, draw_speed, ("speed",), "lines: means over {rounds} rounds; bands: range over rounds",
+        check_speed, draw_speed, ("speed",), "Lines: means over n = {rounds} rounds. Bands: range over "
+        "rounds. Weights as drawn with one seed.",
     ),
     "soft": Page(
         "SOFT: 20 Newton iterations invert the landmarks' matrix",
@@ -429,8 +429,8 @@ PAGES = {
         "queries of a row by 4 tokens, as the paper pools them, against ‖A‖₁/σ_min. ‖AYA − A‖/‖A‖ forgives "
         "what is missing in A's smallest directions, ‖I − YA‖₂ does not.",
         check_newton, draw_newton, ("SOFT",),
-        "left: a dot for each layer, matrix, seed and checkpoint; right: lines: means, bands: range, over "
-        "layers and {n} seeds",
+        "Left: a marker for each layer, matrix, seed and checkpoint, as on the right. Right: lines: means, "
+        "bands: range, over layers and n = {n} seeds ({seeds}).",
     ),
     "polaformer": Page(
         "PolaFormer: learnt powers lower the entropy of linear attention",
@@ -439,30 +439,22 @@ PAGES = {
         "Nats below log n, the entropy of equal weights, in the second half of each row, by head; PolaFormer "
         "also with its exponents set to 1 after training.",
         check_pola, draw_pola, ("softmax", "1+ELU", "ReLU", "PolaFormer"),
-        "dots: a head of one of {n} seeds (PolaFormer's have two streams); diamonds: means",
+        "Dots: a head of one of n = {n} seeds ({seeds}); PolaFormer's have two streams. Diamonds: means.",
     ),
 }  # fmt: skip
 
 
-def draw_page(name: str, page: Page, runs: Runs, directory: Path) -> Path:
-    import matplotlib
-    from matplotlib.figure import Figure
+FOUND = dict(zip(VERDICTS, ("Reproduced", "Not reproduced", "Cannot be told"), strict=True))
 
-    first = runs[page.needs[0]][0]["settings"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-        axes = figure.subplots(1, 2)
+
+def draw_page(name: str, page: Page, outcome: str, runs: Runs, directory: Path) -> list[Path]:
+    asked = [r["settings"] for r in runs[page.needs[0]]]
+    seeds = ", ".join(str(settings.get("seed")) for settings in asked)
+    caption = page.shows.format(n=len(asked), rounds=asked[0].get("rounds"), seeds=seeds)
+    file = directory / name
+    with drawing(file, f"{FOUND[outcome]}. {page.title}", caption, 2, height=2.6) as axes:
         page.draw(axes, runs)
-        handles: dict[str, Any] = {}
-        for panel in axes:
-            handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles))
-        )
-        shows = page.shows.format(n=len(runs[page.needs[0]]), rounds=first.get("rounds"))
-        figure.suptitle(shows, x=0.01, ha="left", fontsize=8, color=GREY)
-        figure.savefig(directory / f"{name}.png")
-    return directory / f"{name}.png"
+    return files(file)
 
 
 def words_of(name: str, before: str) -> str:
@@ -505,7 +497,7 @@ def report_claims(directory: Path) -> list[Path]:
         checks = page.check(runs)
         said = page_outcome(checks)
         summary.append([f"[{page.title}](#{name})", f"**{said}**"])
-        written.append(draw_page(name, page, runs, directory))
+        written += draw_page(name, page, said, runs, directory)
         first = runs[page.needs[0]][0]["settings"]
         blocks += [
             f'<a id="{name}"></a>\n\n## {page.title}: {said}',

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,9 @@ from rich.console import Console
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.common.text import duration
+from nalanda.common.text import duration, si
 from nalanda.common.text import size as bytes_text
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.figures import REFERENCE, Look, drawing, files, in_panels, log_axis, look
 from nalanda_eval import recall
 from nalanda_eval.report import markdown_table
 from nalanda_eval.studies.estimate import Gap, document_variance, gap_of, holm, residual, slopes
@@ -399,85 +399,79 @@ def facts(found: dict[str, Record]) -> str:
 # ------------------------------ pictures
 
 
-def draw_gaps(results: Results, file: Path) -> None:
-    """Gaps to the reference against tokens: a panel for each size and mixer."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    study = results.study
-    forms = [name for name in study.forms if name != study.reference]
-    panels = [(size, mixer) for size in study.sizes for mixer in study.mixers]
-    panels = [p for p in panels if any((a.size, a.group) == p for a, _ in results.pairs())]
-    if not panels:
-        return
-    columns = len(study.mixers)
-    rows = math.ceil(len(panels) / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 0.9 + 2.8 * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
-        for a, panel in itertools.zip_longest(axes.flat, panels):
-            if panel is None:
-                a.set_axis_off()
-                continue
-            a.axhline(0, color=GREY, lw=0.8)
-            for i, form in enumerate(forms):
-                size, mixer = panel
-                system, reference = (results.system(size, mixer, x) for x in (form, study.reference))
-                if system and reference:
-                    band(a, study.budgets, results.by_budget(system, reference), i, form)
-            a.set_title(f"{panel[1]}, {panel[0]} parameters")
-            budget_axis(a, study.budgets)
-        for a in axes[:, 0]:
-            a.set_ylabel(f"loss less that of {study.reference} (nats a token)")
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
-        figure.suptitle(
-            f"Below 0: better than {study.reference}. Bars: 95 % intervals, {len(study.seeds)} seeds",
-            fontsize=9, x=0.01, ha="left",
-        )  # fmt: skip
-        figure.savefig(file)
+def looks(study: Study) -> dict[str, Look]:
+    """How each form is drawn in all figures, but the reference, which is at 0."""
+    names = [*study.forms, *(study.calibration.forms if study.calibration else ())]
+    return {name: look(i) for i, name in enumerate(n for n in dict.fromkeys(names) if n != study.reference)}
 
 
-def budget_axis(axes: Any, budgets: Sequence[int]) -> None:
-    """A logarithmic axis of tokens with a mark for each budget."""
-    axes.set(xscale="log", xlabel="training tokens (log)")
-    named = [f"{b / 1e6:.1f} M" if b >= 1e5 else f"{b / 1e3:.0f} K" for b in budgets]
-    axes.set_xticks(budgets, labels=named)
-    axes.set_xticks([], minor=True)
+def draw_gaps(results: Results, file: Path) -> list[Path]:
+    """Gaps to the reference against tokens: a panel for each size, mixer and six forms."""
+    study, pairs = results.study, results.pairs()
+    if not pairs:
+        return []
+    groups, styles = in_panels([name for name in study.forms if name != study.reference])
+    places = [
+        (size, mixer, mine)
+        for size, (_, mine), mixer in itertools.product(study.sizes, groups, study.mixers)
+        if any((a.size, a.group) == (size, mixer) and a.form in mine for a, _ in pairs)
+    ]
+    lowest, reference = min(pairs, key=lambda pair: results.at(*pair).mean)
+    gap = results.at(lowest, reference)
+    title = (
+        f"Lowest gap to {study.reference} at {si(study.budgets[-1])} tokens: {key_of(lowest)}, {gap.text()}"
+    )
+    with drawing(file, f"{title} nats", explained(study), len(places), columns=len(study.mixers),
+                 sharey="row") as panels:  # fmt: skip
+        for axes, (size, mixer, mine) in zip(panels, places, strict=True):
+            gaps = {
+                a.form: results.by_budget(a, b)
+                for form in mine
+                for a, b in pairs
+                if (a.size, a.group, a.form) == (size, mixer, form)
+            }
+            gap_lines(axes, study, gaps, styles if len(groups) > 1 else looks(study))
+            axes.set_title(f"{mixer}, {size} parameters")
+    return files(file)
 
 
-def band(axes: Any, x: Sequence[float], gaps: Iterable[Gap], i: int, label: str) -> None:
-    """A line of gaps with bars for their intervals, beside those of other i."""
-    gaps = list(gaps)
-    look = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i % 7], "capsize": 2}
-    shifted = [value * 1.03 ** (i - 2) for value in x]
-    axes.errorbar(shifted, [g.mean for g in gaps], [g.half for g in gaps], label=label, lw=1.3, **look)
+def gap_lines(axes: Any, study: Study, gaps: dict[str, list[Gap]], styles: dict[str, Look]) -> None:
+    """Gaps by budget with bars for their intervals, the systems a little beside one another."""
+    axes.axhline(0, **REFERENCE, lw=0.8, label=study.reference)
+    for i, (name, mine) in enumerate(gaps.items()):
+        beside = [budget * 1.03 ** (i - (len(gaps) - 1) / 2) for budget in study.budgets]
+        axes.errorbar(beside, [g.mean for g in mine], [g.half for g in mine], **styles[name], label=name)
+    log_axis(axes.xaxis, study.budgets, si)
+    axes.set(xlabel="training (tokens)", ylabel=f"loss less that of {study.reference}\n(nats a token)")
 
 
-def draw_calibration(results: Results, file: Path) -> None:
+def explained(study: Study) -> str:
+    seeds = ", ".join(map(str, study.seeds))
+    return (
+        f"Lines: means over n = {len(study.seeds)} seeds ({seeds}) of validation losses, each less that of "
+        f"{study.reference} with the same seed. Below 0: better. Bars: 95 % intervals."
+    )
+
+
+def draw_calibration(results: Results, file: Path) -> list[Path]:
     """Gaps of the calibration against tokens, and the published ones as lines."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    calibration, first = results.study.calibration, next(iter(results.study.sizes))
-    reference = results.system(first, CALIBRATION, results.study.reference)
-    if calibration is None or reference is None:
-        return
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.4, 3.4), layout="constrained")
-        a = figure.subplots()
-        a.axhline(0, color=GREY, lw=0.8)
-        for i, (name, published) in enumerate(calibration.published.items()):
-            system = results.system(first, CALIBRATION, name)
-            if system is None:
-                continue
-            band(a, results.study.budgets, results.by_budget(system, reference), i, name)
-            a.axhline(published, color=COLOURS[i], lw=1, ls=":")
-        budget_axis(a, results.study.budgets)
-        a.set_ylabel(f"loss less that of {results.study.reference} (nats)")
-        a.set_title("Bars: 95 % intervals. Dotted: the published gaps", fontsize=9)
-        a.legend()
-        figure.savefig(file)
+    study, first = results.study, next(iter(results.study.sizes))
+    reference = results.system(first, CALIBRATION, study.reference)
+    if study.calibration is None or reference is None:
+        return []
+    styles, published = looks(study), study.calibration.published
+    systems = {name: results.system(first, CALIBRATION, name) for name in published}
+    good = [si(tokens) for tokens, reproduced in (calibrated(results) or {}).items() if reproduced]
+    at = f"at {', '.join(good)} tokens" if good else "at no budget"
+    title = f"The published gaps to {study.reference} are reproduced {at}"
+    caption = f"{explained(study)} Horizontal lines: published gaps. {study.calibration.source}."
+    with drawing(file, title, caption, height=2.8) as [axes]:
+        gaps = {name: results.by_budget(system, reference) for name, system in systems.items() if system}
+        gap_lines(axes, study, gaps, styles)
+        for name in gaps:
+            plain = {"marker": "", "lw": 1, "label": f"{name}, published"}
+            axes.axhline(published[name], **styles[name] | plain)
+    return files(file)
 
 
 # ------------------------------ the command
@@ -499,11 +493,10 @@ def report(directory: Path) -> list[Path]:
         )
     results, pictures = Results(study, lm, found), []
     for name, draw in (("gaps", draw_gaps), ("calibration", draw_calibration)):
-        file = directory / f"{name}.png"
-        file.unlink(missing_ok=True)
-        draw(results, file)
-        pictures += [file] if file.exists() else []
-    drawn = {file.stem: f"![{file.stem}]({file.name})" for file in pictures}
+        for old in files(directory / name):
+            old.unlink(missing_ok=True)
+        pictures += draw(results, directory / name)
+    drawn = {file.stem: f"![{file.stem}]({file.name})" for file in pictures if file.suffix == ".png"}
     file = directory / "RESULTS.md"
     lines = verdicts(results)
     blocks = [

@@ -22,7 +22,7 @@ from torch import Tensor
 from nalanda.common.errors import output_file
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
-from nalanda.report.plot import COLOURS, GREY, LINES, MARKERS, STYLE
+from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 512, 4, 128, 1536, 4096
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -94,8 +94,7 @@ def bench_decode(
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     if picture is not None:
-        draw_decode(rows, picture)
-        console.print(f"picture: {picture}", soft_wrap=True)
+        console.print(f"picture: {', '.join(map(str, draw_decode(figures, picture)))}", soft_wrap=True)
     return figures
 
 
@@ -215,24 +214,28 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
 
 
-def draw_decode(rows: list[dict], png: str | Path) -> None:
-    """Draws milliseconds per token against the context, one line per model."""
-    from matplotlib import rc_context, ticker
-    from matplotlib.figure import Figure
-
-    looks = [*zip(COLOURS[:4], MARKERS, LINES, strict=False), (GREY, "", "-")]
-    models = dict.fromkeys(row["model"] for row in rows)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for name, (colour, marker, line) in zip(models, looks, strict=True):
-            points = [(row["context"], row["ms"]) for row in rows if row["model"] == name]
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=name)
-        axes.set(title=f"Decoding on a CPU: {LAYERS} layers × {WIDTH}, batch 1, fp32")
-        axes.set(xlabel="context (tokens)", ylabel="ms per token", xscale="log", yscale="log")
-        axes.set_xticks(CONTEXTS, [f"{n // 1024} k" for n in CONTEXTS])
-        axes.minorticks_off()
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        figure.legend(loc="outside right upper")
-        figure.savefig(png)
+def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
+    """Draws milliseconds a token against the context, a line for each model."""
+    rows, rounds = figures["rows"], figures["rounds"]
+    models, contexts = (sorted({row[name] for row in rows}, key=[row[name] for row in rows].index)
+                        for name in ("model", "context"))  # fmt: skip
+    at_end = {row["model"]: row["ms"] for row in rows if row["context"] == contexts[-1]}
+    least = min((name for name in at_end if name != FLOOR), key=lambda name: at_end[name])
+    end, best = f"{contexts[-1] // 1024} k tokens", f"{least}, {at_end[least]:.1f} ms a token"
+    shape, many = figures["shape"], max(1, rounds // SOFTMAX_INTERVAL)
+    caption = (
+        f"Markers: medians over n = {rounds} rounds (softmax: {many}); bars: down to the fastest. Batch 1, "
+        f"fp32, {figures['threads']} threads; {shape['layers']} layers × {shape['width']}, random weights of "
+        "one seed (0)."
+    )
+    with drawing(file, f"Fastest decoding behind {end} on a CPU: {best}", caption, height=3) as [axes]:
+        for i, name in enumerate(models):
+            mine = [row for row in rows if row["model"] == name]
+            ms = [row["ms"] for row in mine]
+            bars = [row["ms"] - row["fastest_ms"] for row in mine]
+            style = REFERENCE if name == FLOOR else look(i)
+            axes.errorbar([row["context"] for row in mine], ms, [bars, [0] * len(ms)], **style, label=name)
+        log_axis(axes.xaxis, contexts, lambda n: f"{n / 1024:g} k")
+        log_axis(axes.yaxis)
+        axes.set(xlabel="context (tokens)", ylabel="time (ms a token)")
+    return files(file)

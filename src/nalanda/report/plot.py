@@ -1,4 +1,4 @@
-"""Plots loss curves, and holds the palette and style of all pictures."""
+"""Draws loss curves."""
 
 import json
 import math
@@ -8,20 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.text import si
 from nalanda.config.load import differences
+from nalanda.report.figures import drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import read_lines, read_recipe
-
-# Okabe and Ito's palette, for colour-blind readers; lines and markers differ too, for prints in grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
-MARKERS = "os^DvPX"
-GREY = "#666666"
-STYLE = {
-    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 4.5,
-    "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
-}  # fmt: skip
 
 X = Literal["tokens", "steps", "hours"]
 Point = tuple[float, float, float, float]
@@ -102,9 +92,9 @@ def labels(curves: Sequence[Curve]) -> list[str]:
 
 
 def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smooth: bool = True) -> Path:
-    """Draws the losses of runs into one picture and returns its path, `png`.
+    """Draws the losses of runs into a figure and its PDF, and returns the path of the PNG.
 
-    Training losses are lines, smoothed over the raw values. Validation losses are dots. Skipped steps and
+    Training losses are lines, running means over the raw values. Validation losses are markers. Skips and
     rollbacks are marked.
 
     x: tokens, steps, or hours of training (without validation and saving).
@@ -112,62 +102,71 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     Raises:
         InputError: no run is named, or one has nothing to draw.
     """
-    from matplotlib import rc_context, ticker
-    from matplotlib.figure import Figure
-
     curves = [curve(folder) for folder in folders]
     if not curves:
         raise InputError("name at least one run to draw")
-    png = output_file(png, "--output")
+    png, names = output_file(png, "--output"), labels(curves)
     alone, axis = len(curves) == 1, {"steps": 0, "tokens": 1, "hours": 2}[x]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axes = figure.subplots()
-        marked = set()
-        for i, (c, label) in enumerate(zip(curves, labels(curves), strict=True)):
-            look: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": LINES[i // 7 % 7]}
-            xs, losses = [point[axis] for point in c.train], [point[3] for point in c.train]
-            drawn = smoothed(losses) if smooth else losses
+    groups, looks = in_panels(range(len(curves)))
+    losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
+    # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
+    steep = losses and max(losses) > 2 * min(losses) > 0
+    height = 2.8 if len(groups) == 1 else 2.2
+    with drawing(png, _title(curves, names), _caption(curves, smooth), len(groups), height=height,
+                 sharey=True) as panels:  # fmt: skip
+        for axes, i in [(axes, i) for axes, (_, mine) in zip(panels, groups, strict=True) for i in mine]:
+            c, style = curves[i], looks[i]
+            line, dots = style | {"marker": ""}, style | {"linestyle": "", "marker": style["marker"] or "o"}
+            xs, raw = [point[axis] for point in c.train], [point[3] for point in c.train]
+            drawn = smoothed(raw) if smooth else raw
             if smooth:
-                axes.plot(xs, losses, color=look["color"], alpha=0.35 if alone else 0.18, linewidth=0.8)
-            axes.plot(xs, drawn, **look, label="training" if alone else label)
+                axes.plot(xs, raw, color=line["color"], alpha=0.35 if alone else 0.18, linewidth=0.6)
+            axes.plot(xs, drawn, **line, label="training" if alone else names[i])
             if c.validation:
-                vx, vy = [point[axis] for point in c.validation], [point[3] for point in c.validation]
-                bits = f", {c.bits_per_byte:.3f} bits per byte" if c.bits_per_byte is not None else ""
-                end = f"validation, final {vy[-1]:.3f} (perplexity {math.exp(min(vy[-1], 700)):.4g}{bits})"
-                dots: dict[str, Any] = {"color": COLOURS[1], "label": end, "linewidth": 1.2}
-                if not alone:
-                    dots = {"linestyle": "", "markeredgecolor": "white", "color": look["color"]}
-                axes.plot(vx, vy, marker="o", zorder=3, **dots)
-            steps = [point[0] for point in c.train]
+                ends = look(1) | {"label": "validation"} if alone else dots | {"markeredgecolor": "white"}
+                axes.plot([p[axis] for p in c.validation], [p[3] for p in c.validation], **ends, zorder=3)
             for step, kind in c.events:
-                if kind in ("skipped", "rollback"):
-                    place, height = _between(step, steps, xs), _between(step, steps, drawn)
-                    mark = {"skipped": "x", "rollback": "v"}[kind]
-                    edge = {"markeredgecolor": look["color"] if kind == "skipped" else "white"}
-                    axes.plot([place], [height], mark, color=look["color"], markersize=9, zorder=4, **edge)
-                    marked.add((kind, mark))
-        if not alone and any(c.validation for c in curves):
-            axes.plot([], [], "o", color=GREY, label="validation")
-        for kind, mark in sorted(marked):
-            label = "skipped step" if kind == "skipped" else kind
-            axes.plot([], [], mark, color=GREY, markersize=7, label=label)
+                if kind in MARKS:
+                    steps = [point[0] for point in c.train]
+                    place, level = _between(step, steps, xs), _between(step, steps, drawn)
+                    axes.plot([place], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4)
+        for axes in panels:
+            if steep:
+                log_axis(axes.yaxis)
+            axes.set(xlabel="training (hours)" if x == "hours" else f"training ({x})", xlim=(0, None))
+            axes.set_ylabel("loss (nats a token)")
+            if x == "tokens":
+                axes.xaxis.set_major_formatter(lambda number, _: si(number))
+    return files(png)[0]
 
-        losses = [point[3] for c in curves for point in c.train if math.isfinite(point[3])]
-        # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
-        if losses and max(losses) > 2 * min(losses) > 0:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-        if x == "tokens":
-            axes.xaxis.set_major_formatter(ticker.FuncFormatter(_count))
-        axes.set(xlabel="hours of training" if x == "hours" else x, ylabel="loss (nats per token)")
-        axes.set(title=curves[0].name if alone else f"{len(curves)} runs")
-        axes.set_xlim(left=0)
-        axes.legend(loc="upper right", fontsize=9 if len(curves) < 6 else 7)
-        figure.savefig(png)
-    return png
+
+MARKS = {"skipped": "x", "rollback": "v"}
+
+
+def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
+    """The last validation loss, or the lowest of several."""
+    ends = [(c.validation[-1][3], i) for i, c in enumerate(curves) if c.validation]
+    ends = [end for end in ends if math.isfinite(end[0])]
+    if len(ends) < len(curves):
+        return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
+    loss, i = min(ends)
+    if len(curves) > 1:
+        return f"Lowest last validation loss: {names[i]}, {loss:.3f} nats a token"
+    bits = f", {curves[i].bits_per_byte:.3f} bits a byte" if curves[i].bits_per_byte is not None else ""
+    return f"{curves[i].name}: validation loss {loss:.3f} (perplexity {math.exp(min(loss, 700)):.4g}{bits})"
+
+
+def _caption(curves: Sequence[Curve], smooth: bool) -> str:
+    means = "running means of the training loss, over the logged values (pale)"
+    parts = [f"Lines: {means if smooth else 'training loss as logged'}."]
+    if any(c.validation for c in curves):
+        parts.append(f"{'Markers' if len(curves) > 1 else 'Squares'}: validation.")
+    found = {kind for c in curves for _, kind in c.events}
+    parts += [f"{sign}: {what}." for kind, sign, what in (("skipped", "×", "skipped step"),
+              ("rollback", "▼", "rollback")) if kind in found]  # fmt: skip
+    seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
+    many = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
+    return " ".join([*parts, f"{many}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
 
 
 def _value(config: dict, key: str) -> Any:
@@ -211,12 +210,3 @@ def smoothed(values: Sequence[float], half: int | None = None) -> list[float]:
         window = values[i - min(half, i) : i + min(half, i) + 1]
         means.append(math.fsum(window) / len(window))
     return means
-
-
-def _count(number: float, place: int | None = None) -> str:
-    """A token count as `500 M` or `1.5 B`."""
-    for unit in ("", " K", " M", " B"):
-        if number < 1000:
-            return f"{number:g}{unit}"
-        number /= 1000
-    return f"{number:g} T"

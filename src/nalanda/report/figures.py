@@ -1,0 +1,183 @@
+"""The style of all figures: palette, panels, names at the ends of lines, caption, PNG and PDF."""
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+# Okabe and Ito's palette, for colour-blind readers; lines and markers differ too, for prints in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
+MARKERS = "os^DvPX"
+GREY = "#666666"
+STYLE = {
+    "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "figure.titlesize": 9, "figure.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.3, "lines.markersize": 4,
+    "errorbar.capsize": 2, "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
+}  # fmt: skip
+COLUMN, PAGE = 3.4, 7.0
+"""Widths of one and two columns of a paper, in inches."""
+MOST = 6
+"""Series of a panel."""
+Look = dict[str, Any]
+
+
+def look(i: int) -> Look:
+    """Colour, dash and marker of series i; 49 differ."""
+    other = (i + i // 7) % 7
+    return {"color": COLOURS[i % 7], "linestyle": LINES[other], "marker": MARKERS[other]}
+
+
+REFERENCE: Look = {"color": GREY, "linestyle": "-", "marker": ""}
+
+
+def in_panels(
+    names: Sequence[Any], reference: Any = None, kind: Callable[[Any], str] = lambda name: ""
+) -> tuple[list[tuple[str, list[Any]]], dict[Any, Look]]:
+    """Titles and names of panels of at most `MOST` series, and how each name is drawn in all of them.
+
+    More than `MOST` names are put together by `kind`, and the reference, by default the first, is repeated
+    in grey in every panel.
+    """
+    if len(names) <= MOST:
+        return [("", list(names))], {name: look(i) for i, name in enumerate(names)}
+    reference = names[0] if reference is None else reference
+    kinds: dict[str, list] = {}
+    for name in names:
+        if name != reference:
+            kinds.setdefault(kind(name), []).append(name)
+    single = [mine[0] for mine in kinds.values() if len(mine) == 1]
+    many = {title: mine for title, mine in kinds.items() if len(mine) > 1} | ({"": single} if single else {})
+    step, panels, looks = MOST - 1, [], {reference: REFERENCE}
+    for title, mine in many.items():
+        for start in range(0, len(mine), step):
+            part = mine[start : start + step]
+            panels.append((title, [reference, *part]))
+            looks |= {name: look(i) for i, name in enumerate(part)}
+    return panels, looks
+
+
+def log_axis(
+    axis: Any, ticks: Iterable[float] | None = None, write: Callable[[float], str] | None = None
+) -> None:
+    """Makes an axis, which has its data, logarithmic, with plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+    low, high = axis.get_view_interval()
+    span = math.log10(high / low)
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if span < 1 else (1, 2, 5) if span < 3 else (1,)
+    axis.set_major_locator(LogLocator(subs=subs) if ticks is None else FixedLocator(list(ticks)))
+    axis.set_major_formatter(FuncFormatter(lambda number, _: (write or _plain)(number)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _plain(number: float) -> str:
+    """`0.001`, `1000`, `10⁻⁵`."""
+    if 1e-4 < number < 1e6:
+        return f"{number:g}"
+    digits, exponent = f"{number:e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if float(digits) == 1 else f"{float(digits):g}·{power}"
+
+
+def files(file: Path) -> list[Path]:
+    """What `drawing` writes for `file`, which may have one of these suffixes."""
+    stem = file.name.removesuffix(".png").removesuffix(".pdf")
+    return [file.with_name(f"{stem}.{suffix}") for suffix in ("png", "pdf")]
+
+
+@contextmanager
+def drawing(
+    file: Path, title: str, caption: str, panels: int = 1, *, columns: int = 2,
+    width: float = PAGE, height: float = 2.0, **share: Any,
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Panels (matplotlib axes) to draw into; then the figure is finished and written to `files(file)`.
+
+    Lines with a label get it at their end: in every panel of at most two columns, else in the rightmost that
+    has the line. The same panels give the same bytes.
+
+    Args:
+        title: what is seen. caption: what lines, bars and bands mean, n and seeds.
+        columns: of panels. width, height: of the figure and of a row of panels, in inches.
+        share: `sharex`, `sharey` of `Figure.subplots`; of shared y axes only the first names the unit.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = min(columns, panels)
+    rows = math.ceil(panels / columns)
+    letters = int(72 * width / 4.2)  # of 8 points
+    caption, title = textwrap.fill(caption, letters), textwrap.fill(title, int(0.7 * letters))
+    lines = caption.count("\n") + 1.2 * title.count("\n") + 3
+    with rc_context(STYLE):
+        figure = Figure((width, rows * height + lines * 0.14), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+        for unused in axes[panels:]:
+            unused.remove()
+        yield axes[:panels]
+        figure.suptitle(title, x=0.01, ha="left")
+        figure.supxlabel(caption, x=0.01, ha="left", size=8, color=GREY)
+        named: set[tuple[int, str]] = set()
+        for i, panel in reversed(list(enumerate(axes[:panels]))):
+            if share.get("sharey") and i % columns:
+                panel.set_ylabel("")
+            named |= _name_lines(panel, i // columns, named if columns > 2 else set())
+        for _ in range(2):  # names that stand higher than the panel make it lower
+            figure.get_layout_engine().execute(figure)
+            for panel in axes[:panels]:
+                _spread(panel)
+        figure.set_layout_engine("none")
+        for path in files(file):
+            nothing = ("Software",) if path.suffix == ".png" else ("CreationDate", "Creator", "Producer")
+            figure.savefig(path, metadata=dict.fromkeys(nothing))
+
+
+def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """Writes the names of a panel's lines beside it, at the height of their ends; `named` are known."""
+    import numpy as np
+    from matplotlib.colors import to_rgb
+
+    found = set()
+    for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+        line = handle[0] if isinstance(handle, tuple) else handle  # an errorbar is a tuple
+        place = line.get_transform() - panel.transAxes
+        points = place.transform(np.asarray(line.get_xydata(), float))
+        points = points[np.isfinite(points).all(1)]
+        if (row, name) in named or not len(points):
+            continue
+        found.add((row, name))
+        text = textwrap.fill(re.sub(r"(?<=\S)\(", " (", name), 24)
+        end = points[-1].clip(0, 1)
+        panel.annotate(
+            text, end, (1.05, end[1]), xycoords="axes fraction", textcoords="axes fraction", va="center",
+            color=[0.75 * part for part in to_rgb(line.get_color())],  # its yellow is too light for letters
+            linespacing=1, annotation_clip=False, gid="name",
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "lw": 0.5, "alpha": 0.6, "shrinkA": 1,
+                        "shrinkB": 2, "relpos": (0, 0.5)},
+        )  # fmt: skip
+    return found
+
+
+def _spread(panel: Any) -> None:
+    """Moves a panel's names apart, as little as their order and heights allow."""
+    from matplotlib.text import Text
+
+    texts = sorted((t for t in panel.texts if t.get_gid() == "name"), key=lambda text: text.xy[1])
+    sizes = [
+        1.1 * Text.get_window_extent(text).height / panel.bbox.height for text in texts
+    ]  # without the stroke
+    below = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]  # of a stack of all, from 0
+    free, n = [text.xy[1] - b for text, b in zip(texts, below, strict=True)], len(texts)
+    room = 1 - sum(sizes)
+    for i, text in enumerate(texts):  # isotonic regression
+        lift = max(min(fmean(free[j : k + 1]) for k in range(i, n)) for j in range(i + 1))
+        lift = min(max(lift, min(0, room / 2)), max(room, room / 2))
+        text.set_y(lift + below[i])
