@@ -39,7 +39,7 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
-from nalanda.report.figures import GREY, REFERENCE, drawing, files, in_panels, log_axis
+from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.log import versions
 
 AT_ONCE = 4096
@@ -456,7 +456,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
                 left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
                 gain, error = 100 * np.expm1(values("difference")), 100 * values("difference_stderr")
                 right.errorbar(x, gain, error, **style, label=names[i])
-            right.axhline(0, **REFERENCE, lw=0.8, label="windows")
+            right.axhline(0, color=GREY, linestyle=":", label="windows")
             for axes in (left, right):
                 for window in windows:
                     axes.axvline(window, color=GREY, linestyle="--", linewidth=0.8)

@@ -25,7 +25,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         return drawing(directory / name, title, caption, panels, height=height, **options)
 
     def by_layer(axes: Any, what: str) -> None:
-        axes.set(xlabel="layer (number)", ylabel=what, xlim=(-0.5, len(layers) - 0.5), ylim=(0, None))
+        axes.set(xlabel="layer (number)", ylabel=what, ylim=(0, None))
         axes.locator_params("x", integer=True)
 
     def draw_heads(name: str, metric: str, quantity: str, unit: str, scale: float = 1) -> None:
@@ -46,7 +46,9 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         points: dict[str, list[tuple[int, float]]] = {}
         for layer in layers:
             for part, value in layer[section].items():
-                points.setdefault(part.replace("_", " "), []).append((layer["layer"], value))
+                points.setdefault(part.replace("_", " ") if section == "gradients" else part, []).append(
+                    (layer["layer"], value)
+                )
         groups, looks = in_panels(list(points))
         value, layer, part = max((y, x, part) for part, mine in points.items() for x, y in mine)
         title = f"{quantity}: largest for {part} of layer {layer}, {value:.3g}"
@@ -93,7 +95,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
             axes.set(xlim=(0, None), ylim=(0, 1.02))
     draw_names("effective_rank_projections", "projections", "Effective rank of matrices", "dimensions",
                f"n = 1 matrix each, {one}.")  # fmt: skip
-    draw_names("gradient_relative_std", "gradients", "Spread of gradient norms", "standard deviation/mean",
+    draw_names("gradient_relative_std", "gradients", "Spread of gradient norms", "std/mean",
                f"Over n = {result['gradient_batches']} rows as batches, {one}.")  # fmt: skip
     return written
 

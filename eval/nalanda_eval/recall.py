@@ -34,7 +34,7 @@ from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
 from nalanda.model.options import check_names, check_types
-from nalanda.report.figures import GREY, REFERENCE, drawing, files, in_panels, log_axis
+from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.report import markdown_table
@@ -566,7 +566,9 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                         y, bar = (scaled(task, row[part]) for part in ("scores", "spreads"))
                         a.errorbar(places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"])
                     if reference := mine[0].get("reference"):
-                        a.plot(places, scaled(task, reference), **REFERENCE, label="least squares")
+                        a.plot(
+                            places, scaled(task, reference), color=GREY, linestyle="--", label="least squares"
+                        )
                     a.set_title(f"{kind}, equal {match}".removeprefix(", "))
                     a.set_xticks(places, map(case_name, task.cases))
                     a.set_xlabel(axis)

@@ -192,6 +192,8 @@ def check(figure: Figure) -> None:
     for axes in figure.axes:
         for low, high in (axes.get_xlim(), axes.get_ylim()):
             assert low < high
+        box = axes.yaxis.label.get_window_extent()
+        assert not axes.get_ylabel() or 0 <= box.y0 < box.y1 <= figure._suptitle.get_window_extent().y0
         words = [label.get_text() for label in axes.get_yticklabels()]
         first = axes.get_subplotspec().is_first_col()
         assert re.search(r"\(.+\)$", axes.get_xlabel())

@@ -145,6 +145,7 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
     import numpy as np
     from matplotlib.colors import to_rgb
 
+    panel.get_xlim(), panel.get_ylim()  # the transforms do not fit new data to the panel themselves
     found = set()
     for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
         line = handle[0] if isinstance(handle, tuple) else handle  # an errorbar is a tuple
