@@ -429,7 +429,7 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
     lowest = _cell(models[best]["one_pass"]["perplexity"])
     title = (
-        f"Perplexity on {result['text']}: " + ("lowest of " * (len(models) > 1)) + f"{names[best]}, {lowest}"
+        f"Perplexity on {result['text']}: " + ("lowest for " * (len(models) > 1)) + f"{names[best]}, {lowest}"
     )
     rows = sorted({point["rows"] for model in models for point in model["curve"]})
     caption = (

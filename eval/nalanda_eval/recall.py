@@ -595,8 +595,8 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                         a.errorbar(x, y, bar, clip_on=False, **style, label=name)
                     a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
                     a.margins(x=0.1)
-                    log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
                     finish(a, task)
+                    log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
     return written
 
 

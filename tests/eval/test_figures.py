@@ -198,7 +198,9 @@ def check(figure: Figure) -> None:
         first = axes.get_subplotspec().is_first_col()
         assert re.search(r"\(.+\)$", axes.get_xlabel())
         assert (
-            re.search(r"\(.+\)$", axes.get_ylabel()) or not first or any(re.search("[a-z]", w) for w in words)
+            re.search(r"(?s)\(.+\)$", axes.get_ylabel())
+            or not first
+            or any(re.search("[a-z]", w) for w in words)
         )
         handles, _ = axes.get_legend_handles_labels()
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]

@@ -442,7 +442,7 @@ def gap_lines(axes: Any, study: Study, gaps: dict[str, list[Gap]], styles: dict[
         beside = [budget * 1.03 ** (i - (len(gaps) - 1) / 2) for budget in study.budgets]
         axes.errorbar(beside, [g.mean for g in mine], [g.half for g in mine], **styles[name], label=name)
     log_axis(axes.xaxis, study.budgets, si)
-    axes.set(xlabel="training (tokens)", ylabel=f"loss less that of {study.reference}\n(nats a token)")
+    axes.set(xlabel="training (tokens)", ylabel=f"loss less that of {study.reference} (nats a token)")
 
 
 def explained(study: Study) -> str:

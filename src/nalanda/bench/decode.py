@@ -222,13 +222,13 @@ def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
     at_end = {row["model"]: row["ms"] for row in rows if row["context"] == contexts[-1]}
     least = min((name for name in at_end if name != FLOOR), key=lambda name: at_end[name])
     end, best = f"{contexts[-1] // 1024} k tokens", f"{least}, {at_end[least]:.1f} ms a token"
-    shape, many = figures["shape"], max(1, rounds // SOFTMAX_INTERVAL)
+    shape, many = figures["shape"], -(-rounds // SOFTMAX_INTERVAL)
     caption = (
         f"Markers: medians over n = {rounds} rounds (softmax: {many}); bars: down to the fastest. Batch 1, "
         f"fp32, {figures['threads']} threads; {shape['layers']} layers × {shape['width']}, random weights of "
         "one seed (0)."
     )
-    with drawing(file, f"Fastest decoding behind {end} on a CPU: {best}", caption, height=3) as [axes]:
+    with drawing(file, f"Lowest median behind {end} on a CPU: {best}", caption, height=3) as [axes]:
         for i, name in enumerate(models):
             mine = [row for row in rows if row["model"] == name]
             ms = [row["ms"] for row in mine]

@@ -127,11 +127,12 @@ def drawing(
         figure.supxlabel(caption, x=0.01, ha="left", size=8, color=GREY)
         named: set[tuple[int, str]] = set()
         for i, panel in reversed(list(enumerate(axes[:panels]))):
-            if share.get("sharey") and i % columns:
-                panel.set_ylabel("")
+            what = "" if share.get("sharey") and i % columns else panel.get_ylabel()
+            panel.set_ylabel(textwrap.fill(what, int(17.5 * (height - 0.3))))
             named |= _name_lines(panel, i // columns, named if columns > 2 else set())
+        layout: Any = figure.get_layout_engine()
         for _ in range(2):  # names that stand higher than the panel make it lower
-            figure.get_layout_engine().execute(figure)
+            layout.execute(figure)
             for panel in axes[:panels]:
                 _spread(panel)
         figure.set_layout_engine("none")
