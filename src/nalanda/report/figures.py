@@ -71,6 +71,9 @@ def log_axis(
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     low, high = axis.get_view_interval()
+    if high < 1.01 * low:  # a single place, but for rounding
+        low, high = low / 2, high * 2
+        getattr(axis.axes, f"set_{axis.axis_name}lim")(low, high)
     span = math.log10(high / low)
     subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if span < 1 else (1, 2, 5) if span < 3 else (1,)
     axis.set_major_locator(LogLocator(subs=subs) if ticks is None else FixedLocator(list(ticks)))
