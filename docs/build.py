@@ -1,0 +1,126 @@
+"""Builds the pages into `site/`: `make docs`. A broken link or anchor, or any warning, fails the build.
+
+The site is a copy of the repository's pages in their places, so that a link holds on GitHub and in the site
+alike. What is copied: the pages of `zensical.toml`, and all that links of copied pages point at.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.inlinepatterns import InlineProcessor
+
+ROOT = Path(__file__).parents[1]
+PICTURES = {".png", ".svg"}
+CODE_OR_LINK = re.compile(
+    r"^(?P<fence>`{3,}).*?^(?P=fence)[ \t]*$|`[^`\n]*`|\]\((?![a-z]+:)(?P<link>[^)\s]+)\)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class MathML(Extension):
+    """`$…$` and `$$…$$` as MathML, which browsers show without a script."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        # After code (190) and before escapes (180), emphasis and links.
+        md.inlinePatterns.register(_Formula(r"(\$\$)([^$]+)\$\$|\$(?!\s)([^$]+)(?<!\s)\$(?!\d)", md), "formula", 185)
+
+
+class _Formula(InlineProcessor):
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:  # type: ignore[override]
+        html = convert(m[2] or m[3], display="block" if m[1] else "inline")
+        return self.md.htmlStash.store(html), m.start(), m.end()
+
+
+def relinked(text: str, change: Callable[[str], str]) -> str:
+    """A page with `change` applied to its links to other files and to anchors; links in code stay."""
+    return CODE_OR_LINK.sub(lambda m: f"]({change(m['link'])})" if m["link"] else m[0], text)
+
+
+def reached(page: Path, link: str) -> Path:
+    """The file that a link of a page points at; the README of a folder."""
+    found = page.parent / link.partition("#")[0] if link[0] != "#" else page
+    return Path(os.path.normpath(found / "README.md" if found.is_dir() else found))
+
+
+def pages_of(nav: Any) -> list[str]:
+    """The pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in nav for page in pages_of(part if isinstance(nav, list) else nav[part])]
+
+
+def stage(root: Path, pages: list[str], to: Path) -> None:
+    """Copies the pages, and all that their links reach, from `root` into `to`.
+
+    A file that is neither a page nor a picture becomes a page with its text. Raises ValueError for a link to
+    a file that is not there.
+    """
+    waiting, seen = [root / page for page in pages], set()
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        copy = to / file.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix in PICTURES:
+            shutil.copyfile(file, copy)
+        elif file.suffix != ".md":
+            name, text = file.relative_to(root), file.read_text(encoding="utf-8")
+            copy.with_name(f"{file.name}.md").write_text(
+                f"# `{name}`\n\n````{file.suffix[1:]}\n{text}\n````\n"
+            )
+        else:
+
+            def place(link: str, page: Path = file) -> str:
+                target = reached(page, link)
+                if not target.is_file():
+                    raise ValueError(f"{page.relative_to(root)}: nothing is at {link}")
+                waiting.append(target)
+                if link[0] == "#":
+                    return link
+                end = "" if target.suffix in {".md", *PICTURES} else ".md"
+                anchor = link[link.find("#") :] if "#" in link else ""
+                return os.path.relpath(target, page.parent) + end + anchor
+
+            copy.write_text(relinked(file.read_text(encoding="utf-8"), place), encoding="utf-8")
+
+
+def build(site: Path) -> None:
+    """Builds the site into a folder. Raises ValueError with the messages of a build that is not clean."""
+    config = ROOT / "zensical.toml"
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        stage(ROOT, pages_of(tomllib.loads(config.read_text())["project"]["nav"]), work / "pages")
+        shutil.copyfile(ROOT / "docs" / "site.css", work / "pages" / "docs" / "site.css")
+        shutil.copyfile(config, work / config.name)
+        for code in ("src", "kernels", "eval"):
+            (work / code).symlink_to(ROOT / code)
+        done = subprocess.run(
+            [sys.executable, "-m", "zensical", "build", "--strict"],
+            cwd=work,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "docs"), "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode or "arning" in done.stdout:
+            raise ValueError(done.stdout)
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.move(work / "site", site)
+        print(done.stdout)
+
+
+if __name__ == "__main__":
+    build(ROOT / "site")
