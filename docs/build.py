@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
@@ -32,14 +33,27 @@ class MathML(Extension):
     """`$…$` and `$$…$$` as MathML, which browsers show without a script."""
 
     def extendMarkdown(self, md: Markdown) -> None:
+        pattern = r"(\$\$)([^$]+)\$\$|\$(?!\s)([^$]+)(?<!\s)\$(?!\d)"
         # After code (190) and before escapes (180), emphasis and links.
-        md.inlinePatterns.register(_Formula(r"(\$\$)([^$]+)\$\$|\$(?!\s)([^$]+)(?<!\s)\$(?!\d)", md), "formula", 185)
+        md.inlinePatterns.register(_Formula(pattern, md), "formula", 185)
 
 
 class _Formula(InlineProcessor):
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:  # type: ignore[override]
         html = convert(m[2] or m[3], display="block" if m[1] else "inline")
         return self.md.htmlStash.store(html), m.start(), m.end()
+
+
+class Lists(griffe.Extension):
+    """Makes lists of our docstrings' lines `name: meaning`, which Markdown would run together."""
+
+    ITEM = re.compile(r"^([a-z][a-z0-9_]*(?:, [a-z0-9_]+)*): ", re.MULTILINE)
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            paragraphs = obj.docstring.value.split("\n\n")
+            listed = (self.ITEM.sub(r"- `\1`: ", p) if self.ITEM.match(p) else p for p in paragraphs)
+            obj.docstring.value = "\n\n".join(listed)
 
 
 def relinked(text: str, change: Callable[[str], str]) -> str:
@@ -115,7 +129,7 @@ def build(site: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        if done.returncode or "arning" in done.stdout:
+        if done.returncode or "griffe:" in done.stdout:
             raise ValueError(done.stdout)
         shutil.rmtree(site, ignore_errors=True)
         shutil.move(work / "site", site)
