@@ -12,17 +12,29 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import griffe
+import nbformat
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {".png", ".svg"}
+NOTEBOOK = ROOT / "docs" / "first_model.ipynb"
+COPIED = {".png", ".svg", ".ipynb"}
+FENCE = re.compile(r"^```(bash|python)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+NOTEBOOK_BEGINS = """\
+import os
+import sys
+
+if os.path.basename(os.getcwd()) == "docs":
+    os.chdir("..")  # the page's commands run in the repository's root
+os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+"""
 CODE_OR_LINK = re.compile(
     r"^(?P<fence>`{3,}).*?^(?P=fence)[ \t]*$|`[^`\n]*`|\]\((?![a-z]+:)(?P<link>[^)\s]+)\)",
     re.MULTILINE | re.DOTALL,
@@ -75,12 +87,21 @@ def pages_of(nav: Any) -> list[str]:
 
 
 def stage(root: Path, pages: list[str], to: Path) -> None:
-    """Copies the pages, and all that their links reach, from `root` into `to`.
+    """Copies pages, and all that their links reach, from `root` into `to`. A file of code becomes a page.
 
-    A file that is neither a page nor a picture becomes a page with its text. Raises ValueError for a link to
-    a file that is not there.
+    Raises ValueError for a link to a file that is not there.
     """
     waiting, seen = [root / page for page in pages], set()
+
+    def follow(page: Path, link: str) -> str:
+        """The link in the copy of a page, after the file that it points at was put on the list."""
+        target = reached(page, link)
+        if not target.is_file():
+            raise ValueError(f"{page.relative_to(root)}: nothing is at {link}")
+        waiting.append(target)
+        end = "" if target.suffix in {".md", *COPIED} else ".md"
+        return os.path.relpath(target, page.parent) + end + "".join(link.partition("#")[1:])
+
     while waiting:
         file = waiting.pop()
         if file in seen:
@@ -88,27 +109,31 @@ def stage(root: Path, pages: list[str], to: Path) -> None:
         seen.add(file)
         copy = to / file.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if file.suffix in PICTURES:
+        if file.suffix in COPIED:
             shutil.copyfile(file, copy)
-        elif file.suffix != ".md":
-            name, text = file.relative_to(root), file.read_text(encoding="utf-8")
-            copy.with_name(f"{file.name}.md").write_text(
-                f"# `{name}`\n\n````{file.suffix[1:]}\n{text}\n````\n"
-            )
+            continue
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".md":
+            copy.write_text(relinked(text, partial(follow, file)), encoding="utf-8")
         else:
+            page = f"# `{file.relative_to(root)}`\n\n````{file.suffix[1:]}\n{text}\n````\n"
+            copy.with_name(f"{file.name}.md").write_text(page, encoding="utf-8")
 
-            def place(link: str, page: Path = file) -> str:
-                target = reached(page, link)
-                if not target.is_file():
-                    raise ValueError(f"{page.relative_to(root)}: nothing is at {link}")
-                waiting.append(target)
-                if link[0] == "#":
-                    return link
-                end = "" if target.suffix in {".md", *PICTURES} else ".md"
-                anchor = link[link.find("#") :] if "#" in link else ""
-                return os.path.relpath(target, page.parent) + end + anchor
 
-            copy.write_text(relinked(file.read_text(encoding="utf-8"), place), encoding="utf-8")
+def notebook(page: str) -> str:
+    """A page as a notebook: fences of bash become `!` commands, those of python code, all else stays text."""
+    cells = [nbformat.v4.new_code_cell(NOTEBOOK_BEGINS.strip())]
+    for i, part in enumerate(FENCE.split(page)):  # text, language, code, text, …
+        if i % 3 == 0:
+            cells.append(nbformat.v4.new_markdown_cell(part.strip()))
+        elif i % 3 == 1:
+            prompt = "!" if part == "bash" else ""
+        else:
+            cells.append(nbformat.v4.new_code_cell(re.sub("^", prompt, part.strip(), flags=re.MULTILINE)))
+    for i, cell in enumerate(cells):
+        cell.id = f"cell-{i}"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})) + "\n"
 
 
 def build(site: Path) -> None:
@@ -129,12 +154,17 @@ def build(site: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        if done.returncode or "griffe:" in done.stdout:
-            raise ValueError(done.stdout)
+        # A clean build says no more than this; mkdocstrings' warnings alone do not fail it.
+        if done.returncode or not re.fullmatch(r"Build started\nNo issues found\nBuild .*\s*", done.stdout):
+            raise ValueError(done.stdout.partition("Traceback")[0])
         shutil.rmtree(site, ignore_errors=True)
         shutil.move(work / "site", site)
-        print(done.stdout)
 
 
 if __name__ == "__main__":
-    build(ROOT / "site")
+    NOTEBOOK.write_text(notebook(NOTEBOOK.with_suffix(".md").read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        build(ROOT / "site")
+    except ValueError as error:
+        sys.exit(str(error))
+    print("site/index.html")
