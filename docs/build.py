@@ -114,7 +114,8 @@ def stage(root: Path, pages: list[str], to: Path) -> None:
             continue
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".md":
-            copy.write_text(relinked(text, partial(follow, file)), encoding="utf-8")
+            text = relinked(text, partial(follow, file)).replace("<details>", "<details markdown>")
+            copy.write_text(text, encoding="utf-8")
         else:
             page = f"# `{file.relative_to(root)}`\n\n````{file.suffix[1:]}\n{text}\n````\n"
             copy.with_name(f"{file.name}.md").write_text(page, encoding="utf-8")

@@ -98,7 +98,8 @@ def test_formulas_render():
     assert shown.count("<math") == len(re.findall(r"\$\$[^$]+\$\$|\$[^$]+\$", FORMULAS)) > 90
     assert "$" not in shown
     assert "\\" not in shown, "a command that latex2mathml does not know"
-    # GitHub's Markdown reads a backslash before a sign as an escape, in formulas too.
+    # GitHub's Markdown reads lists, and a backslash before a sign as an escape, in formulas too.
+    assert not [text for text in re.findall(r"\$\$([^$]+)\$\$", FORMULAS) if re.search(r"\n[-+*] ", text)]
     assert not re.search(r"\\[^a-zA-Z]", FORMULAS)
 
 
