@@ -150,14 +150,14 @@ def build(site: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "zensical", "build", "--strict"],
             cwd=work,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "docs"), "NO_COLOR": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT / "docs")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         # A clean build says no more than this; mkdocstrings' warnings alone do not fail it.
         if done.returncode or not re.fullmatch(r"Build started\nNo issues found\nBuild .*\s*", done.stdout):
-            raise ValueError(done.stdout.partition("Traceback")[0])
+            raise ValueError(re.sub(r"\x1b\[[\d;]*m", "", done.stdout.partition("Traceback")[0]))
         shutil.rmtree(site, ignore_errors=True)
         shutil.move(work / "site", site)
 
