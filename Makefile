@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-quick test-all check format bench static tables torture clean gpu-check gpu-day gpu-bundle
+.PHONY: demo test test-quick test-all check format bench static tables docs torture clean gpu-check gpu-day gpu-bundle
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
 
 demo: .venv/.ready
@@ -52,12 +52,16 @@ static: .venv/.ready
 tables: .venv/.ready
 	@$(BIN)/python -m nalanda.report.tables
 
+# The pages as a site, site/index.html. A broken link or any warning fails. Writes the tutorial's notebook, too.
+docs: .venv/.ready
+	@$(BIN)/python docs/build.py
+
 # Kills, full disks, poisoned steps, failing servers: tests/TORTURE.md has what came of it. About 25 minutes.
 torture: .venv/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Nalanda needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'

@@ -104,7 +104,7 @@ def evaluate(
         long: longer texts are read in disjoint windows (`window`, of a prompt only the last), as in the
             literature, or in one pass (`whole`, recurrent models only).
         share: read a context once for all its continuations; without it, once for each.
-        device, dtype, trust_remote_code: as in `nalanda.inference.load.load_model`.
+        device: as in `nalanda.inference.load.load_model`, and so dtype and trust_remote_code.
         output: a directory for results.json, .md and .csv, and the answer cache, from which an interrupted
             command resumes.
 

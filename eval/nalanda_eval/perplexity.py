@@ -76,7 +76,7 @@ def perplexity(
         window: tokens of a window; by default the training length (`max_position_embeddings`).
         tokens: the most tokens to score; the last document is cut there.
         output: a directory for perplexity.json, perplexity.csv and the picture.
-        device, dtype, trust_remote_code: as in `nalanda.inference.load.load_model`.
+        device: as in `nalanda.inference.load.load_model`, and so dtype and trust_remote_code.
 
     The processes of a launch (`torchrun --no-python --nproc_per_node N nalanda perplexity …`) read each text
     together, a part each; the first one writes the files.

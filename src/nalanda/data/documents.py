@@ -170,25 +170,27 @@ class TextShard:
 
 
 class Reader(Protocol):
-    """Reads the documents of one file.
+    """Reads the documents of one file. The same file must give the same documents each time. Memory is
+    bounded by a small multiple of `fields.max_bytes`, however much a compressed file holds."""
 
-    Args:
-        path: the file. It is not empty, unless it is a .txt file.
-        fields: the fields of a record that hold a document, and the size limit.
-        start: rows to pass over; a row is whatever the format repeats (a line, a table row).
-    Yields:
-        `(document, row)` for the rows after `start`, with `row` counted from 1 at the top of the file, so
-        that reading with `start=row` resumes after this document. Rows without content may be passed over
-        but count. For a document above `fields.max_bytes`, call `fields.oversized(where)`, which raises or
-        returns; then yield None in its place.
-    Raises:
-        InputError: names the path and the line or row that cannot be read.
+    def __call__(self, path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
+        """Reads on behind the first `start` rows.
 
-    The same file must give the same documents each time. Memory is bounded by a small multiple of
-    `fields.max_bytes`, however much a compressed file holds.
-    """
+        Args:
+            path: the file. It is not empty, unless it is a .txt file.
+            fields: the fields of a record that hold a document, and the size limit.
+            start: rows to pass over; a row is whatever the format repeats (a line, a table row).
 
-    def __call__(self, path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]: ...
+        Yields:
+            `(document, row)` for the rows after `start`, with `row` counted from 1 at the top of the file,
+            so that reading with `start=row` resumes after this document. Rows without content may be passed
+            over but count. For a document above `fields.max_bytes`, call `fields.oversized(where)`, which
+            raises or returns; then yield None in its place.
+
+        Raises:
+            InputError: names the path and the line or row that cannot be read.
+        """
+        ...
 
 
 def reader_of(path: Path) -> Reader:

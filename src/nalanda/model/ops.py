@@ -131,9 +131,9 @@ def linear_attention(
     There is no denominator. A column of ones beside v computes one: its output is `Σ_j φ(q_t)·φ(k_j)`.
 
     Args:
+        q: as in `delta_rule`, and so k, v and all others.
         g: natural logarithm of the decay, ≤ 0: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel
             (K after the map). None for no decay.
-        q, k, v and all others: as in `delta_rule`.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final state `[N, HV, K, V]` or None. States, decays and sums

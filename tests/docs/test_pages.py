@@ -1,0 +1,149 @@
+"""The pages: their links, their place in the navigation, the formulas, the notebook, the site itself."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from markdown import Markdown
+
+from nalanda.model import FEATURE_MAPS, MIXERS
+from nalanda.report.tables import map_rows
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+site = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(site)
+
+NAVIGATION = site.pages_of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
+FORMULAS = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page: its own, and those that GitHub gives to its headings."""
+    text = site.CODE_OR_LINK.sub(lambda m: "" if m["fence"] else m[0], page.read_text(encoding="utf-8"))
+    headings = [re.sub(r"\]\(.*?\)", "]", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    given = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
+    return given | set(re.findall(r'<a id="(.*?)"', text))
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that point at no file, or at no heading of a page."""
+    found = []
+
+    def check(link: str) -> str:
+        target, anchor = site.reached(page, link), link.partition("#")[2]
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+        return link
+
+    site.relinked(page.read_text(encoding="utf-8"), check)
+    return found
+
+
+@pytest.mark.parametrize("page", NAVIGATION)
+def test_links_and_anchors(page):
+    assert broken(ROOT / page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("# A `title`, here\n\n```\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](folder#a-title-here) [b](folder#no-heading) [c](no.md) [d](https://x.y) `[e](no.md)`"
+    )
+    assert broken(page) == ["folder#no-heading", "no.md"]
+    with pytest.raises(ValueError, match=r"page\.md: nothing is at no\.md"):
+        site.stage(tmp_path, ["page.md"], tmp_path / "to")
+    page.write_text("[a](folder#a-title-here) [b](code.py#L3)")
+    (tmp_path / "code.py").write_text("x = 1")
+    site.stage(tmp_path, ["page.md"], tmp_path / "to")
+    assert (tmp_path / "to/page.md").read_text() == "[a](folder/README.md#a-title-here) [b](code.py.md#L3)"
+    assert "````py\nx = 1\n" in (tmp_path / "to" / "code.py.md").read_text()
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - set(NAVIGATION) == set(), "zensical.toml: add them to nav"
+    assert len(NAVIGATION) == len(set(NAVIGATION))
+
+
+SECTIONS = re.findall(r"^(mixers? .*|maps? .*) · (arXiv .*)$", FORMULAS, re.MULTILINE)
+ROWS = [("mixer", name, row.source) for name, row in MIXERS.items()]
+ROWS += [("map", row["feature_map"], row["source"]) for row in map_rows()]
+
+
+@pytest.mark.parametrize(("kind", "name", "source"), [row for row in ROWS if row[2] != "–"])
+def test_a_source_has_its_formula(kind, name, source):
+    for names, papers in SECTIONS:
+        mixers, _, maps = names.partition("map")
+        if f"`{name}`" in (mixers if kind == "mixer" else maps):
+            papers = set(re.findall(r"\d{4}\.\d{5}", papers))
+            if set(re.findall(r"\d{4}\.\d{5}", source)) <= papers:
+                return
+    pytest.fail(f"docs/formulas.md: no section has the {kind} `{name}` and {source}")
+
+
+def test_formulas_render():
+    assert {name for kind, name, _ in ROWS if kind == "map"} == FEATURE_MAPS.keys()
+    html = Markdown(extensions=["tables", site.MathML()]).convert(FORMULAS)
+    shown = re.sub("<code>.*?</code>", "", html)
+    assert shown.count("<math") == len(re.findall(r"\$\$[^$]+\$\$|\$[^$]+\$", FORMULAS)) > 90
+    assert "$" not in shown
+    assert "\\" not in shown, "a command that latex2mathml does not know"
+    # GitHub's Markdown reads lists, and a backslash before a sign as an escape, in formulas too.
+    assert not [text for text in re.findall(r"\$\$([^$]+)\$\$", FORMULAS) if re.search(r"\n[-+*] ", text)]
+    assert not re.search(r"\\[^a-zA-Z]", FORMULAS)
+
+
+def test_the_notebook_is_the_page():
+    page = site.NOTEBOOK.with_suffix(".md").read_text(encoding="utf-8")
+    assert site.NOTEBOOK.read_text(encoding="utf-8") == site.notebook(page), "run `make docs`"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    site.build(tmp_path / "site")
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(NAVIGATION)
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        # Nothing is fetched from elsewhere.
+        assert not re.search(r"<(?:link|script|img|iframe)[^>]+(?:href|src)=[\"']?(?:https?:)?//", html), page
+    math = (tmp_path / "site" / "docs" / "formulas.html").read_text(encoding="utf-8")
+    assert math.count("<math") > 90
+    models = (tmp_path / "site" / "docs" / "api" / "models.html").read_text(encoding="utf-8")
+    assert 'id="nalanda.NalandaForCausalLM.read"' in models
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(recipe, tmp_path):
+    """As it is, but `demo` is a recipe of seconds. IPython does not stop at a command that fails."""
+    settings = yaml.safe_load(recipe.read_text()) | {"output_dir": "runs/demo"}
+    for section in ("validation", "checkpoint", "log"):
+        settings[section]["every"] = 24
+    (tmp_path / "demo").write_text(yaml.safe_dump(settings))
+    book = nbformat.read(site.NOTEBOOK, as_version=4)
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            cell.source = re.sub("^!.*", r"\g<0>\nassert _exit_code == 0", cell.source, flags=re.MULTILINE)
+    nbformat.write(book, tmp_path / "page.ipynb")
+    # IPython is what a notebook's kernel runs; alone, it needs no sockets.
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--colors=nocolor", "page.ipynb"],
+        cwd=tmp_path,
+        env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython"), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "compared.png").is_file()
+    assert (tmp_path / "imports.safetensors").is_file()
