@@ -481,9 +481,10 @@ def analyze(
     """
     from nalanda_eval.analysis import analyze
     from nalanda_eval.plots import print_analysis
-    from rich.console import Console
 
-    with Console(stderr=True).status("loading, measuring, drawing …"):
+    from nalanda.common.progress import Progress
+
+    with Progress("loading, measuring and drawing"):
         found = analyze(
             model,
             overrides,

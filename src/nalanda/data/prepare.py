@@ -557,7 +557,7 @@ def prepare(
     run = _in_processes if workers > 1 and len(todo) > 1 else _in_this_process
     errors: list[InputError] = []
     try:
-        with ByteProgress(preparation.weights, todo) as progress:
+        with ByteProgress("tokenising", preparation.weights, todo) as progress:
             for number, error in run(preparation, todo, workers, progress):
                 if error:
                     errors.append(error)

@@ -17,6 +17,7 @@ import yaml
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import write_atomically
+from nalanda.common.progress import Progress
 from nalanda.common.text import duration, si
 from nalanda.config.schema import LogConfig
 
@@ -47,7 +48,8 @@ class RunLog:
         keep_events: bool = False,
     ):
         self.quiet, self.steps = quiet, steps
-        self.board = self.progress = self.tracker = None
+        self.board = self.tracker = None
+        self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet, stay=True)
         self.expected: tuple[int, float, float] | None = None
         self.taken: list[float] = []
         if quiet:
@@ -62,9 +64,7 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
-        if sys.stdout.isatty():
-            self.progress, self.task = _progress_bar(step, steps)
-            self.progress.start()
+        self.progress.__enter__()
 
     def write(self, **values: Any) -> None:
         """Writes and syncs a line of metrics.jsonl. Unless it is an event, its numbers also go to TensorBoard
@@ -89,26 +89,36 @@ class RunLog:
         measurements."""
         self.expected = (steps, *seconds)
 
-    def advance(self, step: int, loss: float, rate: float, seconds: float) -> None:
-        """Moves the progress bar. rate: tokens per second; seconds: of this step."""
-        if self.progress:
-            self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=si(rate))
+    def advance(
+        self,
+        step: int,
+        seconds: float,
+        *,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_per_second: float,
+        mfu: float,
+    ) -> None:
+        """Moves the progress bar, and writes a line now and then. seconds: of this step."""
+        self.doing("step")
+        self.progress.to(
+            step,
+            f"loss {loss:.4f}  {si(tokens_per_second)} tokens/s  MFU {mfu:.1%}",
+            details=f"grad norm {grad_norm:.2f}  lr {lr:.2e}",
+            left=(self.steps - step) * tokens / step / tokens_per_second,
+            end=step == self.steps,
+        )
         if self.expected:
             self.taken.append(seconds)
             if len(self.taken) > MEASURED:
                 self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
                 self.expected = None
 
-    def metrics(self, **values: Any) -> None:
-        """Writes a training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
-        self.write(**values)
-        step, rate = values["step"], values["tokens_per_second"]
-        left = (self.steps - step) * values["tokens"] / step / rate
-        self.say(
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {values['loss']:.4f}"
-            f"  grad norm {values['grad_norm']:.2f}  lr {values['lr']:.2e}  {si(rate)} tokens/s"
-            f"  MFU {values['mfu']:.1%}  ETA {duration(left)}"
-        )
+    def doing(self, what: str) -> None:
+        """Names on the bar what takes its time now."""
+        self.progress.call(what)
 
     def event(self, step: int, kind: str, *, reason: str = "", **values: Any) -> None:
         """Records an event at `step` (skipped, rollback, …) in metrics.jsonl and on the console."""
@@ -117,18 +127,12 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
-        if self.quiet:
-            return
-        if self.progress:
-            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
+        self.progress.say(line)
 
     def close(self) -> None:
         if self.quiet:
             return
-        if self.progress:
-            self.progress.stop()
+        self.progress.__exit__()
         if self.board:
             self.board.close()
         if self.tracker:
@@ -262,19 +266,3 @@ def corrected(steps: int, shortest: float, longest: float, taken: list[float], s
         return by
     share = UTILISATION[1] * shortest / whole
     return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"
-
-
-def _progress_bar(step: int, steps: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("loss [bold]{task.fields[loss]}[/]"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        speed_estimate_period=120,
-    )
-    return progress, progress.add_task("training", total=steps, completed=step, loss="–", rate="–")
