@@ -42,7 +42,6 @@ class Progress:
     unit: their name; "%" shows shares.
     start: units done before, for example by an interrupted command.
     stream: by default stderr.
-    stay: whether the bar stays on the terminal at the end.
     """
 
     def __init__(
@@ -54,11 +53,10 @@ class Progress:
         start: int = 0,
         stream: TextIO | None = None,
         quiet: bool = False,
-        stay: bool = False,
     ):
         self.what, self.total, self.unit, self.start = what, total, unit, start
         self.done: float = start
-        self.stream, self.stay, self.pace, self.bar = stream or sys.stderr, stay, Pace(), None
+        self.stream, self.pace, self.bar = stream or sys.stderr, Pace(), None
         self.quiet, self.ended = quiet or os.environ.get("RANK", "0") != "0", threading.Event()
 
     def __enter__(self) -> Self:
@@ -148,7 +146,7 @@ class Progress:
             TextColumn("{task.description}", markup=False),
             *columns,
             console=Console(file=self.stream),
-            transient=not self.stay,
+            transient=True,
             refresh_per_second=4,
             # What is printed goes above the bar if it goes to the terminal, and else where it was sent.
             redirect_stdout=sys.stdout.isatty(),

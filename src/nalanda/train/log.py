@@ -49,7 +49,7 @@ class RunLog:
     ):
         self.quiet, self.steps = quiet, steps
         self.board = self.tracker = None
-        self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet, stay=True)
+        self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet)
         self.expected: tuple[int, float, float] | None = None
         self.taken: list[float] = []
         if quiet:
