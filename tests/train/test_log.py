@@ -15,8 +15,9 @@ from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration
 from nalanda.config.schema import LogConfig
+from nalanda.train import log as module
 from nalanda.train.flops import flops_per_token, peak_flops
-from nalanda.train.log import RunLog, cut_metrics, read_metrics
+from nalanda.train.log import RunLog, cut_metrics, last_metrics, read_metrics
 from nalanda.train.loss import negative_share
 
 
@@ -338,3 +339,21 @@ def test_share_of_negative_weights():
     assert negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
     assert model.training
     assert negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}
+
+
+def test_the_last_metrics_come_first_and_only_the_end_is_read(tmp_path, monkeypatch):
+    """Whatever the blocks; unreadable and torn lines are passed over."""
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(line(step, val_loss=math.nan)) + "\n" for step in range(1, 40)]
+    file.write_text("".join([*lines[:20], "17\n", '{"step": "x"}\n', *lines[20:], '{"step": 40, "lo']))
+    expected = [str(values) for values in read_metrics(file)][::-1]
+    assert len(expected) == 39
+    for block in (1, 7, 100, 130, 1 << 16):
+        monkeypatch.setattr(module, "BLOCK", block)
+        assert [str(values) for values in last_metrics(file)] == expected
+    monkeypatch.setattr(module, "BLOCK", 200)
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * 1000)  # what is not read cannot matter
+    assert next(last_metrics(file))["step"] == 39
+    file.write_bytes(b"")
+    assert list(last_metrics(file)) == []

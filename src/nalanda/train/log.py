@@ -1,6 +1,7 @@
 """Records of a run: metrics.jsonl, run.json, TensorBoard, wandb or trackio, and the console."""
 
 import importlib
+import io
 import json
 import math
 import os
@@ -24,6 +25,9 @@ from nalanda.config.schema import LogConfig
 UTILISATION = (0.1, 0.4)
 """Expected range of a run's share of the peak FLOPs. Public figures for linear attention on one H100 are 20 %
 at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less, as the first steps then show."""
+
+BLOCK = 1 << 16
+"""Bytes that `last_metrics` reads at a time."""
 
 MEASURED = 10
 """Steps that correct the estimate of the launch, after the first one, which allocates and compiles."""
@@ -221,9 +225,20 @@ def versions() -> dict[str, str]:
 def read_metrics(file: Path) -> Iterator[dict]:
     """The readable lines of a metrics.jsonl; a kill may leave a torn one. "nan", "inf" and "-inf" become
     floats again."""
-    for _, values in _lines(file):
-        if values is not None:
-            yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
+    with file.open("rb") as stream:
+        yield from filter(None, map(_values, stream))
+
+
+def last_metrics(file: Path) -> Iterator[dict]:
+    """What `read_metrics` gives, from the end: the newest line first. Reads no more than is asked for."""
+    with file.open("rb") as stream:
+        at, rest = stream.seek(0, os.SEEK_END), b""
+        while at:
+            at, stop = max(0, at - BLOCK), at
+            stream.seek(at)
+            lines = io.BytesIO(stream.read(stop - at) + rest).readlines()
+            rest = lines.pop(0) if at else b""  # its beginning is in the block before
+            yield from filter(None, map(_values, reversed(lines)))
 
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
@@ -232,8 +247,8 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     if not file.exists():
         return 0
     kept, bad, beyond = [], 0, False
-    for line, values in _lines(file):
-        if values is None:
+    for line in io.BytesIO(file.read_bytes()):
+        if (values := _values(line)) is None:
             if line.endswith(b"\n") and not beyond:
                 bad += 1
                 kept.append(line)
@@ -245,17 +260,15 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     return bad
 
 
-def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
-    """Every line of a metrics.jsonl, as bytes and as values; None for the values of an unreadable one."""
-    with file.open("rb") as stream:
-        for line in stream:
-            values = None
-            try:
-                values = json.loads(line)
-                readable = isinstance(values, dict) and isinstance(values.get("step", 0), int)
-            except ValueError:
-                readable = False
-            yield line, values if readable and line.endswith(b"\n") else None
+def _values(line: bytes) -> dict | None:
+    """The values of a line of a metrics.jsonl; None if it is unreadable."""
+    try:
+        values = json.loads(line)
+        if not (line.endswith(b"\n") and isinstance(values, dict) and isinstance(values.get("step", 0), int)):
+            return None
+    except ValueError:
+        return None
+    return {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
 def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
