@@ -122,9 +122,8 @@ def train(
     run = train(config)
     from nalanda.config.model_folder import architecture
 
-    tasks = "python_docs" if config.data.source == "python" else "table4"
-    encoder = architecture(run / "final").endswith("MaskedLM")
-    _next("train an encoder" if encoder else "train", run=run, tasks=tasks)
+    done = "train on python" if config.data.source == "python" else "train"
+    _next("train an encoder" if architecture(run / "final").endswith("MaskedLM") else done, run=run)
 
 
 @app.command()
@@ -160,7 +159,7 @@ def eval(
     """Evaluate models zero-shot.
 
     \b
-    nalanda eval runs/demo/final --tasks python_docs
+    nalanda eval runs/demo/final --tasks python_docs --data runs/demo/eval
     nalanda eval runs/demo/final runs/lr/final --output runs/demo
 
     Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun

@@ -84,7 +84,7 @@ def test_every_command_begins_with_an_example_that_it_takes(helps):
 VALUES = {
     "run": "a run's folder", "models": ["a b", "c"], "model": "$x", "output": "o p", "set": "s&t",
     "recipe": "my recipe.yaml", "overrides": ["optim.lr=1", "data.source=a b"], "mirror": "m*",
-    "state": "s;t", "folder": "it's 1", "tasks": "python_docs",
+    "state": "s;t", "folder": "it's 1",
 }  # fmt: skip
 
 
@@ -103,15 +103,15 @@ def test_the_next_commands_parse_with_odd_names(done):
 
 
 def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
-    print_next_steps("train", run="runs/demo", tasks="python_docs")
+    print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == (
         "\nnext: nalanda plot runs/demo\n"
         "      nalanda generate runs/demo/final 'Once upon a time'\n"
-        "      nalanda eval runs/demo/final --tasks python_docs --output runs/demo\n"
+        "      nalanda eval runs/demo/final --output runs/demo\n"
     )
     assert next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1] == "nalanda train demo offline=m"
     monkeypatch.setenv("RANK", "1")
-    print_next_steps("train", run="runs/demo", tasks="python_docs")
+    print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == ""
 
 

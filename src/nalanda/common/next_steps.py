@@ -11,7 +11,12 @@ NEXT = {
     "train": (
         "nalanda plot {run}",
         "nalanda generate {run}/final {prompt}",
-        "nalanda eval {run}/final --tasks {tasks} --output {run}",
+        "nalanda eval {run}/final --output {run}",
+    ),
+    "train on python": (  # whose validation part needs no download
+        "nalanda plot {run}",
+        "nalanda generate {run}/final {prompt}",
+        "nalanda perplexity {run}/final --output {run}/perplexity",
     ),
     "train an encoder": ("nalanda plot {run}", "nalanda verify {run}", "nalanda export {run} {run}-model"),
     "eval": ("nalanda perplexity {models}", "nalanda analyze {model}", "nalanda generate {model} {prompt}"),
