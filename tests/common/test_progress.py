@@ -19,6 +19,8 @@ def clock(monkeypatch):
     """Seconds on the clock of `Progress`, in a list of one."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "FIRST", 10.0)
+    monkeypatch.setattr(progress, "LAST", 60.0)
     return now
 
 
@@ -63,6 +65,7 @@ def test_a_total_may_come_later_and_shares_have_no_unit(clock, capsys):
 
 def test_work_of_unknown_length_says_how_long_it_lasts(monkeypatch, capsys):
     monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "LAST", 0.0)
     shown = Progress("loading")
     waits = iter([False, False, True])
     monkeypatch.setattr(shown.ended, "wait", lambda seconds: next(waits))

@@ -265,6 +265,7 @@ def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys
     perplexity(*arguments, **options)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(progress, "LAST", 10.0)
     perplexity(*arguments, **options)
     said = capsys.readouterr().err.splitlines()
     counts = [int(re.fullmatch(r".*/model +(\d+)/400 tokens  ETA \d+ (s|min)", line)[1]) for line in said]

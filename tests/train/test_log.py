@@ -69,6 +69,8 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
 
 def test_a_log_file_gets_a_line_now_and_then_and_at_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress, "FIRST", 10.0)
+    monkeypatch.setattr(progress, "LAST", 60.0)
     now = 0.0
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=1000)
     for step in range(1, 1001):
