@@ -683,11 +683,14 @@ def prepare(
     from dataclasses import replace
     from pathlib import Path
 
-    from nalanda.common.errors import InputError
-    from nalanda.config.load import load_config, shipped_recipes
-    from nalanda.config.schema import DataConfig, TokenizerConfig
-    from nalanda.data import inspect, megatron, token_set
-    from nalanda.data.offline import use_mirror
+    with _doing("loading"):
+        from nalanda.common.errors import InputError
+        from nalanda.config.load import load_config, shipped_recipes
+        from nalanda.config.schema import DataConfig, TokenizerConfig
+        from nalanda.data import inspect, megatron, token_set
+        from nalanda.data.offline import use_mirror
+        from nalanda.data.prepare import prepare
+        from nalanda.data.workers import processors
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
@@ -723,9 +726,6 @@ def prepare(
             raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
         index = megatron.read_megatron(settings, its_tokenizer, output)
     elif executor is None:
-        from nalanda.data.prepare import prepare
-        from nalanda.data.workers import processors
-
         index = prepare(
             settings,
             its_tokenizer,

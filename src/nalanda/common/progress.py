@@ -139,9 +139,9 @@ class Progress:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        text = TextColumn("{task.fields[text]}", markup=False)
-        clock = self.total is None
-        columns = (SpinnerColumn(), TimeElapsedColumn()) if clock else (BarColumn(bar_width=None), text)
+        columns = (SpinnerColumn(), TimeElapsedColumn())
+        if self.total is not None:
+            columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False))
         bar = Bar(
             TextColumn("{task.description}", markup=False),
             *columns,
@@ -152,7 +152,8 @@ class Progress:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
-        bar.add_task(self.what, total=self.total or None, completed=self.start, text="")
+        text = self._count() if self.total else ""
+        bar.add_task(self.what, total=self.total or None, completed=self.start, text=text)
         return bar
 
 
