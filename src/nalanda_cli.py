@@ -7,28 +7,73 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TextIO
 
 try:
     import typer
+    import typer.core
     import typer.main
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
 
+PANELS = {
+    "nalanda": {
+        "Train a model": ("info", "data", "train"),
+        "Look at runs": ("runs", "plot", "verify"),
+        "Evaluate a model": ("eval", "perplexity", "analyze"),
+        "Use a model": ("generate", "chat"),
+        "Convert a model": ("export", "convert"),
+        "Measure and study": ("bench", "study"),
+    },
+    "data": {"Commands": ("fetch", "prepare", "inspect")},
+    "bench": {
+        "Speed on this CPU": ("ops", "train", "decode", "serve"),
+        "Several processes": ("context", "scale"),
+        "What mixers can learn": ("recall", "lra"),
+        "GPU kernels": ("kernels",),
+    },
+    "study": {"Commands": ("run", "report", "claims")},
+}
+"""The commands by what a person wants to do, in the order of the help."""
+
+
+class Panels(typer.core.TyperGroup):
+    """Lists commands as `PANELS` does. Plain text, which is the same on a terminal and in a file."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels = PANELS[self.name or "nalanda"]
+        width = max(len(name) for names in panels.values() for name in names)
+        for title, names in panels.items():
+            rows = [(n.ljust(width), self.commands[n].get_short_help_str(formatter.width)) for n in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _group(help: str) -> typer.Typer:
+    return typer.Typer(cls=Panels, help=help, no_args_is_help=True)
+
+
 app = typer.Typer(
-    help="Pretrain linear-attention language models, evaluate them, and generate text.",
+    cls=Panels,
+    help="""Pretrain linear-attention language models, evaluate them, and generate text.
+
+    \b
+    nalanda train demo                          train a first, small model
+    nalanda generate runs/demo/final "def "     continue a text with it
+    nalanda COMMAND --help                      examples and options of a command
+    """,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure speed against peers, and recall.", no_args_is_help=True)
-app.add_typer(bench, name="bench", rich_help_panel=None)
-data = typer.Typer(help="Tokenise a corpus before training, and check the result.", no_args_is_help=True)
-app.add_typer(data, name="data", rich_help_panel=None)
-study = typer.Typer(help="Compare mixers and feature maps over many small runs.", no_args_is_help=True)
-app.add_typer(study, name="study", rich_help_panel=None)
+bench = _group("Measure speed against peers, and what mixers can learn.")
+data = _group("Tokenise a corpus before training, and check the result.")
+study = _group("Compare mixers and feature maps over many small runs.")
+for group, name in ((bench, "bench"), (data, "data"), (study, "study")):
+    app.add_typer(group, name=name)
 
 Recipe = Annotated[str, typer.Argument(help="recipe file, or the name of one that ships with Nalanda")]
 Overrides = Annotated[
@@ -53,6 +98,11 @@ def train(
 ) -> None:
     """Pretrain from a recipe.
 
+    \b
+    nalanda train demo
+    nalanda train gated_deltanet_340m optim.lr=1e-3 output_dir=runs/lr
+    nalanda train --keys lr
+
     Runs in one process. For several: `accelerate launch recipes/pretrain.py RECIPE`.
     """
     if keys:
@@ -66,9 +116,14 @@ def train(
     if recipe is None:
         raise InputError("give a recipe: a file, or the name of one that ships; --keys lists its keys")
     config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
-    from nalanda.train.loop import train
+    with _loading(sys.stdout):
+        from nalanda.train.loop import train
 
-    train(config)
+    run = train(config)
+    from nalanda.config.model_folder import architecture
+
+    done = "train on python" if config.data.source == "python" else "train"
+    _next("train an encoder" if architecture(run / "final").endswith("MaskedLM") else done, run=run)
 
 
 @app.command()
@@ -103,6 +158,10 @@ def eval(
 ) -> None:
     """Evaluate models zero-shot.
 
+    \b
+    nalanda eval runs/demo/final --tasks python_docs --data runs/demo/eval
+    nalanda eval runs/demo/final runs/lr/final --output runs/demo
+
     Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun
     --nproc-per-node 2 -m nalanda_cli eval …
     """
@@ -113,8 +172,9 @@ def eval(
         fetch_tasks(names, fetch)
         return
     _check_models(models)
-    from nalanda_eval.harness import evaluate, launched
-    from nalanda_eval.report import print_results
+    with _loading():
+        from nalanda_eval.harness import evaluate, launched
+        from nalanda_eval.report import print_results
 
     results = evaluate(
         models or [],
@@ -133,6 +193,7 @@ def eval(
     state = launched()
     if state is None or state.is_main_process:
         print_results(results)
+        _next("eval", models=models, model=(models or [""])[0])
 
 
 @app.command()
@@ -162,11 +223,16 @@ def perplexity(
 ) -> None:
     """Measure perplexity by position, for texts of any length.
 
+    \b
+    nalanda perplexity runs/demo/final
+    nalanda perplexity runs/demo/final --text book.txt --length 16384
+
     Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
     context beyond its training length.
     """
     _check_models(models)
-    from nalanda_eval.perplexity import perplexity, print_perplexity
+    with _loading():
+        from nalanda_eval.perplexity import perplexity, print_perplexity
 
     result = perplexity(
         models,
@@ -183,6 +249,7 @@ def perplexity(
     )
     if "directory" in result:  # of a launch's processes, the first
         print_perplexity(result)
+        _next("perplexity", models=models, model=models[0], output=output)
 
 
 @app.command()
@@ -201,12 +268,18 @@ def generate(
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Stream a continuation of a prompt."""
+    """Stream a continuation of a prompt.
+
+    \b
+    nalanda generate runs/demo/final "def main(" --temperature 0.5
+    nalanda generate runs/demo/final --file book.txt --save-state book.state
+    """
     from nalanda.inference.sampling import sampling_options
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     _check_models([model])
-    from nalanda.inference.generate import generate
+    with _loading():
+        from nalanda.inference.generate import generate
 
     generate(
         model,
@@ -223,6 +296,8 @@ def generate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    if save_state is not None:
+        _next("save a state", model=model, state=save_state)
 
 
 @app.command()
@@ -241,13 +316,17 @@ def chat(
 ) -> None:
     """Chat with a model.
 
+    \b
+    nalanda chat runs/demo/final
+
     Uses its chat template, or plain text. The state is kept between turns, so each turn reads only new text.
     """
     from nalanda.inference.sampling import sampling_options
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     _check_models([model])
-    from nalanda.inference.chat import chat
+    with _loading():
+        from nalanda.inference.chat import chat
 
     chat(
         model,
@@ -293,13 +372,18 @@ def info(
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
 
+    \b
+    nalanda info gated_deltanet_340m --device H100
+    nalanda info gated_deltanet_340m --devices 8,64
+
     The model is not allocated. Without a recipe: tables of the recipes that ship with Nalanda, the token
     mixers and the feature maps.
     """
     import json
 
-    from nalanda.report import tables
-    from nalanda.report.info import info, print_info
+    with _loading():
+        from nalanda.report import tables
+        from nalanda.report.info import info, print_info
 
     if recipe is None:
         found = {
@@ -336,6 +420,9 @@ def export(
 ) -> None:
     """Write a checkpoint, sharded or not, as a model folder.
 
+    \b
+    nalanda export runs/demo demo-model
+
     Safetensors, config, code, tokenizer, recipe and model card, in the form of transformers and the hub. The
     card has scores if `nalanda eval` wrote a results.json into the run's folder.
     """
@@ -344,15 +431,19 @@ def export(
     from nalanda.train.checkpoint_dir import find_checkpoint
 
     find_checkpoint(Path(run), step, check=False)
-    from transformers.utils.logging import disable_progress_bar
+    with _loading():
+        from transformers.utils.logging import disable_progress_bar
 
-    from nalanda.train import export as work
+        from nalanda.train import export as work
 
     disable_progress_bar()  # of writing a few files
-    if push is None:
-        print(work.export(Path(run), Path(out), step=step))
-    else:
-        print(work.push(Path(run), Path(out), push, step=step, private=private))
+    with _doing("writing the model"):
+        if push is None:
+            made: Any = work.export(Path(run), Path(out), step=step)
+        else:
+            made = work.push(Path(run), Path(out), push, step=step, private=private)
+    print(made)
+    _next("write a model", folder=out)
 
 
 @app.command()
@@ -375,22 +466,38 @@ def convert(
 ) -> None:
     """Convert models to and from the formats of other libraries.
 
+    \b
+    nalanda convert runs/hybrid_30m/final hybrid.gguf --to gguf --dtype q8_0
+    nalanda convert runs/hybrid_30m/final published --to qwen3_5
+    nalanda convert published ours
+
     Flash-linear-attention's DeltaNet, Gated DeltaNet, KDA, DeltaProduct, GLA, RetNet and Transformer++,
     transformers' Llama, Qwen3.5 and KimiLinear. What the other format cannot express is an error. Both models
     compute on a CPU, and no folder is made if they differ; the differences go into its README.md. llama.cpp
     and mlx-lm compute their own files.
     """
+    from pathlib import Path
+
+    from nalanda.config.model_folder import architecture
+
     _check_models([source])
-    if to == "gguf":
+    if dtype is not None and to not in ("gguf", "mlx"):
+        raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
+    with _loading():
+        from nalanda.convert.convert import convert
         from nalanda.convert.gguf import write_gguf
 
-        print(write_gguf(source, destination, dtype or "f32", check))
-        return
-    if dtype is not None and to != "mlx":
-        raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
-    from nalanda.convert.convert import convert
-
-    print(convert(source, destination, to, check, dtype))
+    with _doing("converting and comparing" if check else "converting"):
+        if to == "gguf":
+            made = write_gguf(source, destination, dtype or "f32", check)
+        else:
+            made = convert(source, destination, to, check, dtype)
+    print(made)
+    if to in ("gguf", "mlx"):
+        _next(f"convert to {to}", folder=destination)
+    else:
+        ours = architecture(Path(destination)).startswith("Nalanda")
+        _next("write a model" if ours else "convert", folder=destination)
 
 
 @app.command()
@@ -399,6 +506,10 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
     """List the runs of a directory.
+
+    \b
+    nalanda runs
+    nalanda runs runs/sweep --json
 
     Shows model, step, loss, speed and state, last changed first.
     """
@@ -415,6 +526,9 @@ def verify(
 ) -> None:
     """Check the checkpoints of a run.
 
+    \b
+    nalanda verify runs/demo
+
     Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
     """
     from pathlib import Path
@@ -422,10 +536,15 @@ def verify(
     from nalanda.train.checkpoint_dir import checkpoints_of
 
     checkpoints_of(Path(run))
-    from nalanda.report.verify import print_verdict, verdicts_to_json, verify
+    with _loading():
+        from nalanda.report.verify import print_verdict, verdicts_to_json, verify
 
-    verdicts = []
-    for verdict in verify(Path(run)):
+    verdicts, found = [], iter(verify(Path(run)))
+    while True:
+        with _doing("reading a checkpoint"):
+            verdict = next(found, None)
+        if verdict is None:
+            break
         verdicts.append(verdict)
         if not as_json:
             print_verdict(verdict)
@@ -446,6 +565,10 @@ def plot(
     smooth: Annotated[bool, typer.Option(help="draw running means over the losses")] = True,
 ) -> None:
     """Draw the loss curves of runs into one picture.
+
+    \b
+    nalanda plot runs/demo
+    nalanda plot runs/demo runs/lr --output losses.png --x hours
 
     Shows training and validation losses. The legend names the settings in which the runs differ.
     """
@@ -476,14 +599,18 @@ def analyze(
 ) -> None:
     """Analyze the weights of a model's token mixers on a text.
 
+    \b
+    nalanda analyze runs/demo/final
+    nalanda analyze demo model.feature_map=elu --text book.txt
+
     Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
     file. A recipe means the model that its run has trained, or an untrained one.
     """
-    from nalanda_eval.analysis import analyze
-    from nalanda_eval.plots import print_analysis
-    from rich.console import Console
+    with _loading():
+        from nalanda_eval.analysis import analyze
+        from nalanda_eval.plots import print_analysis
 
-    with Console(stderr=True).status("loading, measuring, drawing …"):
+    with _doing("measuring"):
         found = analyze(
             model,
             overrides,
@@ -546,17 +673,24 @@ def prepare(
 ) -> None:
     """Tokenise a corpus into token shards.
 
+    \b
+    nalanda data prepare python tokens/python --vocab-size 4096
+    nalanda data prepare gated_deltanet_340m tokens/340m --workers 16
+
     Runs in parallel and resumes after an interruption. The number of workers, tasks and machines does not
     change the bytes.
     """
     from dataclasses import replace
     from pathlib import Path
 
-    from nalanda.common.errors import InputError
-    from nalanda.config.load import load_config, shipped_recipes
-    from nalanda.config.schema import DataConfig, TokenizerConfig
-    from nalanda.data import inspect, megatron, token_set
-    from nalanda.data.offline import use_mirror
+    with _doing("loading"):
+        from nalanda.common.errors import InputError
+        from nalanda.config.load import load_config, shipped_recipes
+        from nalanda.config.schema import DataConfig, TokenizerConfig
+        from nalanda.data import inspect, megatron, token_set
+        from nalanda.data.offline import use_mirror
+        from nalanda.data.prepare import prepare
+        from nalanda.data.workers import processors
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
@@ -592,9 +726,6 @@ def prepare(
             raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
         index = megatron.read_megatron(settings, its_tokenizer, output)
     elif executor is None:
-        from nalanda.data.prepare import prepare
-        from nalanda.data.workers import processors
-
         index = prepare(
             settings,
             its_tokenizer,
@@ -622,6 +753,8 @@ def prepare(
             return
         index = token_set.read_index(output)
     inspect.print_token_set(index, output)
+    name = source if settings.source != source else "demo"
+    _next("prepare", set=output, recipe=name, run=Path("runs", Path(output).name))
 
 
 @data.command()
@@ -630,7 +763,11 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="check SHA-256 sums, not only sizes")] = False,
     show: Annotated[int, typer.Option(min=0, help="number of documents to print the beginning of")] = 0,
 ) -> None:
-    """Summarize and check a prepared set."""
+    """Summarize and check a prepared set.
+
+    \b
+    nalanda data inspect tokens/python --verify --show 3
+    """
     from nalanda.data.inspect import inspect
 
     inspect(directory, verify=verify, samples=show)
@@ -645,7 +782,10 @@ def fetch(
         int | None, typer.Option(min=1, help="limit on the files of each split, for part of a large dataset")
     ] = None,
 ) -> None:
-    """Download everything that a recipe needs, for machines without a network.
+    """Download all that a recipe needs, for machines without a network.
+
+    \b
+    nalanda data fetch gated_deltanet_340m --to mirror --max-shards 2
 
     Downloads the tokenizer, the dataset's files, shards with a URL and the initial model. Resumes after an
     interruption.
@@ -656,6 +796,7 @@ def fetch(
     if not to:
         raise typer.BadParameter("name the directory to fill: --to DIR")
     fill_mirror(load_config(recipe, overrides or []), to, max_shards=max_shards)
+    _next("fetch", recipe=recipe, overrides=overrides or [], mirror=to)
 
 
 Folder = Annotated[
@@ -678,9 +819,14 @@ def study_run(
     quick: Annotated[bool, typer.Option("--quick", help="run a small study, in minutes")] = False,
     workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
 ) -> None:
-    """Train a study's models, each at its own best rate and with several seeds, and report.
+    """Train a study's models, each at its best rate, and report.
 
-    Run it again after an interruption, or with more seeds in study.yaml: finished runs are kept. The default
+    \b
+    nalanda study run --quick
+    nalanda study run runs/mine --text ~/books --workers 8
+
+    Every model has several seeds. Run it again after an interruption, or with more seeds in study.yaml:
+    finished runs are kept. The default
     folder is recipes/study in a checkout, otherwise runs/study; with --quick it is runs/study-quick.
     """
     from nalanda_eval.studies.spec import begin_study, load_study, study_folder
@@ -688,16 +834,21 @@ def study_run(
     place = study_folder(directory, quick=quick)
     begin_study(place, quick=quick)
     load_study(place)  # reports most mistakes before torch is imported
-    from nalanda_eval.studies.report import report
-    from nalanda_eval.studies.run import run_study
+    with _loading():
+        from nalanda_eval.studies.report import report
+        from nalanda_eval.studies.run import run_study
 
     run_study(place, text=text, workers=workers)
     report(place)
+    _next("study", folder=place)
 
 
 @study.command("report")
 def study_report(directory: Folder = None) -> None:
     """Rewrite a study's tables and pictures from its recorded runs.
+
+    \b
+    nalanda study report runs/study-quick
 
     Writes RESULTS.md, keeping the text between its marks, and the pictures beside it.
     """
@@ -720,12 +871,16 @@ def study_claims(
 ) -> None:
     """Test the papers' other claims on small trained models.
 
+    \b
+    nalanda study claims --quick
+
     Trains what claims.jsonl has no record of, then writes CLAIMS.md and its figures from the records. The
     default folder is recipes/study/claims in a checkout, otherwise runs/claims; with --quick it is
     runs/claims-quick.
     """
-    from nalanda_eval.studies.claims import claims_folder, measure_claims
-    from nalanda_eval.studies.claims_report import report_claims
+    with _loading():
+        from nalanda_eval.studies.claims import claims_folder, measure_claims
+        from nalanda_eval.studies.claims_report import report_claims
 
     place = claims_folder(directory, quick=quick)
     measure_claims(place, text=text, quick=quick)
@@ -742,11 +897,15 @@ def ops(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Time the recurrences on this CPU against transformers' torch paths.
+    """Time the recurrences against transformers' torch paths.
+
+    \b
+    nalanda bench ops --threads 4
 
     Measures forward and backward of both in one run, after checking that they agree.
     """
-    from nalanda.bench.ops import bench_ops
+    with _loading():
+        from nalanda.bench.ops import bench_ops
 
     bench_ops(threads=threads, json=json)
 
@@ -760,11 +919,15 @@ def bench_training(
     ] = None,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Time training steps at the demo's shape on this CPU.
+    """Time training steps at the demo's shape.
+
+    \b
+    nalanda bench train --rounds 5
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
     """
-    from nalanda.bench.train import bench_train
+    with _loading():
+        from nalanda.bench.train import bench_train
 
     bench_train(threads=threads, rounds=rounds, against=against, json=json)
 
@@ -774,8 +937,15 @@ def bench_parts(
     length: Annotated[int, typer.Option(min=1024, help="tokens of the row for memory and time")] = 65536,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Compare rows that are cut over processes to whole rows on this CPU: errors, memory and time."""
-    from nalanda.bench.context import bench_context
+    """Compare rows cut over processes to whole rows.
+
+    \b
+    nalanda bench context --length 16384
+
+    On this CPU: errors, memory and time.
+    """
+    with _loading():
+        from nalanda.bench.context import bench_context
 
     bench_context(length=length, json=json)
 
@@ -785,11 +955,16 @@ def bench_scaling(
     rounds: Annotated[int, typer.Option(min=1, help="steps of each split")] = 10,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Hold predictions of `nalanda info --devices` against steps of two processes on this CPU.
+    """Hold predicted steps against those of two processes.
 
-    Predicts DDP, FSDP2 and rows cut over both, at the demo's shape over gloo, from measured rates.
+    \b
+    nalanda bench scale
+
+    The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
+    rows cut over both, at the demo's shape over gloo.
     """
-    from nalanda.bench.scale import bench_scale
+    with _loading():
+        from nalanda.bench.scale import bench_scale
 
     bench_scale(rounds=rounds, json=json)
 
@@ -800,11 +975,15 @@ def bench_serving(
     tokens: Annotated[int, typer.Option(min=1, help="new tokens of a request")] = 64,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Time `transformers serve` on this CPU with 1, 8 and 32 clients.
+    """Time `transformers serve` with 1, 8 and 32 clients.
+
+    \b
+    nalanda bench serve --tokens 32
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
     """
-    from nalanda.bench.serve import bench_serve
+    with _loading():
+        from nalanda.bench.serve import bench_serve
 
     bench_serve(threads=threads, tokens=tokens, json=json)
 
@@ -817,11 +996,15 @@ def decode(
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
     png: Annotated[str | None, typer.Option(help="write a picture to this file")] = None,
 ) -> None:
-    """Time decoding on this CPU at contexts of 1 k to 64 k tokens.
+    """Time decoding at contexts of 1 k to 64 k tokens.
+
+    \b
+    nalanda bench decode --rounds 20 --png decode.png
 
     Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
     """
-    from nalanda.bench.decode import bench_decode
+    with _loading():
+        from nalanda.bench.decode import bench_decode
 
     bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
 
@@ -866,10 +1049,15 @@ def recall(
 ) -> None:
     """Measure recall of token mixers on synthetic tasks.
 
+    \b
+    nalanda bench recall --quick
+    nalanda bench recall --tasks mqar --mixers gla,deltanet --seeds 1
+
     Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
     accuracy against state size and number of pairs. Resumes after an interruption.
     """
-    from nalanda_eval.recall import recall
+    with _loading():
+        from nalanda_eval.recall import recall
 
     try:
         sizes, rates = [int(x) for x in several(states) or ()], [float(x) for x in several(lrs) or ()]
@@ -926,10 +1114,15 @@ def lra(
 ) -> None:
     """Measure encoders on Long Range Arena.
 
+    \b
+    nalanda bench lra --quick
+    nalanda bench lra --speed
+
     Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
     Resumes after an interruption.
     """
-    from nalanda_eval.lra import lra
+    with _loading():
+        from nalanda_eval.lra import lra
 
     lra(
         tasks=several(tasks),
@@ -961,9 +1154,14 @@ def kernels(
     ] = False,
     json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
 ) -> None:
-    """Measure the kernels' registers, memory and traffic against a peer's.
+    """Measure the kernels' registers, memory and traffic.
 
-    The compiler reports registers, spills and shared memory, the interpreter counts bytes.
+    \b
+    nalanda bench kernels --static --arch sm_90
+    nalanda bench kernels --traffic
+
+    Beside those of a peer. The compiler reports registers, spills and shared memory, the interpreter counts
+    bytes.
     """
     import subprocess
     import sys
@@ -986,6 +1184,23 @@ running = False
 def several(text: str | None) -> list[str] | None:
     """The names of a list with commas."""
     return [part.strip() for part in text.split(",") if part.strip()] if text else None
+
+
+def _doing(what: str, stream: TextIO | None = None) -> contextlib.AbstractContextManager:
+    """Shows that this is under way."""
+    from nalanda.common.progress import Progress
+
+    return Progress(what, stream=stream)
+
+
+_loading = partial(_doing, "loading torch and transformers")
+
+
+def _next(done: str, **values: Any) -> None:
+    """Prints what to do after `done`."""
+    from nalanda.common.next_steps import print_next_steps
+
+    print_next_steps(done, **values)
 
 
 def _check_models(names: list[str] | None) -> None:

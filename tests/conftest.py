@@ -1,6 +1,7 @@
 """What several test files use."""
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -14,6 +15,15 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from nalanda.common import progress
+
+
+@pytest.fixture(autouse=True)
+def no_lines_by_time(monkeypatch):
+    """A slow machine changes no output; tests of `Progress` set its pauses."""
+    monkeypatch.setattr(progress, "FIRST", math.inf)
+    monkeypatch.setattr(progress, "LAST", math.inf)
 
 
 @pytest.fixture(scope="session")

@@ -317,7 +317,7 @@ def _resolve(files: Any, base: Path) -> Any:
     if "://" in files or "*" in files:
         return files
     if not (base / files).is_file():
-        raise InputError(f"{base / files}: no such data file")
+        raise InputError(f"{base / files}: no such data file; --data names its folder")
     return str(base / files)
 
 

@@ -40,7 +40,6 @@ import json
 import logging
 import math
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -50,19 +49,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from transformers import AutoConfig, AutoTokenizer
 
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 from nalanda.common.files import write_atomically
+from nalanda.common.progress import Progress
 from nalanda.config.model_folder import check_models
 from nalanda.inference.load import choose_device, load_model
 from nalanda_eval import report
@@ -131,9 +122,7 @@ def evaluate(
     main = processes is None or processes.is_main_process
     if processes is not None and device is None:
         device = str(processes.device)
-    # Bound now: _quiet replaces sys.stderr while the harness works.
-    console = Console(file=sys.stderr, quiet=not main)
-    with console.status("importing lm-evaluation-harness …"), _quiet():
+    with Progress("loading lm-evaluation-harness and the tasks"), _quiet():
         from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
 
         tokens = len
@@ -157,28 +146,13 @@ def evaluate(
         "left_out": left_out,
         "models": [],
     }
-    columns = (
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        TextColumn("{task.description}"),
-        *columns,
-        console=console,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as progress:
-        bar = progress.add_task("", total=None)
+    with Progress("loading", 0, "%") as progress:
 
         def advance(count: float) -> None:
             # The harness builds the requests during its first run; they are the same for all models.
             requests = (request for task in loaded["tasks"].values() for request in task.instances)
-            if progress.tasks[0].total is None:
-                progress.update(bar, total=len(models) * characters(requests))
-            progress.advance(bar, count)
+            total = progress.total or len(models) * characters(requests)
+            progress.to(progress.done + count, total=total)
 
         for i, name in enumerate(models):
             model, tokenizer = load_model(
@@ -188,7 +162,7 @@ def evaluate(
                 _check_endless(model, name)
             start = time.perf_counter()
             title = name if len(name) <= 30 else f"…{name[-29:]}"
-            progress.update(bar, description=f"{title} ({i + 1} of {len(models)})" if models[1:] else title)
+            progress.call(f"{title} ({i + 1} of {len(models)})" if models[1:] else title)
             with _quiet():
                 scorer = HarnessModel(
                     model,

@@ -462,7 +462,7 @@ def lra(
             for model in candidates
         ]
         jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
-        rows = arena_rows(follow(jobs, folder / "runs.jsonl", workers, console, describe_arena))
+        rows = arena_rows(follow(jobs, folder / "runs.jsonl", workers, describe_arena))
         rows.sort(key=lambda row: [label(model) for model in candidates].index(row["model"]))
         draw_arena(rows, asked, folder / "lra")
         title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")

@@ -5,14 +5,11 @@ rows of training, each after one token of context. Both curves are over the same
 the context.
 """
 
-import contextlib
 import csv
 import json
 import math
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -23,13 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.text import duration, si
+from nalanda.common.progress import Progress
+from nalanda.common.text import si
 from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
@@ -105,8 +102,8 @@ def perplexity(
             T = window or _trained_length(model)
             L = length or LONGEST * T
             texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
-            with _progress(name, quiet=not first) as advance:
-                found = perplexity_by_position(model, texts, min(T, L), L, advance, context)
+            with Progress(name, 0, "tokens") as progress:
+                found = perplexity_by_position(model, texts, min(T, L), L, progress.to, context)
             facts: dict[str, Any] = {
                 "name": name,
                 "fingerprint": fingerprint(model),
@@ -301,7 +298,7 @@ def perplexity_by_position(
     texts: list[tuple[np.ndarray, int, int]],
     window: int,
     length: int,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable = lambda done, total: None,
     context: Context | None = None,
 ) -> dict[str, Any]:
     """The result of `perplexity` for one model: totals, and the curve over positions in rows of `length`.
@@ -314,7 +311,7 @@ def perplexity_by_position(
     def progress(tokens: int) -> None:
         nonlocal done
         done += tokens
-        advance(done, number * (1 + (window < length)))
+        advance(done, total=number * (1 + (window < length)))
 
     progress(0)
     try:
@@ -394,31 +391,6 @@ def _exp(nats: float) -> float | None:
 
 
 # ------------------------------ output
-
-PAUSE = 10.0
-"""Seconds between two lines of progress without a terminal."""
-
-
-@contextlib.contextmanager
-def _progress(name: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Shows the scored tokens on stderr: a bar, or without a terminal a line every `PAUSE` seconds."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-    console = Console(stderr=True)
-    start = said = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal said
-        bar.update(task, completed=done, total=total)
-        now = time.monotonic()
-        if quiet or console.is_terminal or not 0 < done < total or now - said < PAUSE:
-            return
-        said, left = now, duration((now - start) / done * (total - done))
-        print(f"{name}: {done:,} of {total:,} tokens, {left} left", file=sys.stderr, flush=True)
-
-    hidden = quiet or not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(name, total=None)
-        yield tell
 
 
 def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:

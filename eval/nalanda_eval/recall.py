@@ -694,7 +694,7 @@ def recall(
     jobs = [
         (trial.model, trial.task, seed, t) for seed in range(seeds) for trial in trials for t in trainings
     ]
-    records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, console, describe_recall)
+    records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, describe_recall)
     rows, lines = summary(trials, records, seeds, trainings), list(notes)
     figures = draw_recall(rows, known, output)
     results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}

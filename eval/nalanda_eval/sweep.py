@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nalanda.common.files import write_atomically
+from nalanda.common.progress import Progress
 from nalanda.train.log import read_metrics
 
 Record = dict[str, Any]
@@ -93,17 +93,12 @@ def _begin_worker() -> None:
     torch.set_num_threads(1)
 
 
-def follow(
-    jobs: Jobs, file: Path, workers: int, console: Console, tell: Callable[[Record], str]
-) -> list[Record]:
+def follow(jobs: Jobs, file: Path, workers: int, tell: Callable[[Record], str]) -> list[Record]:
     """The records of `sweep`, with a progress bar; without a terminal, with a line for each run."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    found = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"{len(jobs)} runs", total=len(jobs))
+    found: list[Record] = []
+    known = len(records(file).keys() & jobs.keys())
+    with Progress("training", len(jobs), "runs", start=known, stream=sys.stdout) as progress:
         for record in sweep(jobs, file, workers):
             found.append(record)
-            progress.update(bar, advance=1, description=tell(record))
-            if not console.is_terminal:
-                print(f"{len(found)}/{len(jobs)}  {tell(record)}", flush=True)
+            progress.to(len(found), tell(record), end=True)
     return found

@@ -722,7 +722,7 @@ def test_the_commands(tmp_path, monkeypatch):
     monkeypatch.setattr("nalanda.train.checkpoint_dir.find_checkpoint", lambda *args, **options: None)
     monkeypatch.setattr(exporting, "push", lambda *args, **options: asked.append((args, options)) or "url")
     command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
-    assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).output == "url\n"
+    assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).stdout == "url\n"
     assert asked == [((Path("a"), Path("b"), "me/small"), {"step": 3, "private": True})]
 
 

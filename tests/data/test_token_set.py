@@ -335,7 +335,7 @@ def test_corrupt_input_is_named_and_the_rest_prepared(tmp_path, byte_tokenizer, 
     ) as error:
         prepare(data, byte_tokenizer, out, shard_bytes=1500, workers=workers)
     assert "\n" not in str(error.value)
-    assert "2.jsonl, line 31" in capsys.readouterr().out
+    assert "2.jsonl, line 31" in capsys.readouterr().err
     jobs = len(Preparation(out).jobs)
     assert len(list(out.glob("preparing/0*.json"))) == jobs - 1
     assert not is_token_set(out)

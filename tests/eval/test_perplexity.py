@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import types
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +27,7 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.testing import in_threads
@@ -264,10 +264,11 @@ def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys
     monkeypatch.setattr(module, "AT_ONCE", 20)
     perplexity(*arguments, **options)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(progress, "LAST", 10.0)
     perplexity(*arguments, **options)
     said = capsys.readouterr().err.splitlines()
-    counts = [int(re.fullmatch(r".*/model: (\d+) of 400 tokens, \d+ (s|min) left", line)[1]) for line in said]
+    counts = [int(re.fullmatch(r".*/model +(\d+)/400 tokens  ETA \d+ (s|min)", line)[1]) for line in said]
     assert counts == sorted(set(counts))
     assert len([count for count in counts if count < 200]) >= 4
 

@@ -11,11 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.common import progress
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration
 from nalanda.config.schema import LogConfig
+from nalanda.train import log as module
 from nalanda.train.flops import flops_per_token, peak_flops
-from nalanda.train.log import RunLog, cut_metrics, read_metrics
+from nalanda.train.log import RunLog, cut_metrics, last_metrics, read_metrics
 from nalanda.train.loss import negative_share
 
 
@@ -24,16 +26,20 @@ def line(step: int, **more) -> dict:
     return {"step": step, **values, "mfu": 0.5, **more}
 
 
+def facts(step: int = 1, **more) -> dict:
+    return {key: value for key, value in line(step, **more).items() if key != "step"}
+
+
 def test_a_resume_repeats_no_line(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=5)
     for step in (1, 2, 3):
-        log.metrics(**line(step))
+        log.write(**line(step))
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss"')  # killed here
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=2, steps=5)
     for step in (3, 4):
-        log.metrics(**line(step, loss=0.0))
+        log.write(**line(step, loss=0.0))
     log.close()
     assert [(m["step"], m["loss"]) for m in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 3.0),
@@ -41,11 +47,6 @@ def test_a_resume_repeats_no_line(tmp_path, capsys):
         (3, 0.0),
         (4, 0.0),
     ]
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[0]
-        .startswith("step 1/5  loss 3.0000  grad norm 1.00  lr 1.00e-01")
-    )
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
@@ -57,19 +58,38 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=3)
-    log.advance(1, 2.5, 12_345.0, 0.1)
+    log.advance(1, 0.1, **facts(loss=2.5, tokens_per_second=12_345.0, mfu=0.25))
     log.say("a line [bold] above")
+    log.doing("validating")
     log.close()
     text = terminal.getvalue()
-    assert "a line [bold] above" in text
-    assert "12.3 K tokens/s" in text
-    assert "2.5000" in text
-    assert "ETA" in text
+    for part in ("a line [bold] above", "2.5000", "12.3 K tokens/s", "MFU 25.0%", "ETA", "validating"):
+        assert part in text
+
+
+def test_a_log_file_gets_a_line_now_and_then_and_at_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress, "FIRST", 10.0)
+    monkeypatch.setattr(progress, "LAST", 60.0)
+    now = 0.0
+    log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=1000)
+    for step in range(1, 1001):
+        now += 20.0 if step == 400 else 0.0625
+        log.advance(step, 0.05, **facts(tokens=step * 10, loss=2.5, tokens_per_second=200.0))
+    log.close()
+    end = "MFU 50.0%  grad norm 1.00  lr 1.00e-01"
+    assert capsys.readouterr().out.splitlines() == [
+        *(
+            f"step {n:>5}/1,000  loss 2.5000  200 tokens/s  {end}  ETA {50 - n / 20:.0f} s"
+            for n in (160, 320, 400, 560, 720, 880)
+        ),
+        f"step 1,000/1,000  loss 2.5000  200 tokens/s  {end}",
+    ]
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(), step=0, steps=5, quiet=True)
-    log.metrics(**line(1))
+    log.write(**line(1))
     log.close()
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
@@ -79,7 +99,7 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     log = RunLog(tmp_path, LogConfig(), step=0, steps=5)
     added = []
     log.board.add_scalar = lambda *values: added.append(values)
-    log.metrics(**line(1))
+    log.write(**line(1))
     log.event(2, "skipped", reason="the gradient norm is nan", loss=math.nan, count=3)
     log.event(2, "interrupted")
     log.close()
@@ -104,7 +124,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     file.write_bytes(good[0] + b"".join(bad) + b"".join(good[1:]) + b'{"step": 6, "lo')
     assert [m["step"] for m in read_metrics(file)] == [1, 3, 4, 5]
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=4, steps=9)
-    log.metrics(**line(5))
+    log.write(**line(5))
     log.close()
     assert file.read_bytes().startswith(good[0] + b"".join(bad) + good[1] + good[2])
     assert [m["step"] for m in read_metrics(file)] == [1, 3, 4, 5]
@@ -113,10 +133,10 @@ def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
 
 def test_a_rollback_keeps_the_events(tmp_path):
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=9)
-    log.metrics(**line(1))
+    log.write(**line(1))
     for step in (2, 3):
         log.event(step, "skipped", reason="the loss is nan")
-        log.metrics(**line(step))
+        log.write(**line(step))
     log.close()
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=1, steps=9, keep_events=True)
     log.event(2, "rollback")
@@ -154,7 +174,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
     def go(start: int, *steps: int) -> None:
         log = RunLog(tmp_path, config, step=start, steps=9)
         for step in steps:
-            log.metrics(**line(step))
+            log.write(**line(step))
         log.event(steps[-1], "interrupted", count=1)
         log.close()
 
@@ -181,7 +201,7 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
         assert file.is_dir() or secret not in file.read_text()
     other = tracked(monkeypatch, other_name := {"wandb": "trackio", "trackio": "wandb"}[name])
     log = RunLog(tmp_path, LogConfig(tracker=other_name, tensorboard=False), step=5, steps=9)
-    log.metrics(**line(6))
+    log.write(**line(6))
     log.close()
     assert [call[2] for call in other if call[0] == "log"] == [6]
     assert other[0][1]["name"] != starts[0]["name"]
@@ -202,7 +222,7 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["wandb"], "log", fail)
     log = RunLog(tmp_path, config, step=0, steps=5)
     for step in (1, 2):
-        log.metrics(**line(step))
+        log.write(**line(step))
     log.close()
     assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     message = "wandb gets no more metrics; metrics.jsonl still does: no network\n"
@@ -230,7 +250,7 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
         if expected:
             log.expect(1000 - begun, expected)
         for step, took in enumerate(seconds, begun + 1):
-            log.advance(step, 1.0, 1.0, took)
+            log.advance(step, took, **facts(step))
         log.close()
         return capsys.readouterr().out.splitlines()
 
@@ -321,3 +341,21 @@ def test_share_of_negative_weights():
     assert negative_share(model, tokens) == {"negative_weights": pytest.approx(share.item())}
     assert model.training
     assert negative_share(NalandaForCausalLM(NalandaConfig(**sizes)), tokens) == {}
+
+
+def test_the_last_metrics_come_first_and_only_the_end_is_read(tmp_path, monkeypatch):
+    """Whatever the blocks; unreadable and torn lines are passed over."""
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(line(step, val_loss=math.nan)) + "\n" for step in range(1, 40)]
+    file.write_text("".join([*lines[:20], "17\n", '{"step": "x"}\n', *lines[20:], '{"step": 40, "lo']))
+    expected = [str(values) for values in read_metrics(file)][::-1]
+    assert len(expected) == 39
+    for block in (1, 7, 100, 130, 1 << 16):
+        monkeypatch.setattr(module, "BLOCK", block)
+        assert [str(values) for values in last_metrics(file)] == expected
+    monkeypatch.setattr(module, "BLOCK", 200)
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * 1000)  # what is not read cannot matter
+    assert next(last_metrics(file))["step"] == 39
+    file.write_bytes(b"")
+    assert list(last_metrics(file)) == []

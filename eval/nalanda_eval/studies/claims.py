@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import set_seed
 
@@ -427,7 +426,7 @@ def measure_claims(directory: Path, *, text: str | None = None, quick: bool = Fa
         else partial(train_and_measure, s, size["lm"], prepared)
         for s in asked
     }
-    follow(jobs, file, 1, Console(), describe_claim_run)
+    follow(jobs, file, 1, describe_claim_run)
 
 
 def describe_claim_run(record: Record) -> str:

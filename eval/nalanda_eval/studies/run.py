@@ -71,13 +71,13 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
 
     def train(asked: list[dict[str, Any]]) -> None:
         jobs = {key(settings): partial(train_lm, settings, lm, prepared, work) for settings in asked}
-        follow(jobs, file, workers, console, describe_run)
+        follow(jobs, file, workers, describe_run)
 
     asked = [
         bigram_settings(seed, tokens, lm) for seed, tokens in itertools.product(study.seeds, study.budgets)
     ]
     jobs: Jobs = {key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked}
-    follow(jobs, file, workers, console, describe_run)
+    follow(jobs, file, workers, describe_run)
     calibration = [system for system in planned if system.group == CALIBRATION]
     rest = [system for system in planned if system.group != CALIBRATION]
     for part in (calibration, *([s for s in rest if s.size == size] for size in study.sizes)):
@@ -111,7 +111,7 @@ def train_recall(study: Study, file: Path, workers: int, console: Console) -> No
         recall_run(model, study, rate, study.rates.seed)
         for model, rate in itertools.product(models.values(), study.recall.rates)
     ]
-    follow(jobs_of(choosing), file, workers, console, describe_run)
+    follow(jobs_of(choosing), file, workers, describe_run)
     found = records(file)
     best = {name: best_recall_rate(model, study, found) for name, model in models.items()}
     judging = [
@@ -120,7 +120,7 @@ def train_recall(study: Study, file: Path, workers: int, console: Console) -> No
         for name, rate in best.items()
         if rate is not None
     ]
-    follow(jobs_of(judging), file, workers, console, describe_run)
+    follow(jobs_of(judging), file, workers, describe_run)
 
 
 def jobs_of(runs: list[tuple]) -> Jobs:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from nalanda.common.errors import output_file
+from nalanda.common.progress import track
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM, build_feature_map
 from nalanda.model.context import Context
 
@@ -51,7 +51,7 @@ def bench_context(
     console = Console(highlight=False)
     cases = _cases()
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
-    for number in track(processes, "errors", transient=True, disable=not console.is_terminal):
+    for number in track(processes, "errors"):
         for name, found in _launch(number, _errors).items():
             errors[name][str(number)] = found
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -66,7 +66,7 @@ def bench_context(
     console.print(table)
 
     steps: dict[str, dict[str, Any]] = {}
-    for name in track(SYSTEMS, "memory", transient=True, disable=not console.is_terminal):
+    for name in track(SYSTEMS, "memory"):
         one, two = (_launch(number, _step, name, length) for number in (1, 2))
         steps[name] = {"one": one, "two": two}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

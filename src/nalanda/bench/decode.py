@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from nalanda_kernels import take_torch_path
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from nalanda.common.errors import output_file
+from nalanda.common.progress import track
 from nalanda.inference.generate import cache_bytes
 from nalanda.model import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.report.figures import REFERENCE, drawing, files, log_axis, look
@@ -108,7 +108,7 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     for name, step in ((PEER, peer), (FLOOR, _products())):
         steps |= {(name, context): step for context in CONTEXTS}
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
-    for i in track(range(-1, rounds), "decoding", transient=True, console=Console(stderr=True)):
+    for i in track(range(-1, rounds), "decoding"):
         for key, (step, _) in steps.items():
             if key[0] == "softmax" and i % SOFTMAX_INTERVAL:
                 continue

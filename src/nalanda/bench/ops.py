@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.progress import track
 from nalanda.model import ops
 
 CASES = ("gated delta rule", "delta rule", "linear attention")
@@ -66,9 +67,10 @@ def bench_ops(
             f"{version('transformers')}"
         )
         _print_agreement(console)
-        rows = [_compare(case, T, H, repeats) for case in CASES for T, H in SHAPES]
+        rows = [_compare(*each, repeats) for each in track(_shapes(CASES), "against the peer")]
         _print_rows(console, rows)
-        channels = [_against_scalar(case, T, H, repeats) for case in CHANNEL_CASES for T, H in SHAPES]
+        shapes = track(_shapes(CHANNEL_CASES), "gates by channel")
+        channels = [_against_scalar(*each, repeats) for each in shapes]
         _print_channels(console, channels)
         linearity = _linearity(repeats) if long else []
         _print_linearity(console, linearity)
@@ -84,6 +86,10 @@ def bench_ops(
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     return figures
+
+
+def _shapes(cases: Iterable[str]) -> list[tuple[str, int, int]]:
+    return [(case, T, H) for case in cases for T, H in SHAPES]
 
 
 def _ours(case: str) -> Function:
@@ -220,7 +226,7 @@ def _linearity(repeats: int) -> list[dict]:
     """Time per token at growing T, relative to the shortest; the lengths take turns."""
     cases = {T: _inputs(CASES[0], T, 4) for T in LONG}
     seconds = {T: [] for T in LONG}
-    for _ in range(1 + repeats // 2):
+    for _ in track(range(1 + repeats // 2), "long rows"):
         for T, case in cases.items():
             seconds[T].append(_seconds(_ours(CASES[0]), *case))
     per_token = {T: statistics.median(times[1:] or times) / T for T, times in seconds.items()}

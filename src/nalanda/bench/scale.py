@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nalanda.common.errors import output_file
+from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.model.context import Context
 from nalanda.report.info import described
@@ -93,7 +94,7 @@ def _measure(rank: int, folder: str, rounds: int) -> None:
     seconds: dict[str, dict[str, list[float]]] = {model: {} for model in MODELS}
     dist.barrier()
     peak = matmul_flops(torch.device("cpu"), torch.float32)
-    for i in range(-2, rounds):  # the first rounds warm up
+    for i in track(range(-2, rounds), "rounds", quiet=rank > 0):  # the first rounds warm up
         rates["copy"].append(_seconds(lambda: target.copy_(block)))
         rates["message"].append(_seconds(lambda: dist.all_reduce(message)))
         rates["large"].append(_seconds(lambda: dist.all_reduce(large)))

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.progress import track
 from nalanda.model import NalandaConfig, NalandaForCausalLM
 
 SIZES: dict[str, Any] = {
@@ -74,7 +75,7 @@ def bench_serve(
         soft_wrap=True,
     )
     with tempfile.TemporaryDirectory() as place:
-        for name in (*SYSTEMS, PEER):
+        for name in track((*SYSTEMS, PEER), "serving"):
             folder = Path(place) / name.replace(", ", "-")
             save_random(name, folder)
             with serving(folder, threads) as url:

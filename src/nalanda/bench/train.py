@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.progress import track
 from nalanda.config.schema import OptimConfig
 from nalanda.data.packing import Row, collate
 from nalanda.model import NalandaConfig, NalandaForCausalLM
@@ -107,7 +107,7 @@ def _prepare(threads: int) -> None:
 
 def _measure(steps: dict[str, Step], rounds: int) -> list[dict]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for i in track(range(-2, rounds), "training", transient=True, console=Console(stderr=True)):
+    for i in track(range(-2, rounds), "training"):
         for name, step in steps.items():
             took = step()
             if i >= 0:  # the first rounds warm up

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import duration, size
+from nalanda.common.progress import Progress
+from nalanda.common.text import size
 from nalanda.data.token_set import (
     SPLITS,
     Entry,
@@ -23,70 +22,25 @@ from nalanda.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from nalanda.data.workers import processors
 
 
-class ByteProgress:
-    """A bar over the bytes of input on a terminal; elsewhere a line every `EVERY` seconds."""
+class ByteProgress(Progress):
+    """Progress over the bytes of input, which shards read in any order."""
 
-    EVERY = 30.0
-
-    def __init__(self, weights: list[int], todo: list[int]):
-        self.total, self.before = sum(weights), sum(weights) - sum(weights[number] for number in todo)
-        self.done: dict[int, tuple[int, int]] = {}
-        self.begun = self.said = time.monotonic()
-        self.bar: Any = None
-        if sys.stdout.isatty():
-            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar(
-                TextColumn("tokenising"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TextColumn("{task.fields[text]}"),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                speed_estimate_period=120,
-            )
-            self.task = self.bar.add_task("", total=self.total or 1, completed=self.before, text="")
-
-    def __enter__(self) -> ByteProgress:
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar:
-            self.bar.stop()
+    def __init__(self, what: str, weights: list[int], todo: list[int]):
+        total = sum(weights)
+        super().__init__(what, total or 1, "%", start=total - sum(weights[number] for number in todo))
+        self.read: dict[int, tuple[int, int]] = {}
 
     def set(self, number: int, weight: int, text: int) -> None:
         """Shard `number` has read `weight` bytes of input and `text` bytes of text."""
-        if self.done.get(number) == (weight, text):
-            return
-        self.done[number] = weight, text
-        seconds = time.monotonic() - self.begun
-        if not self.bar and time.monotonic() - self.said < self.EVERY:
-            return
-        done = sum(weight for weight, _ in self.done.values())
-        read = self.text()
-        line = f"{read / 1e6:,.0f} MB of text, {read / 1e6 / max(seconds, 1e-3):.1f} MB/s"
-        if self.bar:
-            self.bar.update(self.task, completed=self.before + done, text=line)
-            return
-        self.said = time.monotonic()
-        left = (self.total - self.before - done) / done * seconds if done else 0
-        self.say(
-            f"{(self.before + done) / (self.total or 1):4.0%}  {line}"
-            + f"  ETA {duration(left)}" * bool(done)
-        )
+        self.read[number] = weight, text
+        megabytes = self.text() / 1e6
+        speed = megabytes / max(time.monotonic() - self.pace.begun, 1e-3)
+        done = self.start + sum(weight for weight, _ in self.read.values())
+        self.to(done, f"{megabytes:,.0f} MB of text, {speed:.1f} MB/s")
 
     def text(self) -> int:
         """Bytes of text read."""
-        return sum(text for _, text in self.done.values())
-
-    def say(self, line: str) -> None:
-        if self.bar:
-            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
+        return sum(text for _, text in self.read.values())
 
 
 def print_token_set(index: dict, directory: str | os.PathLike) -> None:
@@ -174,7 +128,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
     with (
         ThreadPoolExecutor(processors()) as pool,
-        ByteProgress([f.size for f in files], [*range(len(files))]) as p,
+        ByteProgress("checking", [f.size for f in files], [*range(len(files))]) as p,
     ):
         found = []
         for number, problem in enumerate(pool.map(lambda owner: damage(*owner), owners)):

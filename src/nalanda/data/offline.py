@@ -30,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.common.files import sha256_of, write_atomically
+from nalanda.common.progress import Progress
 from nalanda.common.retry import persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.model import config_source
@@ -210,13 +211,10 @@ def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | N
         InputError: something cannot be downloaded.
         SourceUnavailable: a server failed too many times in a row; the same command resumes.
     """
-    from rich.console import Console
-
     root = Path(to).expanduser()
     index = _read_index(root, missing={"whole": {}, "files": {}})
     output_folder(root, "--to")
     wanted = needs(config)
-    console = Console(stderr=True)
     for number, need in enumerate(wanted, 1):
         limit = max_shards if need.kind in ("datasets", "urls") else None
         known = index["whole"].get(need.path)
@@ -226,12 +224,11 @@ def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | N
         for name in damaged:
             del index["files"][name]
             (root / name).unlink(missing_ok=True)
-        with console.status("") as status:
+        with Progress(f"[{number}/{len(wanted)}] {redact(need.title)}") as progress:
 
-            def say(what: str, number: int = number, status: Any = status) -> None:
-                status.update(f"[{number}/{len(wanted)}] {redact(what)}")
+            def say(what: str, number: int = number, progress: Progress = progress) -> None:
+                progress.call(f"[{number}/{len(wanted)}] {redact(what)}")
 
-            say(need.title)
             _FETCH[need.kind](need, config, root / need.path, limit, say)
             say(f"{need.title}: hashing")
             _record(root, index, need.path)
@@ -240,7 +237,7 @@ def fill_mirror(config: RunConfig, to: str | os.PathLike, *, max_shards: int | N
         write_atomically(root / INDEX, json.dumps(index, indent=1, ensure_ascii=False) + "\n")
     size = sum(facts["size"] for facts in index["files"].values())
     facts = f"{len(wanted)} things, {len(index['files'])} files, {size / 1e6:,.1f} MB"
-    console.print(f"{root}: {facts}", soft_wrap=True, highlight=False)
+    print(f"{root}: {facts}", file=sys.stderr)
     return root
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import rename_synced
 from nalanda.common.plugins import import_plugins, imported
+from nalanda.common.progress import Progress
 from nalanda.common.text import duration
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, open_corpus
@@ -544,7 +545,8 @@ def prepare(
     Raises:
         InputError: as in `begin`; or files of the source are damaged: the other shards are finished and kept.
     """
-    preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
+    with Progress("reading the source, preparing the tokenizer"):
+        preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
     if preparation is None:
         check_set(directory)
         say(f"{directory}: prepared already, with these settings")
@@ -557,7 +559,7 @@ def prepare(
     run = _in_processes if workers > 1 and len(todo) > 1 else _in_this_process
     errors: list[InputError] = []
     try:
-        with ByteProgress(preparation.weights, todo) as progress:
+        with ByteProgress("tokenising", preparation.weights, todo) as progress:
             for number, error in run(preparation, todo, workers, progress):
                 if error:
                     errors.append(error)

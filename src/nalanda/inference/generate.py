@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from nalanda.common.errors import InputError, output_file
+from nalanda.common.progress import Progress
 from nalanda.config.schema import check_seed
 from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
 
 PIECE = 4096
-"""Tokens of a prompt read between updates of the progress bar."""
+"""Tokens of a prompt read between updates of the progress."""
 
 
 class Printer(BaseStreamer):
@@ -73,15 +72,14 @@ class Printer(BaseStreamer):
 
 
 def read_with_progress(model: Any, tokens: list[int], state: State | None = None) -> State:
-    """`model.read` with a progress bar on stderr for long texts."""
+    """`model.read`, with progress on stderr for long texts."""
     ids = torch.tensor([tokens], device=model.device)
-    bar = Progress(console=Console(stderr=True), transient=True, disable=len(tokens) <= PIECE)
+    progress = Progress("reading", len(tokens), "tokens", quiet=len(tokens) <= PIECE)
     # Callers add no special tokens: a bos at the start of a piece belongs to the text, so nothing to warn of.
-    with warnings.catch_warnings(action="ignore", category=UserWarning), bar as progress:
-        task = progress.add_task("reading", total=len(tokens))
+    with warnings.catch_warnings(action="ignore", category=UserWarning), progress:
         for piece in ids.split(PIECE, 1):
             state = model.read(piece, state=state)
-            progress.advance(task, piece.shape[1])
+            progress.advance(piece.shape[1])
     assert state is not None, "no tokens"
     return state
 

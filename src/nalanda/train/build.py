@@ -135,18 +135,22 @@ def set_up(
     facts: dict,
     changes: dict[str, list],
     resume: Path | None,
+    say: Callable[[str], None] = lambda what: None,
 ) -> Run:
     """Builds the run, from the checkpoint `resume` if there is one. facts, changes: from `run_dir.claim`.
+    say: gets the name of what is under way.
 
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
     """
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     run_dir, first_step = Path(config.output_dir), step_of(resume) if resume else 0
+    say("preparing the tokenizer")
     with accelerator.main_process_first():
         tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
         if main and not is_whole(run_dir / "tokenizer"):
             save_tokenizer(tokenizer, run_dir / "tokenizer")
+    say("opening the data")
     batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size)
     contents = None
     if main:  # one process hashes the files
@@ -158,6 +162,7 @@ def set_up(
     if config.data.verify == "sums":
         finish_sums(sums)
 
+    say("building the model")
     set_seed(config.seed)
     # Weights, gradients and one moment per parameter share a CPU's memory.
     bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
@@ -167,6 +172,7 @@ def set_up(
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
     set_seed(config.seed, device_specific=True)
     masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
+    say("checking the model")
     if masking is None:
         check_causal(accelerator, model)
     else:
@@ -185,6 +191,7 @@ def set_up(
     counts = validation and masking is None  # which tokens' text is only known of a causal model's
     run = Run(config, *parts, sharing, text_bytes(tokenizer) if counts else None, masking)
     if resume:
+        say("loading the checkpoint")
         data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
         if run.checkpoint is None or data_state is None:
             raise InputError(no_checkpoint_message(run_dir))

@@ -1,6 +1,7 @@
 """Records of a run: metrics.jsonl, run.json, TensorBoard, wandb or trackio, and the console."""
 
 import importlib
+import io
 import json
 import math
 import os
@@ -17,12 +18,16 @@ import yaml
 
 from nalanda.common.errors import InputError, first_line
 from nalanda.common.files import write_atomically
+from nalanda.common.progress import Progress
 from nalanda.common.text import duration, si
 from nalanda.config.schema import LogConfig
 
 UTILISATION = (0.1, 0.4)
 """Expected range of a run's share of the peak FLOPs. Public figures for linear attention on one H100 are 20 %
 at 340 M and 40 % at 1.3 B parameters; small models and CPUs reach less, as the first steps then show."""
+
+BLOCK = 1 << 16
+"""Bytes that `last_metrics` reads at a time."""
 
 MEASURED = 10
 """Steps that correct the estimate of the launch, after the first one, which allocates and compiles."""
@@ -47,7 +52,8 @@ class RunLog:
         keep_events: bool = False,
     ):
         self.quiet, self.steps = quiet, steps
-        self.board = self.progress = self.tracker = None
+        self.board = self.tracker = None
+        self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet)
         self.expected: tuple[int, float, float] | None = None
         self.taken: list[float] = []
         if quiet:
@@ -62,9 +68,7 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
-        if sys.stdout.isatty():
-            self.progress, self.task = _progress_bar(step, steps)
-            self.progress.start()
+        self.progress.__enter__()
 
     def write(self, **values: Any) -> None:
         """Writes and syncs a line of metrics.jsonl. Unless it is an event, its numbers also go to TensorBoard
@@ -89,26 +93,36 @@ class RunLog:
         measurements."""
         self.expected = (steps, *seconds)
 
-    def advance(self, step: int, loss: float, rate: float, seconds: float) -> None:
-        """Moves the progress bar. rate: tokens per second; seconds: of this step."""
-        if self.progress:
-            self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", rate=si(rate))
+    def advance(
+        self,
+        step: int,
+        seconds: float,
+        *,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_per_second: float,
+        mfu: float,
+    ) -> None:
+        """Moves the progress bar, and writes a line now and then. seconds: of this step."""
+        self.doing("step")
+        self.progress.to(
+            step,
+            f"loss {loss:.4f}  {si(tokens_per_second)} tokens/s  MFU {mfu:.1%}",
+            details=f"grad norm {grad_norm:.2f}  lr {lr:.2e}",
+            left=(self.steps - step) * tokens / step / tokens_per_second,
+            end=step == self.steps,
+        )
         if self.expected:
             self.taken.append(seconds)
             if len(self.taken) > MEASURED:
                 self.say(f"estimate   {corrected(*self.expected, self.taken[1:], step)}")
                 self.expected = None
 
-    def metrics(self, **values: Any) -> None:
-        """Writes a training line: step, tokens, loss, grad_norm, lr, tokens_per_second, mfu."""
-        self.write(**values)
-        step, rate = values["step"], values["tokens_per_second"]
-        left = (self.steps - step) * values["tokens"] / step / rate
-        self.say(
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {values['loss']:.4f}"
-            f"  grad norm {values['grad_norm']:.2f}  lr {values['lr']:.2e}  {si(rate)} tokens/s"
-            f"  MFU {values['mfu']:.1%}  ETA {duration(left)}"
-        )
+    def doing(self, what: str) -> None:
+        """Names on the bar what takes its time now."""
+        self.progress.call(what)
 
     def event(self, step: int, kind: str, *, reason: str = "", **values: Any) -> None:
         """Records an event at `step` (skipped, rollback, …) in metrics.jsonl and on the console."""
@@ -117,18 +131,12 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
-        if self.quiet:
-            return
-        if self.progress:
-            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
+        self.progress.say(line)
 
     def close(self) -> None:
         if self.quiet:
             return
-        if self.progress:
-            self.progress.stop()
+        self.progress.__exit__()
         if self.board:
             self.board.close()
         if self.tracker:
@@ -217,9 +225,20 @@ def versions() -> dict[str, str]:
 def read_metrics(file: Path) -> Iterator[dict]:
     """The readable lines of a metrics.jsonl; a kill may leave a torn one. "nan", "inf" and "-inf" become
     floats again."""
-    for _, values in _lines(file):
-        if values is not None:
-            yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
+    with file.open("rb") as stream:
+        yield from filter(None, map(_values, stream))
+
+
+def last_metrics(file: Path) -> Iterator[dict]:
+    """What `read_metrics` gives, from the end: the newest line first. Reads no more than is asked for."""
+    with file.open("rb") as stream:
+        at, rest = stream.seek(0, os.SEEK_END), b""
+        while at:
+            at, stop = max(0, at - BLOCK), at
+            stream.seek(at)
+            lines = io.BytesIO(stream.read(stop - at) + rest).readlines()
+            rest = lines.pop(0) if at else b""  # its beginning is in the block before
+            yield from filter(None, map(_values, reversed(lines)))
 
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
@@ -228,8 +247,8 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     if not file.exists():
         return 0
     kept, bad, beyond = [], 0, False
-    for line, values in _lines(file):
-        if values is None:
+    for line in io.BytesIO(file.read_bytes()):
+        if (values := _values(line)) is None:
             if line.endswith(b"\n") and not beyond:
                 bad += 1
                 kept.append(line)
@@ -241,17 +260,15 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     return bad
 
 
-def _lines(file: Path) -> Iterator[tuple[bytes, dict | None]]:
-    """Every line of a metrics.jsonl, as bytes and as values; None for the values of an unreadable one."""
-    with file.open("rb") as stream:
-        for line in stream:
-            values = None
-            try:
-                values = json.loads(line)
-                readable = isinstance(values, dict) and isinstance(values.get("step", 0), int)
-            except ValueError:
-                readable = False
-            yield line, values if readable and line.endswith(b"\n") else None
+def _values(line: bytes) -> dict | None:
+    """The values of a line of a metrics.jsonl; None if it is unreadable."""
+    try:
+        values = json.loads(line)
+        if not (line.endswith(b"\n") and isinstance(values, dict) and isinstance(values.get("step", 0), int)):
+            return None
+    except ValueError:
+        return None
+    return {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in values.items()}
 
 
 def corrected(steps: int, shortest: float, longest: float, taken: list[float], step: int) -> str:
@@ -262,19 +279,3 @@ def corrected(steps: int, shortest: float, longest: float, taken: list[float], s
         return by
     share = UTILISATION[1] * shortest / whole
     return f"{by}, not {duration(shortest)} to {duration(longest)}: {100 * share:.1f} % of the peak"
-
-
-def _progress_bar(step: int, steps: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("loss [bold]{task.fields[loss]}[/]"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        speed_estimate_period=120,
-    )
-    return progress, progress.add_task("training", total=steps, completed=step, loss="–", rate="–")

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from nalanda.common.errors import InputError, NothingTrained
+from nalanda.common.progress import Progress
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.train import memory, parallel
@@ -76,7 +78,8 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
-    run = set_up(config, accelerator, sharing, facts, changes, resume)
+    with Progress("setting up", stream=sys.stdout) as progress:
+        run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
@@ -149,11 +152,12 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                 continue
 
             rate = (at.tokens - since) / seconds
-            log.advance(step, loss, rate, took)
+            mfu = rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"]
+            values: dict[str, Any] = {"tokens": at.tokens, "loss": loss, "grad_norm": norm, "lr": lr}
+            values |= {"tokens_per_second": rate, "mfu": mfu}
+            log.advance(step, took, **values)
             if problem is None and (end or is_due(step, config.log.every)):
-                values = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate}
-                mfu = rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"]
-                log.metrics(step=step, tokens=at.tokens, **values, mfu=mfu)
+                log.write(step=step, **values)
                 seconds, since = 0.0, at.tokens
                 if (count := batches.skipped() - oversized) > 0:
                     oversized += count
@@ -161,9 +165,11 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                     log.event(step, "oversized", reason=reason, documents=oversized)
             if run.validation and (end or is_due(step, config.validation.every)):
                 watchdog.beat(f"step {step}, validation")
+                log.doing("validating")
                 report_validation(run, log)
             if saving and not unsound:
                 watchdog.beat(f"step {step}, saving")
+                log.doing("saving")
                 run.save(batches.state_dict(), watchdog, wait=bool(stop or end))
             if stop and (unsound or not end):
                 saved = f"not saved, {unsound}" if unsound else "saved"
@@ -172,6 +178,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                 raise SystemExit(128 + stop)
 
         watchdog.beat("writing the model")
+        log.doing("writing the model")
         finish(run, log)
     accelerator.wait_for_everyone()
     return run_dir
@@ -213,6 +220,7 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
         log.expect(c.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
         log.say("WARNING    this model lets packed documents see one another; run.json is marked accordingly")
+    log.doing("compiling, first step" if facts["compiled"] else "first step")
 
 
 def next_step(

@@ -1,0 +1,165 @@
+"""Progress of long work: a bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any, Self, TextIO, TypeVar
+
+from nalanda.common.text import duration
+
+T = TypeVar("T")
+
+FIRST, LAST = 10.0, 60.0
+"""Seconds between two lines without a terminal: at the beginning, and from the first hour on."""
+
+
+class Pace:
+    """Says when the next line is due. The pauses grow, so that a log of days stays short."""
+
+    def __init__(self) -> None:
+        self.begun = self.said = time.monotonic()
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now - self.said < min(LAST, max(FIRST, (now - self.begun) / 60)):
+            return False
+        self.said = now
+        return True
+
+
+class Progress:
+    """Shows what is under way, how much of it is done, and the time left. A context manager.
+
+    A terminal gets a bar, or a clock if `total` is None. Elsewhere lines are written at the pace of `Pace`.
+    Only the first process of a launch shows anything.
+
+    what: one or a few words, such as `reading`.
+    total: units of the whole work; 0 if `to` will tell.
+    unit: their name; "%" shows shares.
+    start: units done before, for example by an interrupted command.
+    stream: by default stderr.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "",
+        *,
+        start: int = 0,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+    ):
+        self.what, self.total, self.unit, self.start = what, total, unit, start
+        self.done: float = start
+        self.stream, self.pace, self.bar = stream or sys.stderr, Pace(), None
+        self.quiet, self.ended = quiet or os.environ.get("RANK", "0") != "0", threading.Event()
+
+    def __enter__(self) -> Self:
+        if self.quiet:
+            return self
+        if self.stream.isatty():
+            self.bar = self._bar()
+            self.bar.start()
+        elif self.total is None:
+            threading.Thread(target=self._wait, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+    def advance(self, count: float = 1, note: str = "") -> None:
+        """`count` more units are done."""
+        self.to(self.done + count, note)
+
+    def to(
+        self,
+        done: float,
+        note: str = "",
+        *,
+        details: str = "",
+        total: float | None = None,
+        left: float | None = None,
+        end: bool = False,
+    ) -> None:
+        """`done` units of `total` are done, with those of before.
+
+        note: what else to show. details: more, for which only a line has room; a terminal then gets lines
+        too. left: seconds, if they are known better than from the speed so far. end: write a line in any
+        case.
+        """
+        self.done, self.total = done, self.total if total is None else total
+        if self.quiet:
+            return
+        if left is None and done > self.start and self.total:
+            left = (self.total - done) * (time.monotonic() - self.pace.begun) / (done - self.start)
+        left_text = f"ETA {duration(left)}" if left and left > 0 else ""
+        if self.bar:
+            text = "  ".join(filter(None, [self._count(), note, left_text]))
+            self.bar.update(self.bar.task_ids[0], completed=done, total=self.total or None, text=text)
+        if (details or not self.bar) and (end or (self.pace.due() and done < (self.total or 0))):
+            self.say("  ".join(filter(None, [f"{self.what} {self._count()}", note, details, left_text])))
+
+    def call(self, what: str) -> None:
+        """Renames what is under way."""
+        self.what = what
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], description=what)
+
+    def say(self, line: str) -> None:
+        """Writes a line, above the bar if there is one."""
+        if self.quiet:
+            return
+        if self.bar:
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def _count(self) -> str:
+        if self.unit == "%":
+            return f"{self.done / self.total:4.0%}" if self.total else ""
+        whole = f"{self.total:,}"
+        return f"{self.done:>{len(whole)},}/{whole} {self.unit}".rstrip()
+
+    def _wait(self) -> None:
+        """Without a terminal and a total: writes a line when one is due."""
+        while not self.ended.wait(1.0):
+            if self.pace.due():
+                self.say(f"{self.what} … {duration(time.monotonic() - self.pace.begun)}")
+
+    def _bar(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (SpinnerColumn(), TimeElapsedColumn())
+        if self.total is not None:
+            columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False))
+        bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            *columns,
+            console=Console(file=self.stream),
+            transient=True,
+            refresh_per_second=4,
+            # What is printed goes above the bar if it goes to the terminal, and else where it was sent.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        text = self._count() if self.total else ""
+        bar.add_task(self.what, total=self.total or None, completed=self.start, text=text)
+        return bar
+
+
+def track(items: Collection[T], what: str, *, quiet: bool = False) -> Iterator[T]:
+    """The items, with a `Progress` over their count."""
+    with Progress(what, len(items), quiet=quiet) as progress:
+        for item in items:
+            yield item
+            progress.advance()

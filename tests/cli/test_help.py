@@ -1,0 +1,141 @@
+"""What a person reads: help, examples, the commands after a command, mistyped names."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer.main
+
+import nalanda_cli
+from nalanda.common.next_steps import NEXT, next_steps, print_next_steps
+
+ROOT = typer.main.get_command(nalanda_cli.app)
+
+
+def commands(group=ROOT, *path: str) -> Iterator[tuple]:
+    """Every command with its path, groups too."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *path, name)
+
+
+COMMANDS = dict(commands())
+
+
+def parsed(line: str) -> tuple[str, ...]:
+    """The path of the command in a line of a shell, whose arguments the command takes. Raises its errors."""
+    program, *words = shlex.split(line)
+    assert program == "nalanda"
+    command, path = ROOT, ()
+    while hasattr(command, "commands"):
+        path += (words.pop(0),)
+        command = command.commands[path[-1]]
+    command.make_context("x", words)
+    return path
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[tuple[str, ...], str]:
+    """Every command's help as it is printed in 80 columns."""
+    found = {}
+    for path, command in COMMANDS.items():
+        with command.make_context(" ".join(["nalanda", *path]), [], resilient_parsing=True) as context:
+            context.terminal_width, context.max_content_width = 80, 80
+            found[path] = context.get_help()
+    return found
+
+
+def test_help_fits_80_columns_of_plain_text(helps):
+    for path, text in helps.items():
+        assert max(map(len, text.splitlines())) <= 80, path
+        assert not re.search("[\x1b─│╭╰]", text), path
+
+
+@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if hasattr(command, "commands")])
+def test_every_command_stands_once_in_a_panel_with_a_whole_sentence(helps, path):
+    panels = nalanda_cli.PANELS[" ".join(path) or "nalanda"]
+    listed = [name for names in panels.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS[path].commands)
+    text = helps[path]
+    places = [text.index(f"\n{title}:\n") for title in panels]
+    assert places == sorted(places)
+    rows = re.findall(r"^  (\w+) +(.*)$", text[places[0] :], re.MULTILINE)
+    assert [name for name, _ in rows] == listed
+    assert all(words.endswith(".") and not words.endswith("..") for _, words in rows)
+
+
+def test_every_command_begins_with_an_example_that_it_takes(helps):
+    for path, text in helps.items():
+        if path and hasattr(COMMANDS[path], "commands"):
+            continue
+        _, first, second, *_ = re.split(r"\n\n", text)
+        assert first.strip().endswith("."), path
+        for line in second.splitlines():
+            example = re.split(r" {3,}", line.strip())[0]
+            assert example.startswith("nalanda "), path
+            if "COMMAND" not in example:
+                assert parsed(example)[: len(path)] == path
+
+
+VALUES = {
+    "run": "a run's folder", "models": ["a b", "c"], "model": "$x", "output": "o p", "set": "s&t",
+    "recipe": "my recipe.yaml", "overrides": ["optim.lr=1", "data.source=a b"], "mirror": "m*",
+    "state": "s;t", "folder": "it's 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("done", NEXT)
+def test_the_next_commands_parse_with_odd_names(done):
+    lines = next_steps(done, **VALUES)
+    assert 1 <= len(lines) <= 3
+    for line in lines:
+        words = shlex.split(line)
+        if words[0] == "nalanda":
+            parsed(line)
+        elif words[0] == "python":
+            compile(words[2], "-c", "exec")
+            assert repr("it's 1") in words[2]
+        assert not {"b", "1", "folder", "recipe.yaml"} & set(words)  # no name is torn
+
+
+def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
+    print_next_steps("train", run="runs/demo")
+    assert capsys.readouterr().err == (
+        "\nnext: nalanda plot runs/demo\n"
+        "      nalanda generate runs/demo/final 'Once upon a time'\n"
+        "      nalanda eval runs/demo/final --output runs/demo\n"
+    )
+    assert next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1] == "nalanda train demo offline=m"
+    monkeypatch.setenv("RANK", "1")
+    print_next_steps("train", run="runs/demo")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("trian demo", "No such command 'trian'. Did you mean 'train'?"),
+        ("data prepair x y", "No such command 'prepair'. Did you mean 'prepare'?"),
+        ("generate m --max-new-token 3", "--max-new-tokens"),
+        ("runs --jsn", "--json"),
+        ("eval m --taks x", "--tasks"),
+        ("train demo --step 3", "section.key=value"),
+    ],
+)
+def test_the_nearest_name_is_suggested(capsys, line, answer):
+    with pytest.raises(SystemExit) as stop:
+        nalanda_cli.main(line.split())
+    assert stop.value.code == 2
+    assert re.fullmatch(f"nalanda.*{re.escape(answer)}.*\n", capsys.readouterr().err)
+
+
+def test_help_imports_nothing_slow():
+    program = "import sys, nalanda_cli\ntry: nalanda_cli.main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True
+    )
+    assert not {"rich", "torch", "nalanda", "yaml", "numpy"} & set(done.stdout.splitlines()[-1].split())
