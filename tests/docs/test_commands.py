@@ -147,7 +147,8 @@ DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu
 STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
 TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
 SMALL = {  # what a command that matches gets at its end, to be quick
-    "^nalanda train demo|pretrain.py recipes/demo.yaml": TINY,
+    "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
+    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
     "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
     "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=512 schedule.warmup_steps=1",
     "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
@@ -166,11 +167,8 @@ BEFORE = """
 nalanda train demo
 PYTHONPATH=recipes python -c 'import demo; r = demo.Path("runs/demo"); demo.write_tasks(demo.held_out_documents(r), r / "eval")'
 nalanda train hybrid_30m
-nalanda convert runs/hybrid_30m/final published --to qwen3_5
-nalanda data prepare /data/SlimPajama /data/set --tokenizer mistral
-nalanda data prepare /data/set /data/megatron --format megatron
 """  # noqa: E501
-"""What made the models and the set that pages take as there."""
+"""What made the models that pages take as there."""
 LINKS = {
     "A": "runs/demo/final",
     "B": "runs/hybrid_30m/final",
@@ -197,10 +195,8 @@ def used(checkout, tmp_path_factory):
             (folder / "corpus" / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
     for name in ("novel.txt", "book.txt", "long.txt"):
         (folder / name).write_text(text[:20000])
-    for name in ("DIR", "LRA/retrieval", "data"):
+    for name in ("DIR", "LRA/retrieval"):
         (folder / name).mkdir(parents=True)
-    for name in ("SlimPajama", "climbmix-text"):
-        (folder / "data" / name).symlink_to("../corpus")
     for name, row in ROWS.items():
         (folder / "DIR" / f"{name}.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     for name in ("train", "eval", "test"):
@@ -210,10 +206,6 @@ def used(checkout, tmp_path_factory):
     assert not any(failed), failed
     for link, target in LINKS.items():
         (folder / link).symlink_to(target)
-    for suffix in ("idx", "bin"):
-        (folder / f"data/megatron/train.{suffix}").rename(
-            folder / f"data/megatron/corpus_text_document.{suffix}"
-        )
     return folder
 
 
@@ -223,8 +215,7 @@ def attempt(command: Command, folder) -> str:
     extra = [more for pattern, more in SMALL.items() if re.search(pattern, typed)]
     if command.words[0] == "make" or (command.takes and not extra):
         return ""
-    words = [word.replace("/data/", f"{folder}/data/") for word in command.words]
-    code, printed = pages.run([*words, *shlex.split(" ".join(extra))], folder, command.environment)
+    code, printed = pages.run([*command.words, *shlex.split(" ".join(extra))], folder, command.environment)
     if code:
         return f"{command}\nexits with {code}:\n{printed[-3000:]}"
     if command.printed is not None and printed.split() != command.printed.split():
