@@ -1,0 +1,235 @@
+"""What the pages tell readers to type: every command is one that its program understands, and those that need
+neither a GPU nor a network run, in the order of their page. CONTRIBUTING.md, "Pages", has the marks."""
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pages
+import pytest
+import typer.main
+from pages import ROOT, Command, read_page
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import nalanda_cli
+from nalanda.common.errors import InputError
+from nalanda.config.load import find_recipe, load_config, read_sections
+from nalanda.config.schema import DataConfig
+
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+FILES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = {str(file.relative_to(ROOT)): read_page(file) for file in FILES}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+# ------------------------------ typed
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    """What a reader has before the first command; commands may write there."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("examples", "kernels", "tests", "pyproject.toml", "constraints.txt", "Makefile"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    return folder
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_can_be_typed(name, checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    page = PAGES[name]
+    wrong = {str(command): mistake(command.words, command.needs) for command in page.commands}
+    wrong |= {typed: mistake(shlex.split(typed), named=True) for typed in page.named}
+    found = [*page.unknown, *(f"{typed}\n    {problem}" for typed, problem in wrong.items() if problem)]
+    assert not found, "\n".join(found)
+
+
+def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
+    """What is wrong with a command. named: in the text, where it may lack its arguments."""
+    program, *arguments = words
+    try:
+        ours = re.compile("(recipes|examples|kernels|tests|docs)/")
+        if absent := [word for word in words if ours.match(word) and not (named or (ROOT / word).exists())]:
+            return f"there is no {absent[0]}"
+        if program == "nalanda":
+            check_nalanda(arguments, named)
+        elif program == "make":
+            return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True).stderr
+        elif program == "pip":
+            unknown = {*re.findall(r"\[(\w+)\]", " ".join(words))} - EXTRAS.keys()
+            return f"no extra {unknown}" if unknown else "" if needs else "mark it: # needs a network"
+        elif program in ("accelerate", "torchrun"):
+            found = parsed(words)
+            module, no_python = found.module, getattr(found, "no_python", False)
+            front = [] if no_python else ["python", "-m"] if module else ["python"]
+            return mistake([*front, found.training_script, *found.training_script_args], needs)
+        elif program in ("python", "python3"):
+            return check_python(arguments, needs)
+        elif program not in ("pytest", "transformers"):
+            return f"{program} is unknown to this test"
+    except (InputError, ValueError, typer.BadParameter.__mro__[1]) as error:
+        if not (named and type(error).__name__ == "MissingParameter"):
+            return str(error) or error.format_message()
+    return ""
+
+
+def check_nalanda(arguments: list[str], named: bool = False) -> None:
+    context = typer.main.get_command(nalanda_cli.app).make_context("nalanda", list(arguments))
+    while hasattr(context.command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        if not rest and named:
+            return
+        name, command, rest = context.command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+    given, name = context.params, context.info_name
+    if name == "prepare":
+        DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()
+    recipe = None if given.get("keys") else given.get("recipe")
+    if name == "analyze" and given["model"].endswith(".yaml"):
+        recipe = given["model"]
+    overrides = given.get("overrides") or []
+    if not recipe or (named and recipe.isupper()):
+        return
+    if "plugins" not in read_sections(find_recipe(recipe), overrides):  # which would stay registered
+        load_config(recipe, overrides)
+
+
+def check_python(arguments: list[str], needs: str) -> str:
+    kind, *rest = arguments
+    if kind == "-c":
+        compile(rest[0], kind, "exec")
+    elif kind == "-m" and rest[0] == "nalanda_cli":
+        check_nalanda(rest[1:])
+    elif kind == "recipes/pretrain.py":
+        check_nalanda(["train", *rest])
+    elif kind == "recipes/images.py":
+        read_sections(find_recipe(rest[0]), rest[1:])
+    elif kind in ("-m", "kernels/gpu_check.py"):
+        parsed(["python", *arguments])
+    elif not (ROOT / kind).exists() and needs != "a network":
+        return f"{kind}: there is no such file"
+    return ""
+
+
+class Stop(Exception):
+    pass
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The options of a command, which is stopped when it has read them."""
+    read = argparse.ArgumentParser.parse_args
+
+    def stop(parser, args=None, namespace=None):
+        raise Stop(read(parser, args, namespace))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "path", [*sys.path])
+        try:
+            pages.start(words)
+        except Stop as stopped:
+            return stopped.args[0]
+        except SystemExit:
+            raise ValueError("its options are not understood") from None
+    raise ValueError("it reads no options")
+
+
+# ------------------------------ run
+
+DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
+STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
+TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
+SMALL = {  # what a command that matches gets at its end, to be quick
+    "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
+    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
+    "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
+    "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=512 schedule.warmup_steps=1",
+    "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
+    "data prepare .*--tokenizer": "--workers 1",
+    "^nalanda export .*--step": "--step 8",
+    "nalanda eval|nalanda_cli eval": "--limit 2",
+    "eval .*(needles|niah)": "--tasks niah_multikey_1_1k",
+    "nalanda perplexity": "--tokens 2000 --length 512",
+    "nalanda analyze": "--rows 1 --length 64",
+    "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
+    "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
+    "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
+    "^pytest": "--collect-only -q",
+}
+BEFORE = """
+nalanda train demo
+PYTHONPATH=recipes python -c 'import demo; r = demo.Path("runs/demo"); demo.write_tasks(demo.held_out_documents(r), r / "eval")'
+nalanda train hybrid_30m
+"""  # noqa: E501
+"""What made the models that pages take as there."""
+LINKS = {
+    "A": "runs/demo/final",
+    "B": "runs/hybrid_30m/final",
+    "runs/a": "demo",
+    "runs/b": "hybrid_30m",
+    "runs/mine": "demo",
+}
+ROWS = {
+    "lambada_test": {"text": "the miller sold the mill"},
+    "boolq_val": {"passage": "Mills grind.", "question": "do mills grind", "label": 1},
+    "swde_val": {"text": "Mill: stone. The mill is made of ", "value": "stone"},
+}
+
+
+@pytest.fixture(scope="session")
+def used(checkout, tmp_path_factory):
+    """The checkout of someone who has trained the demo, with texts and other files that pages name."""
+    folder = tmp_path_factory.mktemp("used") / "checkout"
+    shutil.copytree(checkout, folder, symlinks=True)
+    text = "".join(file.read_text() for file in sorted((ROOT / "src/nalanda/model").glob("*.py")))
+    for part, documents in ("train", range(4, 40)), ("validation", range(4)):
+        (folder / "corpus" / part).mkdir(parents=True)
+        for i in documents:
+            (folder / "corpus" / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
+    for name in ("novel.txt", "book.txt", "long.txt"):
+        (folder / name).write_text(text[:20000])
+    for name in ("DIR", "LRA/retrieval"):
+        (folder / name).mkdir(parents=True)
+    for name, row in ROWS.items():
+        (folder / "DIR" / f"{name}.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    for name in ("train", "eval", "test"):
+        (folder / f"new_aan_pairs.{name}.tsv").write_text(20 * "1.0\ta\tb\tone text\tanother\n")
+    Image.fromarray(load_digits().images[7].astype("uint8") * 15).save(folder / "seven.png")
+    failed = [attempt(command, folder) for command in pages.commands("before", 0, BEFORE)]
+    assert not any(failed), failed
+    for link, target in LINKS.items():
+        (folder / link).symlink_to(target)
+    return folder
+
+
+def attempt(command: Command, folder) -> str:
+    """Runs a command. Returns what went wrong."""
+    typed = shlex.join(command.words)
+    extra = [more for pattern, more in SMALL.items() if re.search(pattern, typed)]
+    if command.words[0] == "make" or (command.takes and not extra):
+        return ""
+    code, printed = pages.run([*command.words, *shlex.split(" ".join(extra))], folder, command.environment)
+    if code:
+        return f"{command}\nexits with {code}:\n{printed[-3000:]}"
+    if command.printed is not None and printed.split() != command.printed.split():
+        return f"{command}\nprints\n{printed}\nnot\n{command.printed}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.commands or page.python])
+def test_commands_run(name, used, tmp_path):
+    page, folder = PAGES[name], tmp_path / "checkout"
+    shutil.copytree(used, folder, symlinks=True)
+    failed = [attempt(command, folder) for command in page.commands if not command.needs]
+    if page.python:
+        (folder / "page.py").write_text("\n".join(page.python))
+        failed.append(attempt(Command(name, 0, ["python", "page.py"]), folder))
+    assert not any(failed), "\n\n".join(filter(None, failed))
