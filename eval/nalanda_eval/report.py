@@ -145,7 +145,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [
         table.note.format(len(table.published)) for name, table in SUITES.items() if suite(results, name)
     ]
-    lines.append("Behind a ± stand standard errors.")
+    lines.append("±: standard errors.")
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
         lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")

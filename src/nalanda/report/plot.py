@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.report.figures import drawing, files, in_panels, log_axis, look
-from nalanda.report.runs import read_lines, read_recipe
+from nalanda.report.runs import layers, read_lines, read_recipe
 
 X = Literal["tokens", "steps", "hours"]
 Point = tuple[float, float, float, float]
@@ -63,7 +63,7 @@ def curve(folder: str | Path) -> Curve:
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
-    """A legend entry for each run: the settings in which the runs differ, otherwise the folder's name."""
+    """A name for each run: the settings in which the runs differ if these are few, otherwise the folder's."""
     found: dict[str, None] = {}
     for other in curves[1:]:
         found |= dict.fromkeys(differences(curves[0].config, other.config))
@@ -75,7 +75,9 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         for key in found
         if key.split(".")[0] == section and (section == "model" or all(_has(c.config, key) for c in curves))
     ]
-    # Models of different kinds differ in all keys: only the first four fit into a legend.
+    folders = [c.name for c in curves]
+    if len(keys) > 4 and len(set(folders)) == len(folders):  # models of different kinds differ in all keys
+        return folders
     names = [key.rpartition(".")[2] for key in keys]
     texts = []
     for c in curves:
@@ -86,8 +88,7 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         ]
         texts.append(", ".join(parts[:4]) + (", …" if len(parts) > 4 else ""))
     if not keys or len(set(texts)) < len(texts):
-        names = [c.name for c in curves]
-        texts = [f"{name}: {text}" if text else name for name, text in zip(names, texts, strict=True)]
+        texts = [f"{name}: {text}" if text else name for name, text in zip(folders, texts, strict=True)]
     return texts
 
 
@@ -150,6 +151,9 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
     loss, i = min(ends)
+    if _tokenizers(curves) > 1 and all(c.bits_per_byte is not None for c in curves):
+        best, i = min((c.bits_per_byte, i) for i, c in enumerate(curves))
+        return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
     if len(curves) > 1:
         return f"Lowest last validation loss: {names[i]}, {loss:.3f} nats a token"
     bits = f", {curves[i].bits_per_byte:.3f} bits a byte" if curves[i].bits_per_byte is not None else ""
@@ -161,12 +165,18 @@ def _caption(curves: Sequence[Curve], smooth: bool) -> str:
     parts = [f"Lines: {means if smooth else 'training loss as logged'}."]
     if any(c.validation for c in curves):
         parts.append(f"{'Markers' if len(curves) > 1 else 'Squares'}: validation.")
+    if _tokenizers(curves) > 1:
+        parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
     found = {kind for c in curves for _, kind in c.events}
     parts += [f"{sign}: {what}." for kind, sign, what in (("skipped", "×", "skipped step"),
               ("rollback", "▼", "rollback")) if kind in found]  # fmt: skip
     seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
     many = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
     return " ".join([*parts, f"{many}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
+
+
+def _tokenizers(curves: Sequence[Curve]) -> int:
+    return len({json.dumps(c.config.get("tokenizer"), sort_keys=True, default=str) for c in curves})
 
 
 def _value(config: dict, key: str) -> Any:
@@ -185,7 +195,9 @@ def _has(config: Any, key: str) -> bool:
 
 def _setting(key: str, name: str, value: Any) -> str:
     """`lr 0.003`, or only the value where that is a name: `gla`, `adamw`."""
-    if isinstance(value, (list, dict)):
+    if key == "model.mixer" and value:
+        value = layers(value)
+    elif isinstance(value, (list, dict)):
         value = json.dumps(value, ensure_ascii=False)
     text = f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
     text = text if len(text) <= 24 else f"{text[:23]}…"
