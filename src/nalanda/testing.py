@@ -90,7 +90,7 @@ def build(
 
 def build_map(name: str, *, num_heads: int = 2, head_dim: int = 16, **options: Any) -> FeatureMap:
     """A map with its parameters at their initial values; five landmarks where it has any."""
-    if name.startswith("soft"):
+    if name in ("soft", "softpp"):
         options = {"landmarks": 5, **options}
     made: Any = build_feature_map(name, num_heads=num_heads, head_dim=head_dim, **options)
     torch.manual_seed(0)

@@ -125,7 +125,7 @@ def encoder_rows() -> list:
     for row in rows():
         options = row.values[0]
         mixer, feature_map = (options.get(key) for key in ("mixer", "feature_map"))
-        whole = mixer == "linear_attention" and not feature_map.startswith("soft")
+        whole = mixer == "linear_attention" and feature_map not in ("soft", "softpp")
         if row.id in VARIANTS or whole or (isinstance(mixer, str) and feature_map == MIXERS[mixer].map_name):
             found.append(row)
     more = {

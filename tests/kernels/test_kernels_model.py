@@ -101,6 +101,7 @@ def test_every_mixer(mixer, options, monkeypatch):
     with nalanda_kernels.use_backend("triton"):
         found = results()
     general = {"map_features"} if options else set()  # the fused step knows no norms
+    assert mixer in KERNELS, "name in KERNELS the kernels that serve it"
     assert served - {"step"} == KERNELS[mixer] | BLOCK | general
     slack = 2e-5 if INTERPRETED else 2e-4
     for a, b in zip(found, expected, strict=True):

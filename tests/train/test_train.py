@@ -717,18 +717,21 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
 
 def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
     tokenizer = AutoTokenizer.from_pretrained(whole / "tokenizer")
+    with pytest.raises(InputError, match="take its own: tokenizer="):
+        configured(recipe, tmp_path / "run", f"model.init_from={whole / 'final'}")
+    theirs = f"tokenizer={whole / 'tokenizer'}"
     expected = safetensors.torch.load_file(whole / "final" / "model.safetensors")
     for source in (whole / "final", whole / "checkpoints" / "step-24"):
         for keys in (f"model.init_from={source}", f"model={{init_from: {source}}}"):
-            model = build_model(configured(recipe, tmp_path / "run", keys), tokenizer)
+            model = build_model(configured(recipe, tmp_path / "run", theirs, keys), tokenizer)
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, expected[name]), name
     for change in ("model.hidden_size=64", "model.num_hidden_layers=2", "model.use_gate=false"):
-        config = configured(recipe, tmp_path / "run", f"model.init_from={whole / 'final'}", change)
+        config = configured(recipe, tmp_path / "run", theirs, f"model.init_from={whole / 'final'}", change)
         with pytest.raises(InputError, match="another shape"):
             build_model(config, tokenizer)
     with pytest.raises(InputError, match=r"model\.init_from"):
-        build_model(configured(recipe, tmp_path, f"model.init_from={tmp_path / 'none'}"), tokenizer)
+        build_model(configured(recipe, tmp_path, theirs, f"model.init_from={tmp_path / 'none'}"), tokenizer)
 
 
 @pytest.mark.parametrize(

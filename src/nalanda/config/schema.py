@@ -470,7 +470,7 @@ class RunConfig:
     """Folder of the run."""
     model: dict[str, Any]
     """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
-    loads those weights, with a fresh optimizer."""
+    loads those weights, with a fresh optimizer; `tokenizer: PATH` belongs to it."""
     tokenizer: TokenizerConfig
     data: DataConfig
     train: TrainConfig
@@ -506,6 +506,11 @@ class RunConfig:
                 f"data.seq_len: {self.data.seq_len} is not a multiple of train.context_parallel {parts}"
             )
         self.accumulation(processes=parts)
+        if self.tokenizer.train and (weights := self.model.get("init_from")):
+            raise InputError(
+                f"tokenizer: {weights} was trained with another tokenizer than this recipe would train; "
+                f"take its own: tokenizer={weights}"
+            )
         if "auto" not in self.model and set(self.model) != {"init_from"}:
             from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch
 

@@ -146,8 +146,8 @@ def read_recorded_recipe(file: Path) -> RunConfig:
         return load_config(file)
     except (InputError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{file}: the run's recipe is damaged ({error}); restore a copy, or put the recipe there that "
-            "the run started with"
+            f"{file}: the run's recipe is damaged ({error}); restore a copy, put the recipe there that "
+            "the run started with, or choose another output_dir"
         ) from None
 
 
