@@ -7,10 +7,8 @@ baselines. Started again, it resumes. Arguments are settings of the recipe:
 """
 
 import itertools
-import json
 import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +19,12 @@ from rich.table import Table
 
 RECIPES = Path(__file__).parent
 PROMPT = 'def read_lines(path):\n    """Return'
-CONTEXT, ENDING = 400, 100
-"""Characters of context and ending in a question of the cloze task."""
 console = Console(highlight=False)
 
 
 def main(overrides: list[str]) -> None:
+    from nalanda_eval.python_tasks import write_python_tasks
+
     from nalanda.config.load import load_config
     from nalanda_cli import one_line_errors
 
@@ -43,7 +41,7 @@ def main(overrides: list[str]) -> None:
         )
 
         console.rule("evaluate")
-        write_tasks(held_out_documents(run_dir), run_dir / "eval")
+        write_python_tasks(run_dir / "eval", config.data)
         tasks = ("--tasks", "python_docs", "--data", str(run_dir / "eval"))
         run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
 
@@ -81,52 +79,6 @@ def run(program: str, *arguments: str) -> None:
             continue
     if code:
         raise SystemExit(code)
-
-
-def held_out_documents(run_dir: Path) -> list[str]:
-    """The validation documents of a run."""
-    from nalanda.config.load import load_config
-    from nalanda.data.corpus import DocumentStream, open_corpus
-
-    corpus = open_corpus(load_config(run_dir / "config.yaml").data, "validation")
-    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts())
-
-
-def write_tasks(documents: list[str], directory: Path) -> None:
-    """Writes the data of the task `python_docs`: texts to predict, and questions to answer."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in {
-        "python_docs": [{"text": text} for text in excerpts(documents, characters=50_000)],
-        "python_cloze": cloze(documents, questions=200),
-    }.items():
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def excerpts(documents: list[str], characters: int) -> list[str]:
-    """The beginning of every document, about `characters` in all."""
-    share = characters // len(documents)
-    return [text[: text.find("\n", share) + 1 or None] for text in documents]
-
-
-def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
-    """Questions: a passage, the text that follows it, and three wrong endings from other documents."""
-    draw = random.Random(seed)
-    passages = []
-    for source, text in enumerate(documents):
-        for start in range(CONTEXT, len(text) - ENDING, CONTEXT + ENDING):
-            cut = text.find("\n", start) + 1
-            ending = text[cut : cut + ENDING]
-            if cut and len(ending) == ENDING and len(ending.split()) > 5:
-                passages.append((source, text[cut - CONTEXT : cut], ending))
-    rows = []
-    for source, context, ending in draw.sample(passages, min(questions, len(passages))):
-        others = [other for document, _, other in passages if document != source and other != ending]
-        choices = draw.sample(others, 3)
-        label = draw.randrange(4)
-        choices.insert(label, ending)
-        rows.append({"context": context, "choices": choices, "label": label})
-    return rows
 
 
 def compare(run_dir: Path) -> Panel:

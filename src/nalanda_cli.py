@@ -14,6 +14,7 @@ try:
     import typer
     import typer.core
     import typer.main
+    from typer import Argument, Option
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
@@ -75,25 +76,30 @@ study = _group("Compare mixers and feature maps over many small runs.")
 for group, name in ((bench, "bench"), (data, "data"), (study, "study")):
     app.add_typer(group, name=name)
 
-Recipe = Annotated[str, typer.Argument(help="recipe file, or the name of one that ships with Nalanda")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")]
-Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run code from the checkpoint")]
-Temperature = Annotated[float, typer.Option(help="sampling temperature; 0 is greedy")]
-TopP = Annotated[float, typer.Option(help="sample from the likeliest tokens with this total probability")]
-TopK = Annotated[int, typer.Option(help="sample from at most this many tokens; 0: all")]
-SamplingSeed = Annotated[int | None, typer.Option(help="seed of the sampling; by default every call differs")]
+Recipe = Annotated[str, Argument(help="recipe file, or the name of one that ships with Nalanda")]
+Overrides = Annotated[list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")]
+Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")]
+Dtype = Annotated[str, Option(help="auto (as saved), float32, bfloat16 or float16")]
+RemoteCode = Annotated[bool, Option("--trust-remote-code", help="run code from the checkpoint")]
+Temperature = Annotated[float, Option(help="sampling temperature; 0 is greedy")]
+TopP = Annotated[float, Option(help="sample from the likeliest tokens with this total probability")]
+TopK = Annotated[int, Option(help="sample from at most this many tokens; 0: all")]
+Model = Annotated[str, Argument(help="a checkpoint directory or hub id")]
+Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
+Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
+Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
+Threads = Annotated[int, Option(min=1, help="CPU threads")]
+Json = Annotated[str | None, Option(help="write the figures to this file as well")]
+AsJson = Annotated[bool, Option("--json", help="print JSON")]
+SamplingSeed = Annotated[int | None, Option(help="seed of the sampling; by default every call differs")]
 
 
 @app.command()
 def train(
-    recipe: Annotated[str | None, typer.Argument(help="recipe file, or the name of one that ships")] = None,
+    recipe: Annotated[str | None, Argument(help="recipe file, or the name of one that ships")] = None,
     overrides: Overrides = None,
     keys: Annotated[
-        bool, typer.Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
+        bool, Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
     ] = False,
 ) -> None:
     """Pretrain from a recipe.
@@ -115,42 +121,40 @@ def train(
 
     if recipe is None:
         raise InputError("give a recipe: a file, or the name of one that ships; --keys lists its keys")
+    from nalanda.config.model_folder import architecture
+
     config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading(sys.stdout):
         from nalanda.train.loop import train
 
     run = train(config)
-    from nalanda.config.model_folder import architecture
-
-    done = "train on python" if config.data.source == "python" else "train"
-    _next("train an encoder" if architecture(run / "final").endswith("MaskedLM") else done, run=run)
+    encoder = architecture(run / "final").endswith("MaskedLM")
+    _next("train an encoder" if encoder else "train", of=run, run=run)
 
 
 @app.command()
 def eval(
-    models: Annotated[list[str] | None, typer.Argument(help="checkpoint directories or hub ids")] = None,
+    models: Annotated[list[str] | None, Argument(help="checkpoint directories or hub ids")] = None,
     tasks: Annotated[
         str,
-        typer.Option(
+        Option(
             help="comma-separated: table4 (the literature's suite), all (and six more), recall (SWDE, FDA, "
-            "SQuAD, …), needles (RULER's), python_docs (the demo's), tasks of lm-evaluation-harness, task "
-            "files, directories of task files"
+            "SQuAD, …), needles (RULER's), python_docs (of Python's text, without a network), tasks of "
+            "lm-evaluation-harness, task files, directories of task files"
         ),
     ] = "table4",
-    data: Annotated[str | None, typer.Option(help="directory of the tasks' data; default: the hub")] = None,
-    fetch: Annotated[str | None, typer.Option(help="only download tasks' data here, for --data")] = None,
-    limit: Annotated[float | None, typer.Option(help="documents per task; below 1: share of them")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts read together; does not change results")] = 8,
-    max_length: Annotated[
-        int | None, typer.Option(help="context in tokens; by default as in training")
-    ] = None,
+    data: Annotated[str | None, Option(help="directory of the tasks' data; default: the hub")] = None,
+    fetch: Annotated[str | None, Option(help="only write the tasks' data here, for --data")] = None,
+    limit: Annotated[float | None, Option(help="documents per task; below 1: share of them")] = None,
+    batch_size: Annotated[int, Option(help="texts read together; does not change results")] = 8,
+    max_length: Annotated[int | None, Option(help="context in tokens; by default as in training")] = None,
     long: Annotated[
-        str, typer.Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
+        str, Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
     ] = "window",
-    no_share: Annotated[bool, typer.Option("--no-share", help="read contexts once per continuation")] = False,
+    no_share: Annotated[bool, Option("--no-share", help="read contexts once per continuation")] = False,
     output: Annotated[
         str | None,
-        typer.Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
+        Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -159,7 +163,7 @@ def eval(
     """Evaluate models zero-shot.
 
     \b
-    nalanda eval runs/demo/final --tasks python_docs --data runs/demo/eval
+    nalanda eval runs/demo/final --tasks python_docs
     nalanda eval runs/demo/final runs/lr/final --output runs/demo
 
     Runs lm-evaluation-harness, and prints the scores beside published ones. For several processes: torchrun
@@ -193,30 +197,29 @@ def eval(
     state = launched()
     if state is None or state.is_main_process:
         print_results(results)
-        _next("eval", models=models, model=(models or [""])[0])
+        first = (models or [""])[0]
+        _next("eval", of=first, models=models, model=first)
 
 
 @app.command()
 def perplexity(
-    models: Annotated[list[str], typer.Argument(help="checkpoint directories or hub ids")],
+    models: Annotated[list[str], Argument(help="checkpoint directories or hub ids")],
     text: Annotated[
         str,
-        typer.Option(
+        Option(
             help="text file, directory or glob of documents, python (the demo's validation part), or a "
             "recipe, for its validation part"
         ),
     ] = "python",
     set: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="a setting of that recipe, such as data.validation_split=test"
-        ),
+        Option(metavar="KEY=VALUE", help="a setting of that recipe, such as data.validation_split=test"),
     ] = None,
-    joined: Annotated[bool, typer.Option("--joined", help="join documents with eos between them")] = False,
-    length: Annotated[int | None, typer.Option(help="tokens read in one pass; by default 16 windows")] = None,
-    window: Annotated[int | None, typer.Option(help="tokens per window; by default as in training")] = None,
-    tokens: Annotated[int, typer.Option(help="tokens to score; the last document is cut there")] = 2**18,
-    output: Annotated[str, typer.Option(help="directory for the results and picture")] = "runs/perplexity",
+    joined: Annotated[bool, Option("--joined", help="join documents with eos between them")] = False,
+    length: Annotated[int | None, Option(help="tokens read in one pass; by default 16 windows")] = None,
+    window: Annotated[int | None, Option(help="tokens per window; by default as in training")] = None,
+    tokens: Annotated[int, Option(help="tokens to score; the last document is cut there")] = 2**18,
+    output: Annotated[str, Option(help="directory for the results and picture")] = "runs/perplexity",
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
@@ -249,17 +252,17 @@ def perplexity(
     )
     if "directory" in result:  # of a launch's processes, the first
         print_perplexity(result)
-        _next("perplexity", models=models, model=models[0], output=output)
+        _next("perplexity", of=models[0], models=models, model=models[0], output=output)
 
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
-    prompt: Annotated[str | None, typer.Argument(help="text to continue; - reads standard input")] = None,
-    file: Annotated[str | None, typer.Option(help="text file to continue instead")] = None,
-    state: Annotated[str | None, typer.Option(help="continue a state that --save-state wrote")] = None,
-    save_state: Annotated[str | None, typer.Option(help="write the prompt's state to this file")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit, unless the text ends earlier")] = 128,
+    model: Model,
+    prompt: Annotated[str | None, Argument(help="text to continue; - reads standard input")] = None,
+    file: Annotated[str | None, Option(help="text file to continue instead")] = None,
+    state: Annotated[str | None, Option(help="continue a state that --save-state wrote")] = None,
+    save_state: Annotated[str | None, Option(help="write the prompt's state to this file")] = None,
+    max_new_tokens: Annotated[int, Option(help="length limit, unless the text ends earlier")] = 128,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -297,15 +300,15 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     if save_state is not None:
-        _next("save a state", model=model, state=save_state)
+        _next("save a state", of=model, model=model, state=save_state)
 
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="a checkpoint directory or hub id")],
-    system: Annotated[str, typer.Option(help="system message")] = "",
-    state: Annotated[str | None, typer.Option(help="continue a saved state or conversation")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit of an answer, in tokens")] = 512,
+    model: Model,
+    system: Annotated[str, Option(help="system message")] = "",
+    state: Annotated[str | None, Option(help="continue a saved state or conversation")] = None,
+    max_new_tokens: Annotated[int, Option(help="length limit of an answer, in tokens")] = 512,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -345,30 +348,28 @@ def chat(
 
 @app.command()
 def info(
-    recipe: Annotated[str | None, typer.Argument(help="recipe file or name; tables without one")] = None,
+    recipe: Annotated[str | None, Argument(help="recipe file or name; tables without one")] = None,
     overrides: Overrides = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="processes that share a step; by default train.context_parallel"),
+        Option(min=1, help="processes that share a step; by default train.context_parallel"),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
+        str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",
     devices: Annotated[
         str | None,
-        typer.Option(
-            metavar="8,64,512", help="predict steps on so many devices by DDP, FSDP2, hybrid, context"
-        ),
+        Option(metavar="8,64,512", help="predict steps on so many devices by DDP, FSDP2, hybrid, context"),
     ] = None,
     cluster: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="KEY=VALUE,…",
             help="with --devices: node (8 devices), peak (989 TFLOP/s), mfu (0.4), memory (80 GB), "
             "hbm (3350 GB/s), nvlink (450 GB/s), network (400 Gb/s a node), latency (5 µs), overlap (1)",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
 
@@ -410,13 +411,13 @@ def info(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")],
-    out: Annotated[str, typer.Argument(help="the folder to make")],
-    step: Annotated[int | None, typer.Option(help="step of the checkpoint; by default the newest")] = None,
+    run: Annotated[str, Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")],
+    out: Annotated[str, Argument(help="the folder to make")],
+    step: Annotated[int | None, Option(help="step of the checkpoint; by default the newest")] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub")
+        str | None, Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="with --push: as a private repository")] = False,
+    private: Annotated[bool, Option("--private", help="with --push: as a private repository")] = False,
 ) -> None:
     """Write a checkpoint, sharded or not, as a model folder.
 
@@ -428,6 +429,7 @@ def export(
     """
     from pathlib import Path
 
+    from nalanda.config.model_folder import architecture
     from nalanda.train.checkpoint_dir import find_checkpoint
 
     find_checkpoint(Path(run), step, check=False)
@@ -443,23 +445,22 @@ def export(
         else:
             made = work.push(Path(run), Path(out), push, step=step, private=private)
     print(made)
-    _next("write a model", folder=out)
+    encoder = architecture(Path(out)).endswith("MaskedLM")
+    _next("write an encoder" if encoder else "write a model", of=out, folder=out)
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="a model folder or hub id")],
-    destination: Annotated[str, typer.Argument(help="the folder to make, or the GGUF file")],
+    source: Annotated[str, Argument(help="a model folder or hub id")],
+    destination: Annotated[str, Argument(help="the folder to make, or the GGUF file")],
     to: Annotated[
         str | None,
-        typer.Option(
-            help="nalanda, fla, llama, qwen3_5, kimi_linear, mlx, gguf; required where more are possible"
-        ),
+        Option(help="nalanda, fla, llama, qwen3_5, kimi_linear, mlx, gguf; required where more are possible"),
     ] = None,
-    check: Annotated[bool, typer.Option(help="compute with both models, one at a time in memory")] = True,
+    check: Annotated[bool, Option(help="compute with both models, one at a time in memory")] = True,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="of the matrices: gguf f32 (default), f16, bf16, q8_0; mlx as they are, f32, f16, bf16, q8"
         ),
     ] = None,
@@ -494,16 +495,17 @@ def convert(
             made = convert(source, destination, to, check, dtype)
     print(made)
     if to in ("gguf", "mlx"):
-        _next(f"convert to {to}", folder=destination)
+        done = f"convert to {to}"
     else:
         ours = architecture(Path(destination)).startswith("Nalanda")
-        _next("write a model" if ours else "convert", folder=destination)
+        done = "write a model" if ours else "convert"
+    _next(done, of=source, folder=destination)
 
 
 @app.command()
 def runs(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="directory of the runs")] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
+    directory: Annotated[str, Argument(metavar="[DIR]", help="directory of the runs")] = "runs",
+    as_json: AsJson = False,
 ) -> None:
     """List the runs of a directory.
 
@@ -521,8 +523,8 @@ def runs(
 
 @app.command()
 def verify(
-    run: Annotated[str, typer.Argument(help="a run's folder")],
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    run: Annotated[str, Argument(help="a run's folder")],
+    as_json: AsJson = False,
 ) -> None:
     """Check the checkpoints of a run.
 
@@ -539,15 +541,12 @@ def verify(
     with _loading():
         from nalanda.report.verify import print_verdict, verdicts_to_json, verify
 
-    verdicts, found = [], iter(verify(Path(run)))
-    while True:
-        with _doing("reading a checkpoint"):
-            verdict = next(found, None)
-        if verdict is None:
-            break
-        verdicts.append(verdict)
-        if not as_json:
-            print_verdict(verdict)
+    verdicts = []
+    with _doing("reading the checkpoints"):
+        for verdict in verify(Path(run)):
+            verdicts.append(verdict)
+            if not as_json:
+                print_verdict(verdict)
     if as_json:
         print(verdicts_to_json(verdicts))
     if not all(verdict.good for verdict in verdicts):
@@ -556,13 +555,13 @@ def verify(
 
 @app.command()
 def plot(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs")],
+    folders: Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")],
     output: Annotated[
         str | None,
-        typer.Option(help="file of the picture; by default loss.png in the run, or here for several"),
+        Option(help="file of the picture, with a PDF beside it; by default loss.png in the run, or here"),
     ] = None,
-    x: Annotated[str, typer.Option(help="x axis: tokens, steps or hours (of training)")] = "tokens",
-    smooth: Annotated[bool, typer.Option(help="draw running means over the losses")] = True,
+    x: Annotated[str, Option(help="x axis: tokens, steps or hours (of training)")] = "tokens",
+    smooth: Annotated[bool, Option(help="draw running means over the losses")] = True,
 ) -> None:
     """Draw the loss curves of runs into one picture.
 
@@ -570,7 +569,8 @@ def plot(
     nalanda plot runs/demo
     nalanda plot runs/demo runs/lr --output losses.png --x hours
 
-    Shows training and validation losses. The legend names the settings in which the runs differ.
+    Shows training and validation losses. The names at the lines' ends are the settings in which the runs
+    differ.
     """
     from pathlib import Path
 
@@ -584,16 +584,16 @@ def plot(
 
 @app.command()
 def analyze(
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
+    model: Annotated[str, Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
     overrides: Overrides = None,
-    text: Annotated[str | None, typer.Option(help="text file; by default text from Python itself")] = None,
-    length: Annotated[int, typer.Option(help="tokens per row")] = 256,
-    rows: Annotated[int, typer.Option(help="rows to average over")] = 4,
+    text: Annotated[str | None, Option(help="text file; by default text from Python itself")] = None,
+    length: Annotated[int, Option(help="tokens per row")] = 256,
+    rows: Annotated[int, Option(help="rows to average over")] = 4,
     output: Annotated[
         str | None,
-        typer.Option(help="directory for analysis.json and figures; by default in the run or by the model"),
+        Option(help="directory for analysis.json and figures; by default in the run or by the model"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of untrained weights and of the text's order")] = 0,
+    seed: Annotated[int, Option(help="seed of untrained weights and of the text's order")] = 0,
     device: Device = None,
     trust_remote_code: RemoteCode = False,
 ) -> None:
@@ -629,47 +629,47 @@ def analyze(
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="SOURCE_OR_RECIPE",
             help="directory, file, glob, hub dataset or python; a recipe, for its data and tokenizer; "
             "PREFIX.idx, of Megatron",
         ),
     ],
-    output: Annotated[str, typer.Argument(help="directory for the prepared set, to set as data.source")],
+    output: Annotated[str, Argument(help="directory for the prepared set, to set as data.source")],
     tokenizer: Annotated[
-        str | None, typer.Option(help="directory, hub id or file of a tokenizer; by default one is trained")
+        str | None, Option(help="directory, hub id or file of a tokenizer; by default one is trained")
     ] = None,
     train: Annotated[
-        str | None, typer.Option("--train", help="kind of tokenizer to train on the documents: bpe or words")
+        str | None, Option("--train", help="kind of tokenizer to train on the documents: bpe or words")
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="size of the trained tokenizer")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; by default one per core")] = None,
+    vocab_size: Annotated[int | None, Option(help="size of the trained tokenizer")] = None,
+    workers: Annotated[int | None, Option(min=1, help="processes; by default one per core")] = None,
     shard_mb: Annotated[
         int | None,
-        typer.Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
+        Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
     ] = None,
     validation_share: Annotated[
-        float | None, typer.Option(help="share of documents to hold out if the source has no validation part")
+        float | None, Option(help="share of documents to hold out if the source has no validation part")
     ] = None,
-    text_field: Annotated[str | None, typer.Option(help="field of a record with its text")] = None,
+    text_field: Annotated[str | None, Option(help="field of a record with its text")] = None,
     source_field: Annotated[
-        str | None, typer.Option(help="field of a record with its source, such as meta.source")
+        str | None, Option(help="field of a record with its source, such as meta.source")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="hub: configuration of the dataset")] = None,
+    name: Annotated[str | None, Option(help="hub: configuration of the dataset")] = None,
     revision: Annotated[
-        str | None, typer.Option(help="hub: commit, tag or branch; a commit pins the files")
+        str | None, Option(help="hub: commit, tag or branch; a commit pins the files")
     ] = None,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="put bos before every document")] = None,
-    eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="put eos after every document")] = None,
+    bos: Annotated[bool | None, Option("--bos/--no-bos", help="put bos before every document")] = None,
+    eos: Annotated[bool | None, Option("--eos/--no-eos", help="put eos after every document")] = None,
     format: Annotated[
-        str, typer.Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
+        str, Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
     ] = "nalanda",
-    executor: Annotated[str | None, typer.Option(help="run by datatrove: local, slurm or ray")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="tasks of the executor, which share the shards")] = 1,
-    logs: Annotated[str | None, typer.Option(help="directory for its logs; by default OUTPUT-logs")] = None,
-    slurm_partition: Annotated[str | None, typer.Option(help="Slurm partition of the tasks")] = None,
-    slurm_time: Annotated[str, typer.Option(help="time limit of a task")] = "24:00:00",
-    slurm_arg: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for sbatch; repeatable")] = None,
+    executor: Annotated[str | None, Option(help="run by datatrove: local, slurm or ray")] = None,
+    tasks: Annotated[int, Option(min=1, help="tasks of the executor, which share the shards")] = 1,
+    logs: Annotated[str | None, Option(help="directory for its logs; by default OUTPUT-logs")] = None,
+    slurm_partition: Annotated[str | None, Option(help="Slurm partition of the tasks")] = None,
+    slurm_time: Annotated[str, Option(help="time limit of a task")] = "24:00:00",
+    slurm_arg: Annotated[list[str] | None, Option(help="NAME=VALUE for sbatch; repeatable")] = None,
 ) -> None:
     """Tokenise a corpus into token shards.
 
@@ -680,88 +680,50 @@ def prepare(
     Runs in parallel and resumes after an interruption. The number of workers, tasks and machines does not
     change the bytes.
     """
-    from dataclasses import replace
     from pathlib import Path
 
     with _doing("loading"):
         from nalanda.common.errors import InputError
-        from nalanda.config.load import load_config, shipped_recipes
-        from nalanda.config.schema import DataConfig, TokenizerConfig
-        from nalanda.data import inspect, megatron, token_set
-        from nalanda.data.offline import use_mirror
-        from nalanda.data.prepare import prepare
-        from nalanda.data.workers import processors
+        from nalanda.config.load import is_recipe
+        from nalanda.data.inspect import print_token_set
+        from nalanda.data.make_set import make_token_set
+        from nalanda.data.megatron import write_megatron
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
     if format == "megatron":
-        for split, (documents, tokens) in megatron.write_megatron(source, output).items():
-            print(
-                f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
-                if documents
-                else f"no {split}"
-            )
+        for split, (documents, tokens) in write_megatron(source, output).items():
+            made = f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
+            print(made if documents else f"no {split}")
         return
-    settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
-    if source.endswith((".yaml", ".yml")) or (source in shipped_recipes() and not Path(source).exists()):
-        recipe = use_mirror(load_config(source))
-        settings, its_tokenizer = recipe.data, recipe.tokenizer
-    asked: dict[str, Any] = {"path": tokenizer, "train": train, "vocab_size": vocab_size}
-    if named := {key: value for key, value in asked.items() if value is not None}:
-        its_tokenizer = TokenizerConfig(**(named if "path" in named else {"train": "bpe", **named}))
-    chosen: dict[str, Any] = {
-        "validation_share": validation_share,
-        "text_field": text_field,
-        "source_field": source_field,
-        "name": name,
-        "revision": revision,
-        "bos": bos,
-        "eos": eos,
-    }
-    settings = replace(settings, **{key: value for key, value in chosen.items() if value is not None})
-    shard_bytes = shard_mb and shard_mb << 20
-    if megatron.megatron_splits(settings.source):
-        if executor or bos is not None or eos is not None:
-            option = "--executor" if executor else "--bos, --eos"
-            raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
-        index = megatron.read_megatron(settings, its_tokenizer, output)
-    elif executor is None:
-        index = prepare(
-            settings,
-            its_tokenizer,
-            output,
-            workers=workers or processors(),
-            shard_bytes=shard_bytes,
-            say=print,
-        )
-    else:
-        from nalanda.data.datatrove import prepare_with
-
-        prepare_with(
-            executor,
-            settings,
-            its_tokenizer,
-            output,
-            tasks=tasks,
-            workers=workers,
-            shard_bytes=shard_bytes,
-            logs=logs,
-            slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
-        )
-        if not token_set.is_token_set(output):
-            print(f"the tasks are queued; {output} is complete when it has an index.json")
-            return
-        index = token_set.read_index(output)
-    inspect.print_token_set(index, output)
-    name = source if settings.source != source else "demo"
-    _next("prepare", set=output, recipe=name, run=Path("runs", Path(output).name))
+    settings = {"validation_share": validation_share, "text_field": text_field, "source_field": source_field}
+    settings |= {"name": name, "revision": revision, "bos": bos, "eos": eos}
+    index = make_token_set(
+        source,
+        output,
+        data=settings,
+        tokenizer={"path": tokenizer, "train": train, "vocab_size": vocab_size},
+        workers=workers,
+        shard_bytes=shard_mb and shard_mb << 20,
+        say=print,
+        executor=executor,
+        tasks=tasks,
+        logs=logs,
+        slurm={"partition": slurm_partition, "time": slurm_time, "args": slurm_arg or []},
+    )
+    if index is None:
+        print(f"the tasks are queued; {output} is complete when it has an index.json")
+        return
+    print_token_set(index, output)
+    recipe = source if is_recipe(source) else "demo"
+    _next("prepare", set=output, recipe=recipe, run=Path("runs", Path(output).name))
 
 
 @data.command()
 def inspect(
-    directory: Annotated[str, typer.Argument(help="directory of a prepared set")],
-    verify: Annotated[bool, typer.Option("--verify", help="check SHA-256 sums, not only sizes")] = False,
-    show: Annotated[int, typer.Option(min=0, help="number of documents to print the beginning of")] = 0,
+    directory: Annotated[str, Argument(help="directory of a prepared set")],
+    verify: Annotated[bool, Option("--verify", help="check SHA-256 sums, not only sizes")] = False,
+    show: Annotated[int, Option(min=0, help="number of documents to print the beginning of")] = 0,
 ) -> None:
     """Summarize and check a prepared set.
 
@@ -777,9 +739,9 @@ def inspect(
 def fetch(
     recipe: Recipe,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="directory to fill, for offline: DIR in a recipe")] = "",
+    to: Annotated[str, Option("--to", help="directory to fill, for offline: DIR in a recipe")] = "",
     max_shards: Annotated[
-        int | None, typer.Option(min=1, help="limit on the files of each split, for part of a large dataset")
+        int | None, Option(min=1, help="limit on the files of each split, for part of a large dataset")
     ] = None,
 ) -> None:
     """Download all that a recipe needs, for machines without a network.
@@ -801,9 +763,7 @@ def fetch(
 
 Folder = Annotated[
     str | None,
-    typer.Argument(
-        help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study", show_default=False
-    ),
+    Argument(help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study", show_default=False),
 ]
 
 
@@ -812,12 +772,10 @@ def study_run(
     directory: Folder = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            help="corpus, such as a directory in SlimPajama's layout; by default lm.yaml's data.source"
-        ),
+        Option(help="corpus, such as a directory in SlimPajama's layout; by default lm.yaml's data.source"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="run a small study, in minutes")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+    quick: Annotated[bool, Option("--quick", help="run a small study, in minutes")] = False,
+    workers: Workers = 2,
 ) -> None:
     """Train a study's models, each at its best rate, and report.
 
@@ -826,8 +784,8 @@ def study_run(
     nalanda study run runs/mine --text ~/books --workers 8
 
     Every model has several seeds. Run it again after an interruption, or with more seeds in study.yaml:
-    finished runs are kept. The default
-    folder is recipes/study in a checkout, otherwise runs/study; with --quick it is runs/study-quick.
+    finished runs are kept. The default folder is recipes/study in a checkout, otherwise runs/study; with
+    --quick it is runs/study-quick.
     """
     from nalanda_eval.studies.spec import begin_study, load_study, study_folder
 
@@ -864,10 +822,10 @@ def study_report(directory: Folder = None) -> None:
 @study.command("claims")
 def study_claims(
     directory: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="folder of the records", show_default=False)
+        str | None, Argument(metavar="[DIR]", help="folder of the records", show_default=False)
     ] = None,
-    text: Annotated[str | None, typer.Option(help="corpus; by default Python's documentation")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="run tiny models, in a minute")] = False,
+    text: Annotated[str | None, Option(help="corpus; by default Python's documentation")] = None,
+    quick: Annotated[bool, Option("--quick", help="run tiny models, in a minute")] = False,
 ) -> None:
     """Test the papers' other claims on small trained models.
 
@@ -894,8 +852,8 @@ def _bench() -> None:
 
 @bench.command()
 def ops(
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    threads: Threads = 2,
+    json: Json = None,
 ) -> None:
     """Time the recurrences against transformers' torch paths.
 
@@ -912,12 +870,12 @@ def ops(
 
 @bench.command("train")
 def bench_training(
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="steps of each model")] = 15,
+    threads: Threads = 2,
+    rounds: Annotated[int, Option(min=1, help="steps of each model")] = 15,
     against: Annotated[
-        str | None, typer.Option(metavar="DIR", help="another checkout of Nalanda to compare with")
+        str | None, Option(metavar="DIR", help="another checkout of Nalanda to compare with")
     ] = None,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    json: Json = None,
 ) -> None:
     """Time training steps at the demo's shape.
 
@@ -934,8 +892,8 @@ def bench_training(
 
 @bench.command("context")
 def bench_parts(
-    length: Annotated[int, typer.Option(min=1024, help="tokens of the row for memory and time")] = 65536,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    length: Annotated[int, Option(min=1024, help="tokens of the row for memory and time")] = 65536,
+    json: Json = None,
 ) -> None:
     """Compare rows cut over processes to whole rows.
 
@@ -952,8 +910,8 @@ def bench_parts(
 
 @bench.command("scale")
 def bench_scaling(
-    rounds: Annotated[int, typer.Option(min=1, help="steps of each split")] = 10,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10,
+    json: Json = None,
 ) -> None:
     """Hold predicted steps against those of two processes.
 
@@ -971,9 +929,9 @@ def bench_scaling(
 
 @bench.command("serve")
 def bench_serving(
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the server")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="new tokens of a request")] = 64,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
+    tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
+    json: Json = None,
 ) -> None:
     """Time `transformers serve` with 1, 8 and 32 clients.
 
@@ -990,11 +948,11 @@ def bench_serving(
 
 @bench.command()
 def decode(
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements of each model")] = 40,
-    read: Annotated[bool, typer.Option("--read", help="read 64 k tokens, not only 1 k")] = False,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
-    png: Annotated[str | None, typer.Option(help="write a picture to this file")] = None,
+    threads: Threads = 2,
+    rounds: Annotated[int, Option(min=1, help="measurements of each model")] = 40,
+    read: Annotated[bool, Option("--read", help="read 64 k tokens, not only 1 k")] = False,
+    json: Json = None,
+    png: Annotated[str | None, Option(help="write a picture to this file, and a PDF beside it")] = None,
 ) -> None:
     """Time decoding at contexts of 1 k to 64 k tokens.
 
@@ -1013,38 +971,36 @@ def decode(
 def recall(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
-        ),
+        Argument(metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
             "listops (default: all of these), or listops_lra, with the published length"
         ),
     ] = None,
     mixers: Annotated[
         str | None,
-        typer.Option(help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"),
+        Option(help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"),
     ] = None,
     maps: Annotated[
         str | None,
-        typer.Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
+        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="runs per model; by default 3, quick 1")] = None,
+    seeds: Annotated[int | None, Option(min=1, help="runs per model; by default 3, quick 1")] = None,
     match: Annotated[
         str | None,
-        typer.Option(help="compare at equal parameters, state (and parameters), or both (default)"),
+        Option(help="compare at equal parameters, state (and parameters), or both (default)"),
     ] = None,
-    states: Annotated[str | None, typer.Option(help="comma-separated sizes of state, in bytes")] = None,
-    lrs: Annotated[str | None, typer.Option(help="comma-separated; validation chooses the best")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="few models on small tasks, in minutes")] = False,
+    states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
+    lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
+    steps: Steps = None,
+    quick: Quick = False,
     output: Annotated[
-        str, typer.Option(help="directory for runs, tables and pictures; finished runs in it are kept")
+        str, Option(help="directory for runs, tables and pictures; finished runs in it are kept")
     ] = "runs/recall",
-    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+    workers: Workers = 2,
     device: Device = None,
 ) -> None:
     """Measure recall of token mixers on synthetic tasks.
@@ -1085,31 +1041,29 @@ def recall(
 @bench.command()
 def lra(
     tasks: Annotated[
-        str | None, typer.Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
+        str | None, Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
     ] = None,
     mixers: Annotated[
-        str | None, typer.Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all")
+        str | None, Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all")
     ] = None,
-    maps: Annotated[
-        str | None, typer.Option(help="comma-separated; by default own, each mixer's own")
-    ] = None,
+    maps: Annotated[str | None, Option(help="comma-separated; by default own, each mixer's own")] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
+        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="sizes as in the code of: skyformer (default) or transnormer")
+        str | None, Option(help="sizes as in the code of: skyformer (default) or transnormer")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="runs per model")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="few models on small tasks, in minutes")] = False,
+    seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
+    steps: Steps = None,
+    quick: Quick = False,
     speed: Annotated[
-        bool, typer.Option("--speed", help="only time and memory of a training step beside softmax")
+        bool, Option("--speed", help="only time and memory of a training step beside softmax")
     ] = False,
     output: Annotated[
-        str, typer.Option(help="directory for runs, tables and the picture; finished runs in it are kept")
+        str, Option(help="directory for runs, tables and the picture; finished runs in it are kept")
     ] = "runs/lra",
-    workers: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 2,
+    workers: Workers = 2,
     device: Device = None,
 ) -> None:
     """Measure encoders on Long Range Arena.
@@ -1142,17 +1096,17 @@ def lra(
 
 @bench.command()
 def kernels(
-    static: Annotated[bool, typer.Option("--static", help="compile them, without a GPU")] = False,
-    traffic: Annotated[bool, typer.Option("--traffic", help="count bytes moved, without a GPU")] = False,
+    static: Annotated[bool, Option("--static", help="compile them, without a GPU")] = False,
+    traffic: Annotated[bool, Option("--traffic", help="count bytes moved, without a GPU")] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="choose and save block sizes and backends on this GPU")
+        bool, Option("--tune", help="choose and save block sizes and backends on this GPU")
     ] = False,
-    arch: Annotated[list[str] | None, typer.Option(help="for --static: sm_80, sm_90, sm_100")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="run only this case of the table")] = None,
+    arch: Annotated[list[str] | None, Option(help="for --static: sm_80, sm_90, sm_100")] = None,
+    case: Annotated[list[str] | None, Option(help="run only this case of the table")] = None,
     peer: Annotated[
-        bool, typer.Option("--peer", help="measure flash-linear-attention's kernels instead of using records")
+        bool, Option("--peer", help="measure flash-linear-attention's kernels instead of using records")
     ] = False,
-    json: Annotated[str | None, typer.Option(help="write the figures to this file as well")] = None,
+    json: Json = None,
 ) -> None:
     """Measure the kernels' registers, memory and traffic.
 
@@ -1197,7 +1151,7 @@ _loading = partial(_doing, "loading torch and transformers")
 
 
 def _next(done: str, **values: Any) -> None:
-    """Prints what to do after `done`."""
+    """Prints what to do after `done`; see `next_steps`."""
     from nalanda.common.next_steps import print_next_steps
 
     print_next_steps(done, **values)

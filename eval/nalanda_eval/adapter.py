@@ -30,8 +30,9 @@ from nalanda.inference.load import bos_token, is_ours
 from nalanda_eval import scoring
 from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.needles import SAMPLES, haystack, needle_rows
+from nalanda_eval.python_tasks import python_tasks
 from nalanda_eval.scoring import Answer, Request
-from nalanda_eval.task_data import TaskSource, read_rows
+from nalanda_eval.task_data import PACKAGED, TaskSource, read_rows
 
 __all__ = ["HarnessModel", "characters", "harness", "load_tasks"]
 
@@ -262,7 +263,10 @@ def _config(source: TaskSource) -> str | dict[str, Any]:
     if source.task_file:
         config = load_yaml(source.task_file)
         files = (config.get("dataset_kwargs") or {}).get("data_files")
-        if files:
+        if files and not source.data and source.task_file.parent == PACKAGED / "python_docs":
+            rows = python_tasks()[files["test"]]
+            config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
+        elif files:
             base = source.data or source.task_file.parent
             config["dataset_kwargs"]["data_files"] = _resolve(files, base)
         return config

@@ -1,4 +1,4 @@
-"""Downloads the data of evaluation tasks, for machines without a network."""
+"""Writes the data of evaluation tasks into a folder, for machines without a network."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ from typing import Any
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.retry import persist
 from nalanda.common.text import redact
+from nalanda_eval.python_tasks import write_python_tasks
 from nalanda_eval.task_data import GROUPS, LOCAL, LocalData, _official
 
 
@@ -18,10 +19,14 @@ def fetch_tasks(tasks: list[str], directory: str) -> None:
         SourceUnavailable: the Hub failed too often in a row; the same command resumes.
     """
     names = list(dict.fromkeys(name for task in tasks for name in GROUPS.get(task, [task])))
-    if unknown := [name for name in names if name not in LOCAL]:
-        raise InputError(f"{unknown[0]}: no data to fetch; choose from {', '.join([*GROUPS, *LOCAL])}")
+    if unknown := [name for name in names if name not in (*LOCAL, "python_docs")]:
+        known = ", ".join([*GROUPS, *LOCAL, "python_docs"])
+        raise InputError(f"{unknown[0]}: no data to fetch; choose from {known}")
     root = output_folder(directory, "--fetch")
     for name in names:
+        if name == "python_docs":
+            write_python_tasks(root)
+            continue
         file, local = _official(name, root).documents, LOCAL[name]
         if file:
             print(f"{file}: exists already")

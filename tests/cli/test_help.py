@@ -109,10 +109,20 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
         "      nalanda generate runs/demo/final 'Once upon a time'\n"
         "      nalanda eval runs/demo/final --output runs/demo\n"
     )
+    assert next_steps("train", run="a b")[1] == "nalanda generate 'a b/final' 'Once upon a time'"
     assert next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1] == "nalanda train demo offline=m"
     monkeypatch.setenv("RANK", "1")
     print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_of_python_is_asked_for_python(tmp_path):
+    recipe = tmp_path / "config.yaml"
+    for source, known in ("python", True), ("books", False):
+        recipe.write_text(f"seed: 0\ndata:\n  source: {source}\n  seq_len: 8\n")
+        lines = next_steps("train", of=tmp_path, run="r")
+        assert ("'def read_lines(path):'" in lines[1]) == known
+        assert ("--tasks python_docs" in lines[2]) == known
 
 
 @pytest.mark.parametrize(

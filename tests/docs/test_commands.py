@@ -165,9 +165,9 @@ SMALL = {  # what a command that matches gets at its end, to be quick
 }
 BEFORE = """
 nalanda train demo
-PYTHONPATH=recipes python -c 'import demo; r = demo.Path("runs/demo"); demo.write_tasks(demo.held_out_documents(r), r / "eval")'
+nalanda eval --tasks python_docs --fetch runs/demo/eval
 nalanda train hybrid_30m
-"""  # noqa: E501
+"""
 """What made the models that pages take as there."""
 LINKS = {
     "A": "runs/demo/final",

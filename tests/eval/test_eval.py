@@ -18,15 +18,17 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from nalanda_eval import fetch, report
 from nalanda_eval import harness as harness_module
-from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
+from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.task_data import PACKAGED, find_tasks
 
 from nalanda import NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.model_folder import check_name
+from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
 
@@ -702,6 +704,43 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
     assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
     assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
+
+
+def test_python_docs_have_data_of_their_own(adapter, tmp_path, monkeypatch):
+    documents = tmp_path / "validation"
+    documents.mkdir()
+    texts = [
+        "".join(f"line {i} of document {name} says nothing else than {i * i}\n" for i in range(60))
+        for name in "abcde"
+    ]
+    for i, content in enumerate(texts):
+        (documents / f"{i}.txt").write_text(content)
+    data = DataConfig(source=str(tmp_path))
+    rows = python_tasks(data)
+    assert python_tasks(data) == rows
+    assert sorted(row["text"] for row in rows["python_docs.jsonl"]) == texts  # short enough to be whole
+    questions = rows["python_cloze.jsonl"]
+    assert len(questions) > 10
+    assert {row["label"] for row in questions} == {0, 1, 2, 3}
+    for row in questions:
+        home = [content for content in texts if row["context"] + row["choices"][row["label"]] in content]
+        assert len(home) == 1
+        assert len(set(row["choices"])) == 4
+        wrong = [choice for i, choice in enumerate(row["choices"]) if i != row["label"]]
+        assert all(choice not in home[0] for choice in wrong)
+
+    monkeypatch.setattr(adapter, "python_tasks", lambda: rows)
+    made = adapter.load_tasks(find_tasks(["python_docs"], None)[0])["tasks"]
+    for name, file in (("cloze", "python_cloze.jsonl"), ("perplexity", "python_docs.jsonl")):
+        assert list(made[f"python_docs_{name}"].test_docs()) == rows[file]
+    monkeypatch.setattr(fetch, "write_python_tasks", lambda folder: write_python_tasks(folder, data))
+    fetch.fetch_tasks(["python_docs"], str(tmp_path / "mine"))
+    lines = (tmp_path / "mine" / "python_cloze.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == questions
+
+
+def test_excerpts_end_with_a_line():
+    assert excerpts(["ab\ncd\nef", "xy"], characters=8) == ["ab\ncd\n", "xy"]
 
 
 # ------------------------------ bad input

@@ -1,6 +1,5 @@
-"""The demo's baselines, its questions and its recipe; the demo itself is run by `make demo`."""
+"""The demo's baselines and its recipe; the demo itself is run by `make demo`."""
 
-import importlib.util
 import math
 from pathlib import Path
 
@@ -25,14 +24,6 @@ SHAPES = {
                       "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1,
                       "layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", RECIPES / "demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def packed(*documents: list[int]) -> dict[str, torch.Tensor]:
@@ -127,29 +118,3 @@ def test_recipe_is_whole_and_builds():
     with torch.device("meta"):
         model = NalandaForCausalLM(build_model_config(config))
     assert 2e6 < model.num_parameters() < 4e6
-
-
-def test_questions_have_one_right_answer(demo, tmp_path):
-    documents = [
-        "".join(f"line {i} of document {name} says nothing else than {i * i}\n" for i in range(60))
-        for name in "abcde"
-    ]
-    demo.write_tasks(documents, tmp_path)
-    rows = [demo.json.loads(line) for line in (tmp_path / "python_cloze.jsonl").read_text().splitlines()]
-    assert len(rows) > 10
-    assert {row["label"] for row in rows} == {0, 1, 2, 3}
-    for row in rows:
-        home = [text for text in documents if row["context"] + row["choices"][row["label"]] in text]
-        assert len(home) == 1
-        assert len(set(row["choices"])) == 4
-        wrong = [choice for i, choice in enumerate(row["choices"]) if i != row["label"]]
-        assert all(choice not in home[0] for choice in wrong)
-    texts = [
-        demo.json.loads(line)["text"] for line in (tmp_path / "python_docs.jsonl").read_text().splitlines()
-    ]
-    assert texts == documents  # short enough to be there as a whole
-    assert demo.cloze(documents, 20) == demo.cloze(documents, 20)
-
-
-def test_excerpts_end_with_a_line(demo):
-    assert demo.excerpts(["ab\ncd\nef", "xy"], characters=8) == ["ab\ncd\n", "xy"]

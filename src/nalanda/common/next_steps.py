@@ -1,26 +1,23 @@
 """What to do after a command, as commands to copy."""
 
 import os
+import re
 import shlex
 import sys
+from pathlib import Path
 
-LOAD = "from transformers import AutoModelForCausalLM as Auto; print(Auto.from_pretrained({folder!r}))"
+LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder!r}))"
 """Python that loads a model; of ours after `import nalanda`."""
 
 NEXT = {
     "train": (
         "nalanda plot {run}",
         "nalanda generate {run}/final {prompt}",
-        "nalanda eval {run}/final --output {run}",
-    ),
-    "train on python": (  # whose validation part needs no download
-        "nalanda plot {run}",
-        "nalanda generate {run}/final {prompt}",
-        "nalanda perplexity {run}/final --output {run}/perplexity",
+        "nalanda eval {run}/final {tasks} --output {run}",
     ),
     "train an encoder": ("nalanda plot {run}", "nalanda verify {run}", "nalanda export {run} {run}-model"),
     "eval": ("nalanda perplexity {models}", "nalanda analyze {model}", "nalanda generate {model} {prompt}"),
-    "perplexity": ("nalanda eval {models} --output {output}", "nalanda analyze {model}"),
+    "perplexity": ("nalanda eval {models} {tasks} --output {output}", "nalanda analyze {model}"),
     "prepare": (
         "nalanda data inspect {set} --show 3",
         "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer",
@@ -30,7 +27,12 @@ NEXT = {
         "nalanda info {recipe} {overrides} offline={mirror}",
         "nalanda train {recipe} {overrides} offline={mirror}",
     ),
-    "write a model": ("nalanda generate {folder} {prompt}", "nalanda eval {folder}", "python -c {load}"),
+    "write a model": (
+        "nalanda generate {folder} {prompt}",
+        "nalanda eval {folder} {tasks}",
+        "python -c {load}",
+    ),
+    "write an encoder": ("python -c {load}",),
     "convert to gguf": ("llama-cli -m {folder} -p {prompt}",),
     "convert to mlx": ("mlx_lm.generate --model {folder} --prompt {prompt}",),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
@@ -40,16 +42,33 @@ NEXT = {
 """Commands by what was done."""
 
 
-def next_steps(done: str, **values: object) -> list[str]:
-    """The commands after `done`, with `values` in them, quoted for a shell. A list is several words."""
-    values = {"prompt": "Once upon a time", **values}
-    if "folder" in values:
-        values["load"] = "import nalanda; " * (done != "convert") + LOAD.format(folder=str(values["folder"]))
-    words = {
-        key: shlex.join(map(str, value)) if isinstance(value, list) else shlex.quote(str(value))
-        for key, value in values.items()
+def next_steps(done: str, of: object = None, **values: object) -> list[str]:
+    """The commands after `done`, with `values` in them, quoted for a shell. A list is several words.
+
+    of: the folder of a run or model, whose data choose the prompt and the tasks.
+    """
+    python = of is not None and _of_python(Path(str(of)))
+    values |= {
+        "prompt": "def read_lines(path):" if python else "Once upon a time",
+        "tasks": ["--tasks", "python_docs"] if python else [],  # those of the default need a network
     }
-    return [" ".join(command.format(**words).split()) for command in NEXT[done]]
+    if "folder" in values:
+        ours = "" if done == "convert" else "import nalanda; "
+        head = "MaskedLM" if done == "write an encoder" else "CausalLM"
+        values["load"] = ours + LOAD.format(folder=str(values["folder"]), head=head)
+    several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
+    return [
+        shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))
+        for command in NEXT[done]
+    ]
+
+
+def _of_python(folder: Path) -> bool:
+    """Whether a run or model was trained on the text that comes with Python."""
+    recipe = folder / "config.yaml"
+    if not recipe.is_file():
+        return False
+    return re.search("^  source: python$", recipe.read_text("utf-8", "replace"), re.MULTILINE) is not None
 
 
 def print_next_steps(done: str, **values: object) -> None:

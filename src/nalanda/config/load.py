@@ -56,6 +56,11 @@ def shipped_recipes() -> dict[str, Path]:
     return {p.stem: p for folder in recipe_folders() for p in sorted(folder.glob("*.yaml"))}
 
 
+def is_recipe(name: str) -> bool:
+    """Whether this names a recipe, and not a folder or dataset."""
+    return name.endswith((".yaml", ".yml")) or (name in shipped_recipes() and not Path(name).exists())
+
+
 def recipe_folders() -> tuple[Path, Path]:
     """The recipe folders of an installed package and of a checkout; one of them exists."""
     here = Path(__file__).parents[1]

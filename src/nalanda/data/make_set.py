@@ -1,0 +1,73 @@
+"""Makes a token set of whatever is named: texts, a recipe's data, or a Megatron set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import is_recipe, load_config
+from nalanda.config.schema import DataConfig, TokenizerConfig
+from nalanda.data.megatron import megatron_splits, read_megatron
+from nalanda.data.offline import use_mirror
+from nalanda.data.prepare import prepare
+from nalanda.data.token_set import is_token_set, read_index
+from nalanda.data.workers import processors
+
+
+def make_token_set(
+    source: str,
+    directory: str,
+    *,
+    data: Mapping[str, Any],
+    tokenizer: Mapping[str, Any],
+    workers: int | None = None,
+    shard_bytes: int | None = None,
+    executor: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **cluster: Any,
+) -> dict | None:
+    """Makes a token set in `directory`; returns its index, or None if tasks are queued that will make it.
+
+    Args:
+        source: of documents, or a recipe, whose data and tokenizer are taken; or PREFIX.idx of Megatron.
+        data, tokenizer: settings instead of the recipe's, or of the defaults; None is not given.
+        workers: by default one per core.
+        shard_bytes, say: as in `prepare`.
+        executor, cluster: as in `prepare_with`, which works by datatrove.
+    Raises:
+        InputError: as in `prepare`, `prepare_with` or `read_megatron`.
+    """
+    settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
+    if is_recipe(source):
+        recipe = use_mirror(load_config(source))
+        settings, its_tokenizer = recipe.data, recipe.tokenizer
+    if asked := _given(tokenizer):
+        its_tokenizer = TokenizerConfig(**(asked if "path" in asked else {"train": "bpe", **asked}))
+    chosen = _given(data)
+    settings = replace(settings, **chosen)
+    if megatron_splits(settings.source):
+        if executor or {"bos", "eos"} & chosen.keys():
+            option = "--executor" if executor else "--bos, --eos"
+            raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
+        return read_megatron(settings, its_tokenizer, directory)
+    if executor is None:
+        return prepare(
+            settings,
+            its_tokenizer,
+            directory,
+            workers=workers or processors(),
+            shard_bytes=shard_bytes,
+            say=say,
+        )
+    from nalanda.data.datatrove import prepare_with
+
+    prepare_with(
+        executor, settings, its_tokenizer, directory, workers=workers, shard_bytes=shard_bytes, **cluster
+    )
+    return read_index(directory) if is_token_set(directory) else None
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
