@@ -383,30 +383,20 @@ def info(
     import json
 
     with _loading():
-        from nalanda.report import tables
+        from nalanda.report import plan, tables
         from nalanda.report.info import info, print_info
 
     if recipe is None:
-        found = {
-            "recipes": tables.recipe_rows(),
-            "mixers": tables.mixer_rows(),
-            "feature_maps": tables.map_rows(),
-        }
-        print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else tables.print_tables()
-        return
-    if devices is not None:
-        from dataclasses import asdict
-
-        from nalanda.report.plan import clusters, count, plan, print_plan
-
-        wanted = clusters(devices, cluster)
-        counts = count(recipe, overrides or [])
-        plans = {each: plan(counts, each) for each in wanted}
-        rows = [{"devices": each.devices, **asdict(cost)} for each in plans for cost in plans[each]]
-        print(json.dumps(rows, indent=1)) if as_json else print_plan(counts, plans)
-        return
-    figures = info(recipe, overrides or [], processes, device=device)
-    print(json.dumps(figures, indent=1)) if as_json else print_info(figures)
+        figures: Any = tables.all_rows()
+        show = partial(tables.print_tables, figures)
+    elif devices is not None:
+        wanted, counts = plan.clusters(devices, cluster), plan.count(recipe, overrides or [])
+        plans = {each: plan.plan(counts, each) for each in wanted}
+        figures, show = plan.plan_rows(plans), partial(plan.print_plan, counts, plans)
+    else:
+        figures = info(recipe, overrides or [], processes, device=device)
+        show = partial(print_info, figures)
+    print(json.dumps(figures, indent=1, ensure_ascii=False)) if as_json else show()
 
 
 @app.command()
@@ -843,11 +833,6 @@ def study_claims(
     place = claims_folder(directory, quick=quick)
     measure_claims(place, text=text, quick=quick)
     report_claims(place)
-
-
-@bench.callback()
-def _bench() -> None:
-    """Group of the benchmarks."""
 
 
 @bench.command()

@@ -234,7 +234,7 @@ def test_the_tables_of_a_page_are_the_codes(page):
 
 
 def test_tables_fit_a_terminal(capsys):
-    tables.print_tables(Console(width=80))
+    tables.print_tables(tables.all_rows(), Console(width=80))
     out = capsys.readouterr().out
     assert "κ(Z, Z)" in out
     assert "[relu(x)^p;" in out  # brackets are not markup

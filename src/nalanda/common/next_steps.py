@@ -1,12 +1,13 @@
 """What to do after a command, as commands to copy."""
 
+import json
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
-LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder!r}))"
+LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}))"
 """Python that loads a model; of ours after `import nalanda`."""
 
 NEXT = {
@@ -55,7 +56,7 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     if "folder" in values:
         ours = "" if done == "convert" else "import nalanda; "
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"
-        values["load"] = ours + LOAD.format(folder=str(values["folder"]), head=head)
+        values["load"] = ours + LOAD.format(folder=json.dumps(str(values["folder"])), head=head)
     several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
     return [
         shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))

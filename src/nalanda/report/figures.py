@@ -176,9 +176,8 @@ def _spread(panel: Any) -> None:
     from matplotlib.text import Text
 
     texts = sorted((t for t in panel.texts if t.get_gid() == "name"), key=lambda text: text.xy[1])
-    sizes = [
-        1.1 * Text.get_window_extent(text).height / panel.bbox.height for text in texts
-    ]  # without the stroke
+    # An annotation's own extent also has its stroke to the line.
+    sizes = [1.1 * Text.get_window_extent(text).height / panel.bbox.height for text in texts]
     below = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]  # of a stack of all, from 0
     free, n = [text.xy[1] - b for text, b in zip(texts, below, strict=True)], len(texts)
     room = 1 - sum(sizes)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -365,6 +365,11 @@ def clusters(devices: str, settings: str = "") -> list[Cluster]:
             raise InputError(f"--devices: {number} devices do not fill nodes of {cluster.node}")
         found.append(cluster)
     return found
+
+
+def plan_rows(plans: dict[Cluster, list[Cost]]) -> list[dict[str, Any]]:
+    """A row for each way on each cluster."""
+    return [{"devices": each.devices, **asdict(cost)} for each, costs in plans.items() for cost in costs]
 
 
 def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:

@@ -102,6 +102,11 @@ def system_rows() -> list[dict[str, Any]]:
     ]
 
 
+def all_rows() -> dict[str, list[dict[str, Any]]]:
+    """The rows of all three tables."""
+    return {"recipes": recipe_rows(), "mixers": mixer_rows(), "feature_maps": map_rows()}
+
+
 def norms(mixer: str, feature_map: str | None) -> str:
     """`norm_awareness` of an untrained layer with two heads of 64, whose queries have a spread near 1."""
     layer: Any = build(mixer, feature_map, num_hidden_layers=1, head_dim=64).model.layers[0]
@@ -127,10 +132,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([line(rows[0]), line("---" for _ in rows[0]), *body])
 
 
-def print_tables(console: Console | None = None) -> None:
-    """Prints all three tables."""
+def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | None = None) -> None:
+    """Prints what `all_rows` gives."""
     console = console or Console()
-    made, mixed, mapped = recipe_rows(), mixer_rows(), map_rows()
+    made, mixed, mapped = tables.values()
     _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
     figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
     _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
