@@ -89,6 +89,7 @@ def test_a_terminal_gets_a_bar_that_goes(monkeypatch, total):
         shown.say("a [bold] line")
     text = terminal.getvalue()
     assert "reading [it]" in text
+    assert "⠋" in text  # it moves before the first unit is done
     assert "a [bold] line\n" in text
     assert ("1/4  half [x]" in text) == bool(total)
     assert text.endswith("\x1b[2K")  # the last line is erased

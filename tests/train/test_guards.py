@@ -304,12 +304,13 @@ def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
-def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, signum):
+def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 7, signum))
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run"))
     assert stop.value.code == 128 + signum
+    assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
 

@@ -139,11 +139,12 @@ class Progress:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        columns = (SpinnerColumn(), TimeElapsedColumn())
-        if self.total is not None:
-            columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False))
+        columns = [TextColumn("{task.description}", markup=False), SpinnerColumn()]
+        if self.total is None:
+            columns += [TimeElapsedColumn()]
+        else:
+            columns += [BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False)]
         bar = Bar(
-            TextColumn("{task.description}", markup=False),
             *columns,
             console=Console(file=self.stream),
             transient=True,

@@ -202,9 +202,14 @@ def generate(
     else:
         ids = torch.tensor([tokens], device=network.device)
         given, skip = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len(tokens)
-    out = network.generate(  # type: ignore[not-callable]
-        **given, **options, streamer=printer, return_dict_in_generate=True
-    )
+    try:
+        out = network.generate(  # type: ignore[not-callable]
+            **given, **options, streamer=printer, return_dict_in_generate=True
+        )
+    except KeyboardInterrupt:
+        if stream:
+            print()  # what is said next begins a line
+        raise
     new = out.sequences[0, skip:]
     if stream:
         seconds = time.perf_counter() - start

@@ -74,6 +74,9 @@ def interruptible() -> Iterator[list[int]]:
     def note(signum: int, frame: Any) -> None:
         received.append(signum)
         signal.signal(signum, previous[signum])
+        if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # not `print`, which this may have interrupted
+                os.write(2, b"\nfinishing the step, then saving; ctrl-C again ends at once\n")
 
     if threading.current_thread() is threading.main_thread():
         previous = {s: signal.getsignal(s) for s in SIGNALS.values()}
