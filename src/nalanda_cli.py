@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 try:
@@ -118,11 +119,10 @@ def train(
         return
     from nalanda.common.errors import InputError
     from nalanda.config.load import load_config
+    from nalanda.config.model_folder import architecture
 
     if recipe is None:
         raise InputError("give a recipe: a file, or the name of one that ships; --keys lists its keys")
-    from nalanda.config.model_folder import architecture
-
     config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading(sys.stdout):
         from nalanda.train.loop import train
@@ -417,8 +417,6 @@ def export(
     Safetensors, config, code, tokenizer, recipe and model card, in the form of transformers and the hub. The
     card has scores if `nalanda eval` wrote a results.json into the run's folder.
     """
-    from pathlib import Path
-
     from nalanda.config.model_folder import architecture
     from nalanda.train.checkpoint_dir import find_checkpoint
 
@@ -467,8 +465,6 @@ def convert(
     compute on a CPU, and no folder is made if they differ; the differences go into its README.md. llama.cpp
     and mlx-lm compute their own files.
     """
-    from pathlib import Path
-
     from nalanda.config.model_folder import architecture
 
     _check_models([source])
@@ -484,7 +480,7 @@ def convert(
         else:
             made = convert(source, destination, to, check, dtype)
     print(made)
-    if to in ("gguf", "mlx"):
+    if to in ("fla", "gguf", "mlx"):
         done = f"convert to {to}"
     else:
         ours = architecture(Path(destination)).startswith("Nalanda")
@@ -523,8 +519,6 @@ def verify(
 
     Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
     """
-    from pathlib import Path
-
     from nalanda.train.checkpoint_dir import checkpoints_of
 
     checkpoints_of(Path(run))
@@ -548,7 +542,9 @@ def plot(
     folders: Annotated[list[str], Argument(metavar="RUN...", help="folders of runs")],
     output: Annotated[
         str | None,
-        Option(help="file of the picture, with a PDF beside it; by default loss.png in the run, or here"),
+        Option(
+            help="file of the picture, a PDF beside it; default: loss.png in the run, or here for several"
+        ),
     ] = None,
     x: Annotated[str, Option(help="x axis: tokens, steps or hours (of training)")] = "tokens",
     smooth: Annotated[bool, Option(help="draw running means over the losses")] = True,
@@ -562,8 +558,6 @@ def plot(
     Shows training and validation losses. The names at the lines' ends are the settings in which the runs
     differ.
     """
-    from pathlib import Path
-
     from nalanda.report.plot import plot
 
     if x not in ("tokens", "steps", "hours"):
@@ -670,8 +664,6 @@ def prepare(
     Runs in parallel and resumes after an interruption. The number of workers, tasks and machines does not
     change the bytes.
     """
-    from pathlib import Path
-
     with _doing("loading"):
         from nalanda.common.errors import InputError
         from nalanda.config.load import is_recipe
@@ -1103,7 +1095,6 @@ def kernels(
     bytes.
     """
     import subprocess
-    import sys
 
     chosen = [name for name, on in (("static", static), ("traffic", traffic), ("tune", tune)) if on]
     if len(chosen) != 1:

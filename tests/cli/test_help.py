@@ -110,6 +110,11 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
         "      nalanda eval runs/demo/final --output runs/demo\n"
     )
     assert next_steps("train", run="a b")[1] == "nalanda generate 'a b/final' 'Once upon a time'"
+    assert next_steps("convert to fla", folder="m")[0] == (
+        "python -c 'import fla; from transformers import AutoModelForCausalLM as Auto; "
+        """print(Auto.from_pretrained("m"))'"""
+    )
+    assert "AutoModelForMaskedLM" in next_steps("write an encoder", folder="m")[0]
     assert next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1] == "nalanda train demo offline=m"
     monkeypatch.setenv("RANK", "1")
     print_next_steps("train", run="runs/demo")

@@ -271,6 +271,8 @@ def test_there_and_back_bit_for_bit(kind, dtype, tmp_path):
     written = json.loads((back / "config.json").read_text())
     assert {name: written[name] for name in config} == config
     assert {p.name for p in back.iterdir()} == {p.name for p in source.iterdir()} | {"README.md"}
+    for folder, known in ((ours, False), (back, True)):
+        assert ("import fla" in (folder / "README.md").read_text()) == known
     again = convert(str(back), str(tmp_path / "again"))
     assert same(read(again), read(ours))
     assert (again / "config.json").read_text() == (ours / "config.json").read_text()

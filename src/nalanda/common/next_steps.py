@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}))"
-"""Python that loads a model; of ours after `import nalanda`."""
+"""Python that loads a model; ours and flash-linear-attention's after the import of their library."""
 
 NEXT = {
     "train": (
@@ -36,6 +36,7 @@ NEXT = {
     "write an encoder": ("python -c {load}",),
     "convert to gguf": ("llama-cli -m {folder} -p {prompt}",),
     "convert to mlx": ("mlx_lm.generate --model {folder} --prompt {prompt}",),
+    "convert to fla": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "save a state": ("nalanda generate {model} {prompt} --state {state}",),
     "study": ("nalanda study report {folder}", "nalanda study run {folder}", "nalanda study claims"),
@@ -54,9 +55,9 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
         "tasks": ["--tasks", "python_docs"] if python else [],  # those of the default need a network
     }
     if "folder" in values:
-        ours = "" if done == "convert" else "import nalanda; "
+        library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"
-        values["load"] = ours + LOAD.format(folder=json.dumps(str(values["folder"])), head=head)
+        values["load"] = library + LOAD.format(folder=json.dumps(str(values["folder"])), head=head)
     several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
     return [
         shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))

@@ -119,7 +119,8 @@ def card(name: str, source: str, libraries: list[str], found: Certificate) -> st
     about = ModelCardData(library_name=package, pipeline_tag="text-generation", model_name=name)
     table = "\n".join(f"| {key} | {value} |" for key, value in found.facts.items())
     trust = ", trust_remote_code=True" * (libraries[1] == "nalanda")
-    code = f"""from transformers import AutoModelForCausalLM
+    known = "import fla  # makes its models known\n" * (libraries[1] == "fla")
+    code = f"""{known}from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})"""
     if package == "mlx":

@@ -43,8 +43,6 @@ class TrainerState:
 
     step: int = 0
     tokens: int = 0
-    val_loss: float | None = None
-    val_bpb: float | None = None
     skipped: int = 0
     """Steps of the whole run that changed nothing."""
     bad: list[str] = field(default_factory=list)

@@ -31,7 +31,6 @@ from nalanda.train.loss import (
     count_labels,
     describe_perplexity,
     negative_share,
-    perplexity_of,
     summed_loss,
     validate,
 )
@@ -309,7 +308,6 @@ def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
 def report_validation(run: Run, log: RunLog) -> None:
     """Validates the model, and writes the result to the log."""
     values = validate(run.accelerator, run.model, run.validation, run.text_bytes, run.sharing.context)
-    run.at.val_loss, run.at.val_bpb = values["val_loss"], values.get("val_bpb")
     loss = values["val_loss"]
     values |= negative_share(run.model, next(iter(run.validation.values()))[0]["input_ids"])
     log.write(step=run.at.step, tokens=run.at.tokens, **values)
@@ -327,7 +325,3 @@ def finish(run: Run, log: RunLog) -> None:
     if run.accelerator.is_main_process:
         export(run.saver.directory / f"step-{at.step}", run_dir / "final", run.facts, replace=True)
     log.say(f"model: {run_dir / 'final'}")
-    if at.val_loss is not None:
-        values = {"val_ppl": perplexity_of(at.val_loss)}
-        values |= {} if at.val_bpb is None else {"val_bpb": at.val_bpb}
-        log.say(f"validation: loss {at.val_loss:.4f}, {describe_perplexity(values)}")
