@@ -70,7 +70,8 @@ def run(program: str, *arguments: str) -> None:
         for argument in arguments
     ]
     console.print(f"$ {' '.join([program, *shown])}", style="bold", markup=False, soft_wrap=True)
-    process = subprocess.Popen([Path(sys.executable).with_name(program), *arguments])
+    command, quiet = [Path(sys.executable).with_name(program), *arguments], {"NALANDA_NEXT_STEPS": "0"}
+    process = subprocess.Popen(command, env=os.environ | quiet)
     while True:
         try:
             code = process.wait()

@@ -124,10 +124,15 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
 def test_a_model_of_python_is_asked_for_python(tmp_path):
     recipe = tmp_path / "config.yaml"
     for source, known in ("python", True), ("books", False):
-        recipe.write_text(f"seed: 0\ndata:\n  source: {source}\n  seq_len: 8\n")
+        recipe.write_text(f"seed: 0\ndata:\n  source: {source}\n  seq_len: 8\nplugins: []\n")
         lines = next_steps("train", of=tmp_path, run="r")
         assert ("'def read_lines(path):'" in lines[1]) == known
         assert ("--tasks python_docs" in lines[2]) == known
+        assert not any("trust" in line for line in lines)
+    recipe.write_text("plugins:\n- my_mixer\n")
+    plain, *loading = next_steps("train", of=tmp_path, run="r")
+    assert "trust" not in plain
+    assert all(line.endswith(" --trust-remote-code") for line in loading)
 
 
 @pytest.mark.parametrize(

@@ -845,7 +845,7 @@ def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == "the miller" + expected.rstrip("\n")
     assert re.fullmatch(
-        r"\d+ tokens in [\d.]+ s, \d+ tokens/s; [\d.]+ MiB of state, \d+ MiB resident at most\n", err
+        r"\d+ tokens in [\d.]+ s, \d+ tokens/s; [\d.]+ [KM]iB of state, \d+ MiB resident at most\n", err
     )
 
 

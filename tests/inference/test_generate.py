@@ -477,7 +477,7 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
     result = run("generate", checkpoint, " gate", "--state", state, *options)
     assert "state and" + result.stdout == whole
     assert "tokens in" in result.stderr
-    assert "MiB of state" in result.stderr
+    assert "iB of state" in result.stderr
     assert "MiB resident" in result.stderr
     piped = run("generate", checkpoint, "-", *options, input="state and gate")
     assert "state and gate" + piped.stdout == whole

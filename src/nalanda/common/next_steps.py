@@ -43,13 +43,20 @@ NEXT = {
 }
 """Commands by what was done."""
 
+LOADING = ("nalanda generate", "nalanda eval", "nalanda perplexity")
+"""Those that load a model."""
+
 
 def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     """The commands after `done`, with `values` in them, quoted for a shell. A list is several words.
 
     of: the folder of a run or model, whose data choose the prompt and the tasks.
     """
-    python = of is not None and _of_python(Path(str(of)))
+    recipe = Path(str(of)) / "config.yaml"
+    text = recipe.read_text("utf-8", "replace") if of is not None and recipe.is_file() else ""
+    python = re.search("^  source: python$", text, re.MULTILINE) is not None
+    # A mixer or map of the user's own, which the model's folder carries.
+    trust = re.search("^plugins:$", text, re.MULTILINE) is not None
     values |= {
         "prompt": "def read_lines(path):" if python else "Once upon a time",
         "tasks": ["--tasks", "python_docs"] if python else [],  # those of the default need a network
@@ -59,22 +66,16 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"
         values["load"] = library + LOAD.format(folder=json.dumps(str(values["folder"])), head=head)
     several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
-    return [
+    commands = [
         shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))
         for command in NEXT[done]
     ]
-
-
-def _of_python(folder: Path) -> bool:
-    """Whether a run or model was trained on the text that comes with Python."""
-    recipe = folder / "config.yaml"
-    if not recipe.is_file():
-        return False
-    return re.search("^  source: python$", recipe.read_text("utf-8", "replace"), re.MULTILINE) is not None
+    return [c + " --trust-remote-code" * (trust and c.startswith(LOADING)) for c in commands]
 
 
 def print_next_steps(done: str, **values: object) -> None:
-    """Prints them to stderr, on the first process of a launch."""
-    if os.environ.get("RANK", "0") == "0":
+    """Prints them to stderr, on the first process of a launch. A script of several commands, such as the
+    demo, sets NALANDA_NEXT_STEPS=0."""
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("NALANDA_NEXT_STEPS") != "0":
         for number, command in enumerate(next_steps(done, **values)):
             print("      " if number else "\nnext: ", command, sep="", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from nalanda.common.text import duration
 T = TypeVar("T")
 
 FIRST, LAST = 10.0, 60.0
-"""Seconds between two lines without a terminal: at the beginning, and from the first hour on."""
+"""Seconds between two lines without a terminal: at the beginning, and after some minutes."""
 
 
 class Pace:
@@ -25,7 +25,7 @@ class Pace:
 
     def due(self) -> bool:
         now = time.monotonic()
-        if now - self.said < min(LAST, max(FIRST, (now - self.begun) / 60)):
+        if now - self.said < min(LAST, max(FIRST, (now - self.begun) / 4)):
             return False
         self.said = now
         return True

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from nalanda.common.errors import InputError, output_file
 from nalanda.common.progress import Progress
+from nalanda.common.text import size
 from nalanda.config.schema import check_seed
 from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
@@ -120,7 +121,7 @@ def peak_memory(device: torch.device) -> str:
 
 def describe_speed(new: int, seconds: float, cache: Any, device: torch.device) -> str:
     """The line on stderr after an answer."""
-    state = f"{cache_bytes(cache) / 2**20:.1f} MiB of state, " if cache is not None else ""
+    state = f"{size(cache_bytes(cache))} of state, " if cache is not None else ""
     return f"{new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens/s; {state}{peak_memory(device)}"
 
 
