@@ -13,7 +13,7 @@ import tomllib
 import pages
 import pytest
 import typer.main
-from pages import ROOT, Command, read_page
+from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -143,9 +143,6 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 # ------------------------------ run
 
-DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
-STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
-TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
 SMALL = {  # what a command that matches gets at its end, to be quick
     "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
     "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
@@ -188,11 +185,7 @@ def used(checkout, tmp_path_factory):
     """The checkout of someone who has trained the demo, with texts and other files that pages name."""
     folder = tmp_path_factory.mktemp("used") / "checkout"
     shutil.copytree(checkout, folder, symlinks=True)
-    text = "".join(file.read_text() for file in sorted((ROOT / "src/nalanda/model").glob("*.py")))
-    for part, documents in ("train", range(4, 40)), ("validation", range(4)):
-        (folder / "corpus" / part).mkdir(parents=True)
-        for i in documents:
-            (folder / "corpus" / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
+    text = write_corpus(folder / "corpus")
     for name in ("novel.txt", "book.txt", "long.txt"):
         (folder / name).write_text(text[:20000])
     for name in ("DIR", "LRA/retrieval"):

@@ -53,7 +53,7 @@ def read_page(path: Path) -> Page:
         indent, language, body = fence.groups()
         first = text[: fence.start()].count("\n") + 2
         body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
-        if language == "bash":
+        if language in ("bash", "sh"):  # `sh` stays text in the notebook
             page.commands.extend(commands(name, first, body))
         elif language == "python":
             try:
@@ -153,3 +153,19 @@ def start(words: list[str]) -> None:
         sys.argv = arguments
         sys.path.insert(0, str(Path(kind).parent))
         runpy.run_path(kind, run_name="__main__")
+
+
+DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
+STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
+TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
+"""Settings of a run of seconds on what `write_corpus` writes."""
+
+
+def write_corpus(folder: Path) -> str:
+    """Writes 36 documents to train on and 4 to validate on. Returns their text."""
+    text = "".join(file.read_text() for file in sorted((ROOT / "src/nalanda/model").glob("*.py")))
+    for part, documents in ("train", range(4, 40)), ("validation", range(4)):
+        (folder / part).mkdir(parents=True)
+        for i in documents:
+            (folder / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
+    return text
