@@ -147,7 +147,8 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
     "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
     "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
-    "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=512 schedule.warmup_steps=1",
+    "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=128 train.micro_batch_size=1"
+    " schedule.warmup_steps=1",
     "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
     "data prepare .*--tokenizer": "--workers 1",
     "^nalanda export .*--step": "--step 8",
@@ -157,6 +158,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda analyze": "--rows 1 --length 64",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
     "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
+    "bench recall --quick$": "--mixers deltanet",
     "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
     "^pytest": "--collect-only -q",
 }
@@ -166,13 +168,7 @@ nalanda eval --tasks python_docs --fetch runs/demo/eval
 nalanda train hybrid_30m
 """
 """What made the models that pages take as there."""
-LINKS = {
-    "A": "runs/demo/final",
-    "B": "runs/hybrid_30m/final",
-    "runs/a": "demo",
-    "runs/b": "hybrid_30m",
-    "runs/mine": "demo",
-}
+LINKS = {"A": "runs/demo/final", "B": "runs/hybrid_30m/final"}
 ROWS = {
     "lambada_test": {"text": "the miller sold the mill"},
     "boolq_val": {"passage": "Mills grind.", "question": "do mills grind", "label": 1},

@@ -15,6 +15,7 @@ from string import Template
 ROOT = Path(__file__).parents[2]
 NEEDS = re.compile(r"# .*needs (a GPU|GPUs|a network)")
 TAKES = re.compile(r"# .*(\b(minute|hour|day)s?\b|until ctrl-C)")
+FILE = re.compile(r"# \w+\.py\n")
 FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
@@ -39,7 +40,8 @@ class Command:
 class Page:
     commands: list[Command]
     python: list[str]
-    """Fences that need neither a GPU nor a network; they share their names."""
+    """Fences that need neither a GPU nor a network; they share their names. Those that begin with a file's name
+    are files (tests/model/test_plugins.py)."""
     named: list[str]
     """Commands in the text, as `nalanda runs`."""
     unknown: list[str]
@@ -60,7 +62,7 @@ def read_page(path: Path) -> Page:
                 compile(body, name, "exec")
             except SyntaxError as error:
                 page.unknown.append(f"{name}:{first}: {error}")
-            page.python.extend([] if NEEDS.search(body) else [body])
+            page.python.extend([] if NEEDS.search(body) or FILE.match(body) else [body])
         elif language == "":
             typed, *rest = re.split(r"^\$ ((?:.*\\\n)*.*)\n", body, flags=re.MULTILINE)
             for line, printed in zip(rest[::2], rest[1::2], strict=True):
@@ -156,7 +158,7 @@ def start(words: list[str]) -> None:
 
 
 DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
-STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
+STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=2 schedule.warmup_steps=1"
 TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
 """Settings of a run of seconds on what `write_corpus` writes."""
 
