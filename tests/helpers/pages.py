@@ -40,8 +40,8 @@ class Command:
 class Page:
     commands: list[Command]
     python: list[str]
-    """Fences that need neither a GPU nor a network; they share their names. Those that begin with a file's name
-    are files (tests/model/test_plugins.py)."""
+    """Fences that need neither a GPU nor a network; they share their names. A fence that begins with the
+    name of a file is not here: tests/model/test_plugins.py runs it."""
     named: list[str]
     """Commands in the text, as `nalanda runs`."""
     unknown: list[str]
