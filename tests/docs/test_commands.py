@@ -24,6 +24,7 @@ from nalanda.config.schema import DataConfig
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
 FILES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+FILES = [file for file in FILES if "zoo" not in file.parts]  # the cards of runs, which speak of their folder
 PAGES = {str(file.relative_to(ROOT)): read_page(file) for file in FILES}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -36,7 +37,8 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("examples", "kernels", "tests", "pyproject.toml", "constraints.txt", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for name in ("recipes", "docs/zoo"):
+        shutil.copytree(ROOT / name, folder / name)
     return folder
 
 
@@ -158,7 +160,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda analyze": "--rows 1 --length 64",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
     "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
-    "bench recall --quick$": "--mixers deltanet",
+    "bench recall --quick$": "--mixers deltanet --maps own",
     "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
     "^pytest": "--collect-only -q",
 }
