@@ -160,7 +160,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda analyze": "--rows 1 --length 64",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
     "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
-    "bench recall --quick$": "--mixers deltanet --maps own",
+    "bench recall --quick$": "--tasks mqar,s3",
     "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
     "^pytest": "--collect-only -q",
 }
