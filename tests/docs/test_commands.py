@@ -147,7 +147,8 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 SMALL = {  # what a command that matches gets at its end, to be quick
     "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
-    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
+    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4"
+    " model.hidden_size=32 model.intermediate_size=64",
     "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
     "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=128 train.micro_batch_size=1"
     " schedule.warmup_steps=1",
@@ -170,7 +171,7 @@ nalanda eval --tasks python_docs --fetch runs/demo/eval
 nalanda train hybrid_30m
 """
 """What made the models that pages take as there."""
-LINKS = {"A": "runs/demo/final", "B": "runs/hybrid_30m/final"}
+LINKS = {"my_text": "corpus", "A": "runs/demo/final", "B": "runs/hybrid_30m/final"}
 ROWS = {
     "lambada_test": {"text": "the miller sold the mill"},
     "boolq_val": {"passage": "Mills grind.", "question": "do mills grind", "label": 1},
