@@ -13,7 +13,7 @@ import tomllib
 import pages
 import pytest
 import typer.main
-from pages import ROOT, Command, read_page
+from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -24,6 +24,7 @@ from nalanda.config.schema import DataConfig
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
 FILES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+FILES = [file for file in FILES if "zoo" not in file.parts]  # the cards of runs, which speak of their folder
 PAGES = {str(file.relative_to(ROOT)): read_page(file) for file in FILES}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -36,7 +37,8 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("examples", "kernels", "tests", "pyproject.toml", "constraints.txt", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for name in ("recipes", "docs/zoo"):
+        shutil.copytree(ROOT / name, folder / name)
     return folder
 
 
@@ -143,14 +145,13 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 # ------------------------------ run
 
-DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
-STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=4 schedule.warmup_steps=1"
-TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
 SMALL = {  # what a command that matches gets at its end, to be quick
     "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
-    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4 model.hidden_size=32",
+    "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4"
+    " model.hidden_size=32 model.intermediate_size=64",
     "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
-    "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=512 schedule.warmup_steps=1",
+    "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=128 train.micro_batch_size=1"
+    " schedule.warmup_steps=1",
     "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
     "data prepare .*--tokenizer": "--workers 1",
     "^nalanda export .*--step": "--step 8",
@@ -160,6 +161,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda analyze": "--rows 1 --length 64",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
     "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
+    "bench recall --quick$": "--tasks mqar,s3",
     "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
     "^pytest": "--collect-only -q",
 }
@@ -169,13 +171,7 @@ nalanda eval --tasks python_docs --fetch runs/demo/eval
 nalanda train hybrid_30m
 """
 """What made the models that pages take as there."""
-LINKS = {
-    "A": "runs/demo/final",
-    "B": "runs/hybrid_30m/final",
-    "runs/a": "demo",
-    "runs/b": "hybrid_30m",
-    "runs/mine": "demo",
-}
+LINKS = {"my_text": "corpus", "A": "runs/demo/final", "B": "runs/hybrid_30m/final"}
 ROWS = {
     "lambada_test": {"text": "the miller sold the mill"},
     "boolq_val": {"passage": "Mills grind.", "question": "do mills grind", "label": 1},
@@ -188,11 +184,7 @@ def used(checkout, tmp_path_factory):
     """The checkout of someone who has trained the demo, with texts and other files that pages name."""
     folder = tmp_path_factory.mktemp("used") / "checkout"
     shutil.copytree(checkout, folder, symlinks=True)
-    text = "".join(file.read_text() for file in sorted((ROOT / "src/nalanda/model").glob("*.py")))
-    for part, documents in ("train", range(4, 40)), ("validation", range(4)):
-        (folder / "corpus" / part).mkdir(parents=True)
-        for i in documents:
-            (folder / "corpus" / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
+    text = write_corpus(folder / "corpus")
     for name in ("novel.txt", "book.txt", "long.txt"):
         (folder / name).write_text(text[:20000])
     for name in ("DIR", "LRA/retrieval"):

@@ -15,6 +15,7 @@ from string import Template
 ROOT = Path(__file__).parents[2]
 NEEDS = re.compile(r"# .*needs (a GPU|GPUs|a network)")
 TAKES = re.compile(r"# .*(\b(minute|hour|day)s?\b|until ctrl-C)")
+FILE = re.compile(r"# \w+\.py\n")
 FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
@@ -39,7 +40,8 @@ class Command:
 class Page:
     commands: list[Command]
     python: list[str]
-    """Fences that need neither a GPU nor a network; they share their names."""
+    """Fences that need neither a GPU nor a network; they share their names. A fence that begins with the
+    name of a file is not here: tests/model/test_plugins.py runs it."""
     named: list[str]
     """Commands in the text, as `nalanda runs`."""
     unknown: list[str]
@@ -53,14 +55,14 @@ def read_page(path: Path) -> Page:
         indent, language, body = fence.groups()
         first = text[: fence.start()].count("\n") + 2
         body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
-        if language == "bash":
+        if language in ("bash", "sh"):  # `sh` stays text in the notebook
             page.commands.extend(commands(name, first, body))
         elif language == "python":
             try:
                 compile(body, name, "exec")
             except SyntaxError as error:
                 page.unknown.append(f"{name}:{first}: {error}")
-            page.python.extend([] if NEEDS.search(body) else [body])
+            page.python.extend([] if NEEDS.search(body) or FILE.match(body) else [body])
         elif language == "":
             typed, *rest = re.split(r"^\$ ((?:.*\\\n)*.*)\n", body, flags=re.MULTILINE)
             for line, printed in zip(rest[::2], rest[1::2], strict=True):
@@ -153,3 +155,19 @@ def start(words: list[str]) -> None:
         sys.argv = arguments
         sys.path.insert(0, str(Path(kind).parent))
         runpy.run_path(kind, run_name="__main__")
+
+
+DATA = "data.source=corpus data.seq_len=128 data.max_validation_rows=4 train.cpu_threads=1"
+STEPS = "train.steps=8 train.tokens_per_step=512 train.micro_batch_size=2 schedule.warmup_steps=1"
+TINY = f"{DATA} {STEPS} tokenizer.vocab_size=512 model.hidden_size=32 model.intermediate_size=64"
+"""Settings of a run of seconds on what `write_corpus` writes."""
+
+
+def write_corpus(folder: Path) -> str:
+    """Writes 36 documents to train on and 4 to validate on. Returns their text."""
+    text = "".join(file.read_text() for file in sorted((ROOT / "src/nalanda/model").glob("*.py")))
+    for part, documents in ("train", range(4, 40)), ("validation", range(4)):
+        (folder / part).mkdir(parents=True)
+        for i in documents:
+            (folder / part / f"{i}.txt").write_text(text[4000 * i : 4000 * (i + 1)])
+    return text

@@ -1,9 +1,11 @@
-"""The demo's baselines and its recipe; the demo itself is run by `make demo`."""
+"""The demo's baselines and its recipe; the demo itself at small size."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
+import pages
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
@@ -118,3 +120,19 @@ def test_recipe_is_whole_and_builds():
     with torch.device("meta"):
         model = NalandaForCausalLM(build_model_config(config))
     assert 2e6 < model.num_parameters() < 4e6
+
+
+@pytest.mark.slow
+def test_the_demo_runs(tmp_path):
+    pages.write_corpus(tmp_path / "corpus")
+    command = ["python", str(RECIPES / "demo.py"), *pages.TINY.split(), "output_dir=run"]
+    code, printed = pages.run(command, tmp_path, {})
+    assert code == 0, printed[-3000:]
+    for title in ("train", "evaluate", "generate", "compare"):
+        assert f"─ {title} ─" in printed
+    rows = re.findall(r"([\d.]+) +\d\.\d{3} +│$", printed, re.MULTILINE)
+    model, bigrams, zeroed = map(float, rows)
+    assert 1 < bigrams < model < 600
+    assert model != zeroed
+    for file in ("final/model.safetensors", "metrics.jsonl", "eval/results.md", "loss.png"):
+        assert (tmp_path / "run" / file).is_file()
