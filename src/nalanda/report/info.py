@@ -143,7 +143,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row("weights and optimizer", held, "fp32 weights, gradients, moments; one process's share")
     if f["activation_bytes"] is not None:
         table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch; kernels keep less")
-        table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the sum of both")
+        table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the two lines above")
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
         table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)

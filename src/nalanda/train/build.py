@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shlex
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -273,10 +275,14 @@ def launch(config: RunConfig) -> Accelerator:
                 f"{threads} of {cores} CPU cores in use: train.cpu_threads=N sets more (a launcher set less)"
             )
         elif accelerator.num_processes == 1 and 1 < cores <= 8 and config.train.micro_batch_size % cores == 0:
+            script = sys.argv[0].endswith("pretrain.py")
+            launched = sys.argv if script else ["-m", "nalanda_cli", *sys.argv[1:]]
+            program = ["torchrun", "--standalone", "--nproc_per_node", str(cores), *launched]
+            rows = config.train.micro_batch_size // cores
             print(
-                f"a small model trains faster in {cores} processes of one thread: ACCELERATE_USE_CPU=true "
-                f"torchrun --standalone --nproc_per_node {cores} recipes/pretrain.py … train.cpu_threads=1 "
-                f"train.micro_batch_size={config.train.micro_batch_size // cores}"
+                f"a small model trains faster in {cores} processes of one thread:\n"
+                f"    ACCELERATE_USE_CPU=true {shlex.join(program)} train.cpu_threads=1 "
+                f"train.micro_batch_size={rows}"
             )
     return accelerator
 
