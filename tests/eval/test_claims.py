@@ -157,6 +157,7 @@ def measured(tmp_path_factory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_records_alone_make_the_same_files(measured, tmp_path):
     found = records(measured / "claims.jsonl")
     assert list(found) == [claims.key(asked) for asked in claims.claim_settings(claims.QUICK)]

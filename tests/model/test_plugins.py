@@ -116,6 +116,7 @@ def test_the_files_of_the_page_pass_their_tests(tmp_path, monkeypatch):
         assert pytest.main([*(f"{name}.py" for name in tests), "-p", "no:cacheprovider"]) == 0
 
 
+@pytest.mark.slow
 def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate, forget):
     """With a recipe of the example's model over a small corpus; the plugin stands beside the recipe."""
     shutil.copy(EXAMPLE / "my_mixer.py", tmp_path)

@@ -225,6 +225,7 @@ def test_flops_are_those_of_torch():
         assert ours == pytest.approx(counter.get_total_flops() * counted, rel=0.1)
 
 
+@pytest.mark.slow
 def test_trainer_pipeline_and_remote_code(tmp_path):
     """transformers' Trainer trains it unchanged; with its processor a pipeline reads files of images; the
     checkpoint brings its code."""
