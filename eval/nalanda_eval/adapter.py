@@ -267,8 +267,8 @@ def _config(source: TaskSource) -> str | dict[str, Any]:
             rows = python_tasks()[files["test"]]
             config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
         elif files:
-            base = source.data or source.task_file.parent
-            config["dataset_kwargs"]["data_files"] = _resolve(files, base)
+            folders = [f for f in (source.data, source.task_file.parent) if f is not None]
+            config["dataset_kwargs"]["data_files"] = _resolve(files, folders)
         return config
     if not source.local:
         return source.name
@@ -313,16 +313,18 @@ def _needle_config(name: str, rows: list[dict]) -> dict[str, Any]:
     }
 
 
-def _resolve(files: Any, base: Path) -> Any:
+def _resolve(files: Any, folders: list[Path]) -> Any:
+    """The files of a task, each from the first folder that has it."""
     if isinstance(files, dict):
-        return {split: _resolve(entry, base) for split, entry in files.items()}
+        return {split: _resolve(entry, folders) for split, entry in files.items()}
     if isinstance(files, list):
-        return [_resolve(entry, base) for entry in files]
+        return [_resolve(entry, folders) for entry in files]
     if "://" in files or "*" in files:
         return files
-    if not (base / files).is_file():
-        raise InputError(f"{base / files}: no such data file; --data names its folder")
-    return str(base / files)
+    found = next((folder / files for folder in folders if (folder / files).is_file()), None)
+    if found is None:
+        raise InputError(f"{folders[0] / files}: no such data file; --data names its folder")
+    return str(found)
 
 
 def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
