@@ -695,8 +695,9 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
         right = (values.argmax(1) == labels).float().mean().item()
         assert packaged["python_docs_cloze"]["metrics"][metric] == pytest.approx(right)
 
-    results = evaluate([checkpoint], [str(own)])
-    assert results["models"][0]["tasks"]["mine"]["documents"] == 3
+    for data in (None, str(tmp_path)):  # which lacks it: the task's own folder has it
+        results = evaluate([checkpoint], [str(own)], data=data)
+        assert results["models"][0]["tasks"]["mine"]["documents"] == 3
     assert report.suite(results) is None
     header, rows = report.others(results)
     assert header == ["task", "metric", short(checkpoint)]
