@@ -234,13 +234,14 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
 
 
 def test_durations():
-    seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 103 * 3600)
+    seconds = (45, 12 * 60, 3 * 3600 + 300, 71 * 3600, 103 * 3600, 6.06e9)
     assert [duration(s) for s in seconds] == [
         "45 s",
         "12 min",
         "3 h 05 min",
         "71 h 00 min",
         "4 d 07 h",
+        "192 years",
     ]
 
 

@@ -35,13 +35,15 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`, `192 years`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"
     hours = round(seconds / 3600)
+    if hours >= 2 * 8766:
+        return f"{hours / 8766:,.0f} years"
     return (
         f"{minutes // 60} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24:02d} h"
     )
