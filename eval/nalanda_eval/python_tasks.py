@@ -24,7 +24,8 @@ def python_tasks(data: DataConfig = PYTHON) -> dict[str, list[dict]]:
 
 
 def write_python_tasks(directory: Path, data: DataConfig = PYTHON) -> None:
-    """Writes the files of `python_tasks`."""
+    """Writes the files of `python_tasks`, into a folder that it makes."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name, rows in python_tasks(data).items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(directory / name, "".join(lines))
