@@ -713,6 +713,7 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
     assert "train/00000.tokens: damaged" in str(damaged)
 
 
+@pytest.mark.slow
 def test_datatrove_writes_the_same_bytes(tmp_path, byte_tokenizer):
     pytest.importorskip("datatrove")
     from nalanda.data.datatrove import prepare_with

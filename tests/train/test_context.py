@@ -132,6 +132,7 @@ def equal(folder: Path, names: list[str], error: float) -> None:
             assert other == pytest.approx(first, rel=error), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_train_as_one_and_go_on_for_one_another(folder, kind):
     perform(folder, *job(f"{kind} two one", f"{kind} two"))

@@ -774,8 +774,10 @@ def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch,
     config, threads = load_config("demo"), torch.get_num_threads()
     torch.set_flush_denormal(False)
     try:
+        monkeypatch.setattr(sys, "argv", ["bin/nalanda", "train", "demo", "output_dir=a b"])
         build.launch(config)
         assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
-        assert "--nproc_per_node 2 recipes/pretrain.py … train.cpu_threads=1" in capsys.readouterr().out
+        command = "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1"
+        assert command in capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
