@@ -143,6 +143,7 @@ def test_two_processes_train_as_one_and_go_on_for_one_another(folder, kind):
     assert changes[0]["train.context_parallel"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_states_are_saved_once(folder):
     last = folder / "carried two" / "checkpoints" / "step-4"
     assert [file.name for file in last.glob("lanes-*")] == ["lanes-0.safetensors"]
@@ -177,6 +178,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(folder, settings, says):
         perform(folder, "refused", None, settings)
 
 
+@pytest.mark.slow
 def test_other_models_are_refused(folder):
     with pytest.raises(InputError, match="context_parallel: needs one of Nalanda's own models, not llama"):
         info(str(folder / "recipe.yaml"), [*TWO, "model={auto: llama, hidden_size: 32}"])
