@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
@@ -136,6 +137,21 @@ def test_the_list(tmp_path, monkeypatch):
     for file in (tmp_path / "deep" / "live").iterdir():
         os.utime(file, (old, old))
     assert runs.read_run(tmp_path / "deep" / "live").state == "stale"
+
+
+@pytest.mark.parametrize("width", range(16, 32))
+def test_a_narrow_table_has_fewer_columns_and_no_shortened_text(width):
+    console = Console(width=width, file=io.StringIO())
+    table = Table(box=None, pad_edge=False)
+    words = ("first", "second", "third", "fourth", "last")  # 28 columns with a blank between two
+    for word in words:
+        table.add_column(word, no_wrap=True)
+    table.add_row(*words)
+    console.print(runs.narrowed(table, console, ("fourth", "second")))
+    lines = console.file.getvalue().splitlines()
+    shown = words if width >= 28 else [w for w in words if w != "fourth"]
+    shown = shown if width >= 21 else ["first", "third", "last"]
+    assert [line.split() for line in lines] == [[*shown]] * 2
 
 
 def test_events_and_their_losses_are_no_losses(tmp_path):

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from nalanda.common.errors import InputError
@@ -26,6 +25,7 @@ from nalanda.model.context import SCAN_FROM
 from nalanda.model.delta import DeltaNet
 from nalanda.model.ops import delta_rule_flops
 from nalanda.report.info import described
+from nalanda.report.runs import narrowed
 from nalanda.train import parallel
 from nalanda.train.estimate import activation_bytes, held_bytes
 
@@ -376,13 +376,25 @@ def plan_rows(plans: dict[Cluster, list[Cost]]) -> list[dict[str, Any]]:
 def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
     console = console or Console()
-    left_out: list[str] = []
-    for head in ("", "crossing", "sent, GB", "idle, %"):  # a narrow terminal gets fewer columns
-        left_out.append(head)
-        table = _plan_table(plans, left_out)
-        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
-            break
-    console.print(table)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
+        table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)
+    for cluster, costs in plans.items():
+        best = min((c for c in costs if c.fits), key=lambda c: c.step, default=None)
+        if not costs:
+            table.add_row(str(cluster.devices), "none", end_section=True)
+        for cost in costs:
+            split = cost.split
+            table.add_row(
+                str(cluster.devices), f"{split} ← best" if cost is best else str(split),
+                f"{cost.accumulation} × {split.micro}{' *' if split.recompute else ''}",
+                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}", f"{cost.step:.3g}",
+                f"{100 * cost.idle:.1f}", f"{cost.sent / 1e9:,.3g}", f"{cost.crossing / 1e9:,.3g}",
+                f"{100 * cost.mfu:.1f}",
+                style="bold" if cost is best else "" if cost.fits else "dim",
+                end_section=cost is costs[-1],
+            )  # fmt: skip
+    console.print(narrowed(table, console, ("crossing", "sent, GB", "idle, %")))
     note = "* recomputed; ✗ does not fit; splits that the step's rows do not fill are left out"
     console.print(note, style="dim")
     for cluster in plans:
@@ -393,30 +405,3 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
             f"{100 * t['activations']:.0f} % of the products' time",
             soft_wrap=True,
         )
-
-
-def _plan_table(plans: dict[Cluster, list[Cost]], left_out: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    heads = ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %")
-    for head in heads:
-        if head not in left_out:
-            table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)
-    for cluster, costs in plans.items():
-        best = min((c for c in costs if c.fits), key=lambda c: c.step, default=None)
-        if not costs:
-            table.add_row(str(cluster.devices), "none", end_section=True)
-        for cost in costs:
-            split = cost.split
-            cells = (
-                str(cluster.devices), f"{split} ← best" if cost is best else str(split),
-                f"{cost.accumulation} × {split.micro}{' *' if split.recompute else ''}",
-                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}", f"{cost.step:.3g}",
-                f"{100 * cost.idle:.1f}", f"{cost.sent / 1e9:,.3g}", f"{cost.crossing / 1e9:,.3g}",
-                f"{100 * cost.mfu:.1f}",
-            )  # fmt: skip
-            table.add_row(
-                *(cell for head, cell in zip(heads, cells, strict=True) if head not in left_out),
-                style="bold" if cost is best else "" if cost.fits else "dim",
-                end_section=cost is costs[-1],
-            )
-    return table

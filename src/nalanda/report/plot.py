@@ -12,6 +12,7 @@ from nalanda.common.text import si
 from nalanda.config.load import differences
 from nalanda.report.figures import drawing, files, in_panels, log_axis, look
 from nalanda.report.runs import layers, read_lines, read_recipe
+from nalanda.train.log import with_hours
 
 X = Literal["tokens", "steps", "hours"]
 Point = tuple[float, float, float, float]
@@ -42,15 +43,12 @@ def curve(folder: str | Path) -> Curve:
         lines = list(read_lines(folder))
         config = read_recipe(folder) if (folder / "config.yaml").is_file() else {}
         train, validation, events = [], [], []
-        hours, before, bits = 0.0, 0, None
-        for line in lines:
+        bits = None
+        for line, hours in with_hours(lines):
             step = line["step"]
             if "event" in line:
                 events.append((step, str(line["event"])))
             elif "loss" in line:
-                if rate := line.get("tokens_per_second"):
-                    hours += (line["tokens"] - before) / rate / 3600
-                before = line["tokens"]
                 train.append((step, line["tokens"], hours, float(line["loss"])))
             elif "val_loss" in line:
                 validation.append((step, line["tokens"], hours, float(line["val_loss"])))

@@ -101,50 +101,45 @@ def overview(directory: str | Path) -> list[RunSummary]:
 def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> None:
     """Prints a table of the runs, then their problems. A narrow terminal gets fewer columns."""
     console = console or Console()
-    left_out: list[str] = []
-    for heading in ("", "MFU", "params", "bits/B", "tok/s"):
-        left_out.append(heading)
-        table = _table(runs, left_out)
-        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
-            break
-    console.print(table)
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
+    for heading in ("run", "state", "model"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "state")
+    for heading in ("params", "step", "loss", "val ppl", "bits/B", "tok/s", "MFU", "changed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    colours = {"running": "green", "stale": "yellow", "failed": "red", "unreadable": "red"}
+    for run in runs:
+        step = None if run.step is None else f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
+        figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+            (run.parameters, si),
+            (step, str),
+            (run.loss, "{:.3f}".format),
+            (run.val_ppl, "{:,.2f}".format),
+            (run.val_bpb, "{:.3f}".format),
+            (run.tokens_per_second, si),
+            (run.mfu, "{:.0%}".format),
+        )
+        table.add_row(
+            escape(run.name),
+            f"[{colours.get(run.state, 'default')}]{run.state}",
+            escape(run.model.replace(" + ", " +\n").replace(", ", ",\n")),
+            *("–" if value is None else form(value) for value, form in figures),
+            _when(run.changed),
+        )
+    console.print(narrowed(table, console, ("MFU", "params", "bits/B", "tok/s")))
     for run in runs:
         if run.problem:
             console.print(f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(runs: Sequence[RunSummary], left_out: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
-    figures: dict[str, Callable[[RunSummary], str | None]] = {
-        "params": lambda run: _written(run.parameters, si),
-        "step": lambda run: _written(
-            run.step, lambda step: f"{step:,}" + f"/{run.steps:,}" * bool(run.steps)
-        ),
-        "loss": lambda run: _written(run.loss, "{:.3f}".format),
-        "val ppl": lambda run: _written(run.val_ppl, "{:,.2f}".format),
-        "bits/B": lambda run: _written(run.val_bpb, "{:.3f}".format),
-        "tok/s": lambda run: _written(run.tokens_per_second, si),
-        "MFU": lambda run: _written(run.mfu, "{:.0%}".format),
-        "changed": lambda run: _when(run.changed),
-    }
-    shown = [heading for heading in figures if heading not in left_out]
-    for heading in ("run", "state", "model"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "state")
-    for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=True)
-    colours = {"running": "green", "stale": "yellow", "failed": "red", "unreadable": "red"}
-    for run in runs:
-        table.add_row(
-            escape(run.name),
-            f"[{colours.get(run.state, 'default')}]{run.state}",
-            escape(run.model.replace(" + ", " +\n").replace(", ", ",\n")),
-            *(figures[heading](run) for heading in shown),
-        )
+def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Table:
+    """`table` without the first of the `dispensable` columns, as many as the console is too narrow for."""
+    unlimited = console.options.update(max_width=1000)
+    for heading in dispensable:
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            break
+        kept = (column for column in table.columns if column.header != heading)
+        table.columns = Table(*kept).columns  # which numbers them anew
     return table
-
-
-def _written(value: Any, form: Callable[[Any], str]) -> str:
-    return "–" if value is None else form(value)
 
 
 def runs_to_json(runs: Sequence[RunSummary]) -> str:
