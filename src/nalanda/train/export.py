@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import find_checkpoint, step_of
-from nalanda.train.log import read_facts, read_metrics, write_facts
+from nalanda.train.log import read_facts, read_metrics, with_hours, write_facts
 from nalanda.train.loss import describe_perplexity
 
 
@@ -217,7 +216,7 @@ def model_card(
         key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
         for key in ("loss", "val_loss")
     }
-    timed = [line for line in lines if line.get("tokens_per_second") and line["step"] <= facts["step"]]
+    hours = max((hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]), default=0.0)
     keys = (
         "model_type",
         "mixer",
@@ -230,9 +229,7 @@ def model_card(
     data, train = recipe.get("data", {}), recipe.get("train", {})
     corpus = data.get("source") or ", ".join(str(part.get("source")) for part in data.get("mixture") or [])
     corpus = "the text that comes with Python" if corpus == "python" else corpus
-    tokens = pairwise([0, *(line["tokens"] for line in timed)])
-    seconds = sum((b - a) / line["tokens_per_second"] for (a, b), line in zip(tokens, timed, strict=True))
-    place = f"{facts.get('device')}, {facts.get('processes')} process(es), {duration(seconds)} of steps"
+    place = f"{facts.get('device')}, {facts.get('processes')} process(es), {duration(3600 * hours)} of steps"
     rows = [
         ("parameters", f"{facts['parameters']:,}" if "parameters" in facts else None),
         *((key.replace("_", " "), shape.get(key)) for key in keys),
@@ -240,7 +237,7 @@ def model_card(
         ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
         ("tokens seen", f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None),
         ("precision", train.get("precision")),
-        ("trained on", place if timed else None),
+        ("trained on", place if hours else None),
         ("training loss", last["loss"] and f"{last['loss']['loss']:.4f} at step {last['loss']['step']}"),
         (
             "validation loss",

@@ -8,7 +8,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -239,6 +239,17 @@ def last_metrics(file: Path) -> Iterator[dict]:
             lines = io.BytesIO(stream.read(stop - at) + rest).readlines()
             rest = lines.pop(0) if at else b""  # its beginning is in the block before
             yield from filter(None, map(_values, reversed(lines)))
+
+
+def with_hours(lines: Iterable[dict]) -> Iterator[tuple[dict, float]]:
+    """Each line of metrics, and the hours of training up to it, without validation and saving."""
+    hours, before = 0.0, 0
+    for line in lines:
+        if "loss" in line and "event" not in line:
+            if rate := line.get("tokens_per_second"):
+                hours += (line["tokens"] - before) / rate / 3600
+            before = line["tokens"]
+        yield line, hours
 
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
