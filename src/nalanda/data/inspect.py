@@ -29,18 +29,18 @@ class ByteProgress(Progress):
         total = sum(weights)
         super().__init__(what, total or 1, "%", start=total - sum(weights[number] for number in todo))
         self.read: dict[int, tuple[int, int]] = {}
+        self.text = 0
+        """Bytes of text read."""
 
     def set(self, number: int, weight: int, text: int) -> None:
         """Shard `number` has read `weight` bytes of input and `text` bytes of text."""
+        before = self.read.get(number, (0, 0))
+        if (weight, text) == before:
+            return
         self.read[number] = weight, text
-        megabytes = self.text() / 1e6
-        speed = megabytes / max(time.monotonic() - self.pace.begun, 1e-3)
-        done = self.start + sum(weight for weight, _ in self.read.values())
-        self.to(done, f"{megabytes:,.0f} MB of text, {speed:.1f} MB/s")
-
-    def text(self) -> int:
-        """Bytes of text read."""
-        return sum(text for _, text in self.read.values())
+        self.text += text - before[1]
+        speed = self.text / 1e6 / max(time.monotonic() - self.pace.begun, 1e-3)
+        self.advance(weight - before[0], f"{self.text / 1e6:,.0f} MB of text, {speed:.1f} MB/s")
 
 
 def print_token_set(index: dict, directory: str | os.PathLike) -> None:

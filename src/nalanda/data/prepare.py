@@ -572,7 +572,7 @@ def prepare(
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         finished = f"{len(numbers) - len(errors)} of {len(numbers)} shards are finished and kept"
         raise type(errors[0])(f"{errors[0]}{more}; {finished}")
-    text, seconds = progress.text(), max(time.monotonic() - begun, 1e-3)
+    text, seconds = progress.text, max(time.monotonic() - begun, 1e-3)
     say(
         f"{text / 1e6:,.1f} MB of text in {duration(seconds)}, {text / 1e6 / seconds:.2f} MB/s with "
         f"{min(workers, max(1, len(todo)))} worker{'s' * (min(workers, len(todo)) > 1)}"
