@@ -8,7 +8,6 @@ the context.
 import csv
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, output_folder
-from nalanda.common.progress import Progress
+from nalanda.common.progress import Progress, first_process
 from nalanda.common.text import si
 from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_models
@@ -91,7 +90,7 @@ def perplexity(
     device = choose_device(device)
     directory = output_folder(output, "--output")
     measured: list[dict[str, Any]] = []
-    first = os.environ.get("RANK", "0") == "0"
+    first = first_process()
     with launched_context(device) as context:
         for name in models:
             model, tokenizer = load_model(

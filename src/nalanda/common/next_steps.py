@@ -7,6 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from nalanda.common.progress import first_process
+
 LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}))"
 """Python that loads a model; ours and flash-linear-attention's after the import of their library."""
 
@@ -76,6 +78,6 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
 def print_next_steps(done: str, **values: object) -> None:
     """Prints them to stderr, on the first process of a launch. A script of several commands, such as the
     demo, sets NALANDA_NEXT_STEPS=0."""
-    if os.environ.get("RANK", "0") == "0" and os.environ.get("NALANDA_NEXT_STEPS") != "0":
+    if first_process() and os.environ.get("NALANDA_NEXT_STEPS") != "0":
         for number, command in enumerate(next_steps(done, **values)):
             print("      " if number else "\nnext: ", command, sep="", file=sys.stderr, flush=True)

@@ -17,6 +17,11 @@ FIRST, LAST = 10.0, 60.0
 """Seconds between two lines without a terminal: at the beginning, and after some minutes."""
 
 
+def first_process() -> bool:
+    """Whether this is the first process of a launch, which alone writes to the terminal."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Pace:
     """Says when the next line is due. The pauses grow, so that a log of days stays short."""
 
@@ -57,7 +62,7 @@ class Progress:
         self.what, self.total, self.unit, self.start = what, total, unit, start
         self.done: float = start
         self.stream, self.pace, self.bar = stream or sys.stderr, Pace(), None
-        self.quiet, self.ended = quiet or os.environ.get("RANK", "0") != "0", threading.Event()
+        self.quiet, self.ended = quiet or not first_process(), threading.Event()
 
     def __enter__(self) -> Self:
         if self.quiet:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import random
 import socket
 import ssl
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line
+from nalanda.common.progress import first_process
 from nalanda.common.text import redact
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Patience:
                 "run the same command again later to resume, or raise data.retries"
             ) from None
         wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
-        if os.environ.get("RANK", "0") == "0":
+        if first_process():
             again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
             print(f"nalanda: {self.what}: {describe_error(error)}; {again}", file=sys.stderr, flush=True)
         sleep(wait)

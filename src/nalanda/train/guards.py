@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from nalanda.common.progress import first_process
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
@@ -74,7 +75,7 @@ def interruptible() -> Iterator[list[int]]:
     def note(signum: int, frame: Any) -> None:
         received.append(signum)
         signal.signal(signum, previous[signum])
-        if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+        if signum == signal.SIGINT and first_process():
             with contextlib.suppress(OSError):  # not `print`, which this may have interrupted
                 os.write(2, b"\nfinishing the step, then saving; ctrl-C again ends at once\n")
 
