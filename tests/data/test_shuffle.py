@@ -274,7 +274,7 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
                 passed.append(name)
         assert all(abs(counts[i] - number * share) < 1 for i, share in enumerate((0.5, 0.3, 0.2)))
     assert len(passed) > 100
-    seen = batches.epochs_begun()
+    seen = batches.epochs_read()
     assert list(seen) == ["web", "tokens", "files"]
     assert seen["files"] > seen["web"] >= 1
     batches.close()

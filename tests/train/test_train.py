@@ -715,6 +715,22 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     assert [event["documents"] for event in events] == [2]
 
 
+def test_the_log_says_when_the_data_begin_again(recipe, tmp_path, capsys):
+    settings = ["train.steps=8", "log.every=1", "data.shuffle_buffer=1"]
+    loop.train(configured(recipe, tmp_path / "run", *settings))
+    assert "begins again" not in capsys.readouterr().out
+    file = tmp_path / "data" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join((recipe.parent / "a.jsonl").read_text().splitlines(True)[:100]))
+    settings += [f"data.source={file.parent}", "data.validation_share=1e-9", "validation.every=0"]
+    run = tmp_path / "again"
+    loop.train(configured(recipe, run, *settings))
+    events = [line["epochs"] for line in read_metrics(run / "metrics.jsonl") if line.get("event") == "epoch"]
+    assert events[:1] == [1]
+    assert [count.bit_length() for count in events] == [*range(1, len(events) + 1)]
+    assert "the corpus was read once and begins again" in capsys.readouterr().out
+
+
 def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
     tokenizer = AutoTokenizer.from_pretrained(whole / "tokenizer")
     with pytest.raises(InputError, match="take its own: tokenizer="):

@@ -223,7 +223,7 @@ class PackedBatches:
         self._state = {key: value for key, value in state.items() if key != "identity"}
         self._ended = False
 
-    def epochs_begun(self) -> dict[str, float]:
+    def epochs_read(self) -> dict[str, float]:
         """How many times each component was read, in whole epochs for a stream; a single source is ""."""
         seen = self.source.epochs(self._state)
         return seen if isinstance(seen, dict) else {"": seen}

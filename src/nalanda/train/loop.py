@@ -18,6 +18,7 @@ from torch import Tensor
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.config.schema import RunConfig
+from nalanda.data.loader import PackedBatches
 from nalanda.data.offline import use_mirror
 from nalanda.train import memory, parallel
 from nalanda.train.build import Run, finish_sums, from_main_process, launch, set_up
@@ -82,7 +83,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    log, oversized = open_log(step=run.at.step), batches.skipped()
+    log, counted = open_log(step=run.at.step), data_counts(batches)
     seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(interruptible())
@@ -158,10 +159,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
             if problem is None and (end or is_due(step, config.log.every)):
                 log.write(step=step, **values)
                 seconds, since = 0.0, at.tokens
-                if (count := batches.skipped() - oversized) > 0:
-                    oversized += count
-                    reason = f"{count} documents above data.max_document_bytes were left out"
-                    log.event(step, "oversized", reason=reason, documents=oversized)
+                counted = report_data(batches, counted, log, step)
             if run.validation and (end or is_due(step, config.validation.every)):
                 watchdog.beat(f"step {step}, validation")
                 log.doing("validating")
@@ -264,6 +262,27 @@ def take_batches(
     except InputError as error:
         return taken, error
     return taken, None
+
+
+def data_counts(batches: PackedBatches) -> tuple[int, dict[str, int]]:
+    """The documents left out so far, and how many times each source was read to its end."""
+    return batches.skipped(), {name: int(count) for name, count in batches.epochs_read().items()}
+
+
+def report_data(
+    batches: PackedBatches, before: tuple[int, dict[str, int]], log: RunLog, step: int
+) -> tuple[int, dict[str, int]]:
+    """Logs what changed in `data_counts`, of epochs only each doubling. Returns them."""
+    skipped, epochs = now = data_counts(batches)
+    if (count := skipped - before[0]) > 0:
+        reason = f"{count} documents above data.max_document_bytes were left out"
+        log.event(step, "oversized", reason=reason, documents=skipped)
+    for name, count in epochs.items():
+        if count.bit_length() > before[1][name].bit_length():
+            times = "once" if count == 1 else f"{count} times"
+            reason = f"{name or 'the corpus'} was read {times} and begins again"
+            log.event(step, "epoch", reason=reason, source=name, epochs=count)
+    return now
 
 
 def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int | None]:
