@@ -36,8 +36,8 @@ from nalanda.model.heads import NalandaForSequenceClassification
 from nalanda.report.figures import COLOURS, GREY, drawing, files
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
+from nalanda_eval.equal import MODEL, label, models
 from nalanda_eval.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
-from nalanda_eval.recall import MODEL, label, models
 from nalanda_eval.report import markdown_table
 from nalanda_eval.sweep import follow, key
 

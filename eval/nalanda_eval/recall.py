@@ -5,11 +5,9 @@ plans a sweep of such runs, trains those without a record in DIR/runs.jsonl, and
 pictures.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,9 +19,7 @@ from zlib import crc32
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from nalanda.common.errors import InputError, output_folder
@@ -33,11 +29,20 @@ from nalanda.config.load import parse_yaml
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
-from nalanda.model.options import check_names, check_types
-from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
+from nalanda.model.options import check_types
 from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
-from nalanda_eval.report import markdown_table
+from nalanda_eval.equal import (
+    MODEL,
+    configured,
+    grows,
+    label,
+    models,
+    most_parameters,
+    with_parameters,
+    with_state,
+)
+from nalanda_eval.recall_report import draw_recall, print_recall, recall_markdown
 from nalanda_eval.sweep import Jobs, follow, key
 from nalanda_eval.synthetic import (
     IGNORED,
@@ -52,24 +57,9 @@ from nalanda_eval.synthetic import (
     Task,
 )
 
-# Softmax attention, without convolutions, must first learn that a value follows its key. With this
-# initializer_range it did within 500 steps of the quick MQAR, with twice this range not within 800.
-MODEL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 128,
-    "initializer_range": 0.06,
-}
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
 STATES = (2048, 8192, 32768)
 """Bytes of a sequence's state."""
-CLOSE = 0.02
-"""Relative tolerance of parameters, and of states if head sizes allow it."""
-FAR = 0.1
-"""Relative distance of the state beyond which a model is left out."""
-
 # ------------------------------ one run
 
 
@@ -205,15 +195,6 @@ def recall_settings(model: dict[str, Any], task: Task, seed: int, training: Trai
     }
 
 
-def configured(model: dict[str, Any], vocab_size: int = 1) -> NalandaConfig:
-    keys: dict[str, Any] = MODEL | model | {"vocab_size": vocab_size}
-    return NalandaConfig(**keys | {"bos_token_id": None, "eos_token_id": None})
-
-
-def grows(config: NalandaConfig) -> bool:
-    return config.state_bytes(2) > config.state_bytes(1)
-
-
 def fixed_batches(task: Task, rows: int, split: str) -> list[tuple[Tensor, Tensor]]:
     """A batch of each case, the same at every call."""
     draw = torch.Generator().manual_seed(0)
@@ -247,116 +228,6 @@ def evaluate_recall(net: Reader, batches: list[tuple[Tensor, Tensor]]) -> list[f
     return scores
 
 
-# ------------------------------ equal parameters, equal state
-
-
-def parse(mixer: str, feature_map: str | None) -> dict[str, Any]:
-    """Model keys of `name` or `name:option=value:option=value`, with a feature map if the mixer has one."""
-    name, *options = mixer.split(":")
-    if name not in MIXERS:
-        raise InputError(f"--mixers: unknown mixer {name!r}{suggest(name, MIXERS)}")
-    if not all("=" in option for option in options):
-        raise InputError(f"--mixers: {mixer!r}: write options as {name}:option=value")
-    values = {name: parse_yaml(text, mixer) for name, text in (o.split("=", 1) for o in options)}
-    try:
-        check_names(values, MIXERS[name])
-    except TypeError as error:
-        raise InputError(f"--mixers: {mixer!r}: {error}") from None
-    return {"mixer": name, "mixer_options": values, "feature_map": feature_map}
-
-
-def label(model: dict[str, Any]) -> str:
-    """`deltanet + silu`, `deltanet(allow_neg_eigval) + silu`."""
-    options = [k if v is True else f"{k}={v}" for k, v in model["mixer_options"].items()]
-    name = model["mixer"] + (f"({', '.join(options)})" if options else "")
-    return " + ".join(filter(None, [name, model["feature_map"]]))
-
-
-def models(
-    mixers: Iterable[str], maps: Iterable[str], base: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every mixer with every map ("own": its default), and a note for each mixer on the maps it refuses.
-
-    Mixers without a feature map are listed once.
-    """
-    found: dict[str, dict] = {}
-    refused: dict[str, list[tuple[str, str]]] = {}
-    for mixer in mixers:
-        own = MIXERS[parse(mixer, None)["mixer"]].map_name
-        for feature_map in maps if own else (None,):
-            if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
-                raise InputError(f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}")
-            model = parse(mixer, own if feature_map == "own" else feature_map)
-            try:
-                NalandaConfig(**base | model)
-            except ValueError as error:
-                refused.setdefault(mixer, []).append((feature_map or "no map", str(error)))
-            else:
-                found[label(model)] = model
-    notes = [
-        f"{mixer} is left out with {', '.join(name for name, _ in pairs)}: {pairs[0][1]}"
-        for mixer, pairs in refused.items()
-    ]
-    return list(found.values()), notes
-
-
-def count(model: dict[str, Any]) -> int:
-    """Parameters without those of the task's vocabulary, which all models share."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in NalandaForCausalLM(configured(model)).parameters())
-
-
-def most_recall_parameters(base: dict[str, Any]) -> int:
-    """Parameters of the largest mixer with its own map: the common target, whichever models are compared."""
-    found = []
-    for name in MIXERS:
-        with contextlib.suppress(ValueError):  # sizes that do not suit a mixer
-            found.append(count(base | {"mixer": name}))
-    return max(found)
-
-
-def with_parameters(model: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The model with the width of the GLU that comes nearest to `wanted` parameters. Raises `InputError`."""
-    config = configured(model)
-    column = 3 * config.hidden_size * config.num_hidden_layers
-    width = config.intermediate_size + round((wanted - count(model)) / column)
-    if width < 1:
-        raise InputError("more parameters than the others, even without a GLU")
-    return model | {"intermediate_size": width}
-
-
-def with_state(model: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The model with the head sizes K and V whose fp32 state comes nearest to `wanted` bytes.
-
-    K and V are even, at most 1 : 2; of several within `CLOSE` the squarest is taken. A model whose state
-    grows is not changed. Raises `InputError`.
-    """
-
-    def sized(K: int, V: int) -> dict[str, Any]:
-        return model | {"head_dim": K, "expand_v": V / K}
-
-    def measured(K: int, V: int) -> int:
-        return configured(sized(K, V)).state_bytes(1, torch.float32)
-
-    if grows(configured(model)):
-        return model
-    # Bilinear in K and V for every mixer: four sizes determine it.
-    b22, b24, b42, b44 = (measured(K, V) for K in (2, 4) for V in (2, 4))
-    by_k, by_v, by_both = (b42 - b22) / 2, (b24 - b22) / 2, (b44 - b42 - b24 + b22) / 4
-
-    def distance(sizes: tuple[int, int]) -> tuple[float, float]:
-        K, V = sizes
-        total = b22 + by_k * (K - 2) + by_v * (V - 2) + by_both * (K - 2) * (V - 2)
-        return max(CLOSE, abs(total / wanted - 1)), abs(math.log(V / K))
-
-    even = range(2, 258, 2)
-    fitting = ((K, V) for K in even for V in even if K <= 2 * V and V <= 2 * K and K * (V / K) == V)
-    K, V = min(fitting, key=distance)
-    if abs(measured(K, V) / wanted - 1) > FAR:
-        raise InputError(f"no head sizes come within {FAR:.0%} of a state of {size(wanted)}")
-    return sized(K, V)
-
-
 # ------------------------------ the sweep
 
 
@@ -378,7 +249,7 @@ def plan_recall(
     matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
     if match != "parameters":
         matches += [(f"state {size(wanted)}", wanted) for wanted in states]
-    most, matched, refused = most_recall_parameters(base), [], {}
+    most, matched, refused = most_parameters(base), [], {}
     for (title, wanted), model in itertools.product(matches, candidates):
         try:
             sized = base | model if wanted is None else with_state(base | model, wanted)
@@ -403,7 +274,7 @@ def describe_recall(record: dict[str, Any]) -> str:
     return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
 
-# ------------------------------ results
+SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "reference")
 
 
 def summary(
@@ -432,172 +303,6 @@ def summary(
             | {name: best[0][name] for name in SHARED if name in best[0]}
         )
     return rows
-
-
-SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "reference")
-
-
-def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, cells) for each task."""
-    found = []
-    for name in dict.fromkeys(row["task"] for row in rows):
-        task, mine = tasks[name], [row for row in rows if row["task"] == name]
-
-        def value(mean: float, spread: float = 0.0, error: bool = task.error) -> str:
-            scale, form = (1, ".3f") if error else (100, ".1f")
-            return f"{scale * mean:{form}}" + (f" ± {scale * spread:{form}}" if spread else "")
-
-        what = (
-            "relative error; predicting 0 has 1"
-            if task.error
-            else f"accuracy, %; chance {value(task.chance)}"
-        )
-        title = f"{name}: {what}; by {task.axis}"
-        cases = [case_name(case) for case in task.cases]
-        header = ["model", "equal", *cases, "mean", "lr", "parameters", "state", "MFLOPs"]
-        lines = [
-            [
-                row["model"],
-                row["match"],
-                *itertools.starmap(value, zip(row["scores"], row["spreads"], strict=True)),
-                value(row["score"], row["spread"]),
-                f"{row['lr']:g}",
-                f"{row['parameters']:,}",
-                size(row["state_bytes"]) + (", grows" if row["state_grows"] else ""),
-                f"{row['flops_per_token'] / 1e6:.3f}",
-            ]
-            for row in mine
-        ]
-        if reference := mine[0].get("reference"):
-            blank = ["–"] * 4
-            lines.append(
-                ["least squares", mine[-1]["match"], *map(value, reference), value(fmean(reference)), *blank]
-            )
-        found.append((title, header, lines))
-    return found
-
-
-def case_name(case: Any) -> str:
-    return "–".join(map(str, case)) if isinstance(case, (tuple, list)) else f"{case:g}"
-
-
-def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
-    """The tables in Markdown."""
-    blocks = [
-        f"## {title}\n\n{markdown_table(header, lines)}" for title, header, lines in tables(rows, tasks)
-    ]
-    return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
-
-
-def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
-    """Prints the tables, one for each way of matching, without learning rates."""
-    for title, header, lines in tables(rows, tasks):
-        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-        shown = [i for i, head in enumerate(header) if head not in ("equal", "lr")]
-        for match, group in itertools.groupby(lines, lambda line: line[1]):
-            if match:
-                console.print(f"equal {match}", style="dim", highlight=False)
-            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-            for i in shown:
-                narrow = i > 0 and not any("±" in line[i] for line in lines)
-                table.add_column(header[i], justify="right" if i else "left", no_wrap=narrow, overflow="fold")
-            for line in group:
-                table.add_row(*(line[i] for i in shown))
-            console.print(table)
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-ROWS = 4
-"""Rows of panels of a figure; what is left is drawn in another."""
-
-
-def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> list[Path]:
-    """Draws each task's score by case, a panel for each way of matching, and its mean score by state size.
-
-    The second figure is drawn only if states were matched. Of many models, each mixer has panels of its own.
-    """
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    softmax = next((name for name in names if name.startswith("softmax")), None)
-    groups, looks = in_panels(names, softmax, lambda name: name.partition(" + ")[0])
-    seeds = rows[0]["seeds"]
-    over = f"over n = {seeds} seeds" if seeds > 1 else "of n = 1 seed, so without bars"
-    bars = "; bars: ± 1 standard deviation" if seeds > 1 else ""
-    written = []
-
-    def scaled(task: Task, values: Iterable[float]) -> list[float]:
-        return [max(x, 1e-4) if task.error else 100 * x for x in values]
-
-    def finish(axes: Any, task: Task) -> None:
-        label = "predicting 0" if task.error else "chance"
-        axes.axhline(*scaled(task, [task.chance]), color=GREY, linestyle=":", linewidth=1, label=label)
-        if task.error:
-            log_axis(axes.yaxis)
-            axes.set(ylabel="relative error (ratio)")
-        else:
-            axes.set(ylabel="accuracy (%)", ylim=(0, 102))
-
-    for task in (tasks[name] for name in dict.fromkeys(row["task"] for row in rows)):
-        mine = [row for row in rows if row["task"] == task.name]
-        matches = list(dict.fromkeys(row["match"] for row in mine))
-        best = (min if task.error else max)(mine, key=lambda row: row["score"])
-        what, score = (
-            ("error", f"{best['score']:.3f}") if task.error else ("accuracy", f"{100 * best['score']:.0f} %")
-        )
-        matched = [row for row in mine if row["match"].startswith("state")]
-        title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
-        present = [(kind, group) for kind, group in groups if any(row["model"] in group for row in mine)]
-        axis = task.axis if "(" in task.axis else f"{task.axis} (number)"
-        for page in range(0, len(present), ROWS):
-            few = present[page : page + ROWS]
-            number = f"_{page // ROWS + 1}" if page else ""
-            file = directory / f"{task.name}_cases{number}"
-            written += files(file)
-            shape = {
-                "panels": len(few) * len(matches),
-                "columns": len(matches),
-                "sharey": True,
-                "height": 2.2,
-            }
-            with drawing(file, title, f"Points: means {over}{bars}.", **shape) as panels:
-                places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
-                for a, ((kind, group), match) in zip(panels, itertools.product(few, matches), strict=True):
-                    for row in (row for row in mine if row["match"] == match and row["model"] in group):
-                        y, bar = (scaled(task, row[part]) for part in ("scores", "spreads"))
-                        a.errorbar(places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"])
-                    if reference := mine[0].get("reference"):
-                        a.plot(
-                            places, scaled(task, reference), color=GREY, linestyle="--", label="least squares"
-                        )
-                    a.set_title(f"{kind}, equal {match}".removeprefix(", "))
-                    a.set_xticks(places, map(case_name, task.cases))
-                    a.set_xlabel(axis)
-                    finish(a, task)
-            if not matched:
-                continue
-            file = directory / f"{task.name}_state{number}"
-            written += files(file)
-            caption = f"Points: means {over} and the cases{bars}. Hollow: a state that grows, at its longest."
-            with drawing(file, title, caption, len(few), height=2.4, sharey=True) as panels:
-                for a, (kind, group) in zip(panels, few, strict=True):
-                    for name in group:
-                        line = {row["state_bytes"]: row for row in matched if row["model"] == name}
-                        if not line:
-                            continue
-                        x, style = sorted(line), looks[name]
-                        y, bar = (scaled(task, [line[at][part] for at in x]) for part in ("score", "spread"))
-                        if any(row["state_grows"] for row in line.values()):
-                            style = style | {
-                                "linestyle": "",
-                                "marker": style["marker"] or "o",
-                                "mfc": "white",
-                            }
-                        a.errorbar(x, y, bar, clip_on=False, **style, label=name)
-                    a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
-                    a.margins(x=0.1)
-                    finish(a, task)
-                    log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
-    return written
 
 
 # ------------------------------ the command

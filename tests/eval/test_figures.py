@@ -15,7 +15,8 @@ from matplotlib.text import Text
 from nalanda_eval.lra import QUICK_ARENA, draw_arena
 from nalanda_eval.perplexity import draw_perplexity
 from nalanda_eval.plots import draw_analysis
-from nalanda_eval.recall import QUICK, draw_recall
+from nalanda_eval.recall import QUICK
+from nalanda_eval.recall_report import draw_recall
 from nalanda_eval.studies.claims_report import PAGES, draw_page
 from nalanda_eval.studies.estimate import Gap
 from nalanda_eval.studies.plan import CALIBRATION, System

@@ -8,26 +8,28 @@ import random
 import pytest
 import torch
 from nalanda_eval import recall as recall_module
-from nalanda_eval.recall import (
+from nalanda_eval.equal import (
     CLOSE,
-    EVERY,
     FAR,
     MODEL,
-    QUICK,
-    Training,
     configured,
     count,
     grows,
     models,
-    most_recall_parameters,
-    override,
+    most_parameters,
     parse,
+    with_parameters,
+    with_state,
+)
+from nalanda_eval.recall import (
+    EVERY,
+    QUICK,
+    Training,
+    override,
     plan_recall,
     recall,
     recall_jobs,
     run_recall,
-    with_parameters,
-    with_state,
 )
 from nalanda_eval.sweep import sweep
 from nalanda_eval.synthetic import (
@@ -408,7 +410,7 @@ def test_every_task_trains_and_its_record_is_json(task):
 def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
     candidates, refused = models([*MIXERS, "deltanet:allow_neg_eigval=true"], ["own", "nala"], MODEL)
     trials, notes = plan_recall([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
-    most = most_recall_parameters(MODEL)
+    most = most_parameters(MODEL)
     for trial in trials:
         config = configured(trial.model, trial.task.vocab_size)
         assert abs(count(trial.model) / most - 1) < CLOSE

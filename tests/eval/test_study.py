@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from nalanda_eval import recall
+from nalanda_eval import equal
 from nalanda_eval.studies import paired
 from nalanda_eval.studies import run as study_run
 from nalanda_eval.studies.estimate import document_variance, gap_of, holm, residual, slopes
@@ -140,7 +140,7 @@ def test_systems_of_a_seed_share_what_they_have_in_common(finished):
     mine = [system for system in systems(study, lm) if system.size == "tiny"]
 
     def weights(model: dict, seed: int) -> dict[str, torch.Tensor]:
-        made = NalandaForCausalLM(recall.configured(model, 300))
+        made = NalandaForCausalLM(equal.configured(model, 300))
         paired.draw_weights(made, seed)
         return dict(made.named_parameters())
 
@@ -154,7 +154,7 @@ def test_systems_of_a_seed_share_what_they_have_in_common(finished):
     matrices = [name for name, x in other.items() if x.ndim > 1]
     assert not any(torch.equal(other[name], drawn[0][name]) for name in matrices)
     spread = drawn[0]["model.embed_tokens.weight"].std().item()
-    assert spread == pytest.approx(recall.configured(mine[0].model).initializer_range, rel=0.1)
+    assert spread == pytest.approx(equal.configured(mine[0].model).initializer_range, rel=0.1)
 
 
 def test_decays_are_stratified_over_heads():
@@ -165,7 +165,7 @@ def test_decays_are_stratified_over_heads():
         "head_dim": 8,
         "num_hidden_layers": 2,
     }
-    model, before = NalandaForCausalLM(recall.configured(keys, 16)), torch.get_rng_state()
+    model, before = NalandaForCausalLM(equal.configured(keys, 16)), torch.get_rng_state()
     for seed in range(3):
         paired.draw_weights(model, seed)
         for layer in model.model.layers:
@@ -183,7 +183,7 @@ def test_a_branch_leaves_the_trunk_as_it_was(one_run):
     settings, config, text = one_run
 
     def trunk() -> paired.Trunk:
-        model = NalandaForCausalLM(recall.configured(settings["model"], 300))
+        model = NalandaForCausalLM(equal.configured(settings["model"], 300))
         paired.draw_weights(model, 1)
         tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
         return paired.Trunk(model, config, open_batches(config, tokenizer)[0])
@@ -246,7 +246,7 @@ def test_a_killed_run_goes_on_where_it_was(one_run, tmp_path, monkeypatch):
 
 def test_losses_by_document_sum_to_the_loss(one_run):
     settings, config, text = one_run
-    model = NalandaForCausalLM(recall.configured(settings["model"], 300))
+    model = NalandaForCausalLM(equal.configured(settings["model"], 300))
     tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
     batches, validation = open_batches(config, tokenizer)
     batches.close()
@@ -263,7 +263,7 @@ def test_losses_by_document_sum_to_the_loss(one_run):
 
 
 def test_losses_by_position_are_those_of_the_positions(one_run):
-    model = NalandaForCausalLM(recall.configured(one_run[0]["model"], 300)).eval()
+    model = NalandaForCausalLM(equal.configured(one_run[0]["model"], 300)).eval()
     tokens = torch.randint(300, (3, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(tokens).logits
@@ -340,13 +340,11 @@ def test_the_shipped_systems_have_equal_parameters_and_equal_state(folder):
     planned = systems(study, lm)
     for size, calibration in itertools.product(study.sizes, (False, True)):
         mine = [s.model for s in planned if s.size == size and (s.group == CALIBRATION) == calibration]
-        counts = [recall.count(model) for model in mine]
-        states = [
-            c.state_bytes(1, torch.float32) for c in map(recall.configured, mine) if not recall.grows(c)
-        ]
+        counts = [equal.count(model) for model in mine]
+        states = [c.state_bytes(1, torch.float32) for c in map(equal.configured, mine) if not equal.grows(c)]
         for values, near in ((counts, 0.01), (states, 0.08)):
             assert not values or max(values) / min(values) < 1 + near
-    states = [recall.configured(m).state_bytes(1, torch.float32) for m in recall_models(study).values()]
+    states = [equal.configured(m).state_bytes(1, torch.float32) for m in recall_models(study).values()]
     assert max(states) / min(states) < 1.12
     assert study.rates.seed not in study.seeds
     assert len({s.keys for s in planned}) == len(planned)

@@ -27,7 +27,7 @@ from nalanda.train.build import open_batches
 from nalanda.train.log import versions
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
-from nalanda_eval.recall import configured, grows
+from nalanda_eval.equal import configured, grows
 from nalanda_eval.sweep import Record
 
 Batch = dict[str, Tensor]

@@ -13,7 +13,7 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.config.load import section
 from nalanda.config.schema import RunConfig
-from nalanda_eval import recall
+from nalanda_eval import equal, recall
 from nalanda_eval.studies.spec import Study, nested
 from nalanda_eval.sweep import Record, key
 from nalanda_eval.synthetic import MQAR
@@ -56,26 +56,26 @@ def systems(study: Study, lm: dict[str, Any]) -> list[System]:
         }
         reference = base | {"mixer": study.mixers[0]} | nested(study.forms[study.reference])
         more = {(BESIDE, name): base | nested(own) for name, own in study.beside.items()}
-        found += [System(size, *place, keys) for place, keys in equal(asked | more, reference).items()]
+        found += [System(size, *place, keys) for place, keys in equalised(asked | more, reference).items()]
         if i == 0 and (calibration := study.calibration):
             common = base | nested(calibration.model)
             asked = {(CALIBRATION, n): common | nested(own) for n, own in calibration.forms.items()}
             reference = asked[CALIBRATION, study.reference]
-            found += [System(size, *place, keys) for place, keys in equal(asked, reference).items()]
+            found += [System(size, *place, keys) for place, keys in equalised(asked, reference).items()]
     return found
 
 
 Place = tuple[str, str]  # group, form
 
 
-def equal(models: dict[Place, dict[str, Any]], reference: dict[str, Any]) -> dict[Place, str]:
+def equalised(models: dict[Place, dict[str, Any]], reference: dict[str, Any]) -> dict[Place, str]:
     """The models as JSON, with the state of `reference` by the width of their keys, and with the parameters
     of the largest by that of their GLU. Raises ValueError where no sizes allow that."""
     with warnings.catch_warnings(action="ignore"):  # a study may examine what a map warns of
-        state = recall.configured(reference).state_bytes(1, torch.float32)
+        state = equal.configured(reference).state_bytes(1, torch.float32)
         narrow = {place: narrowed(model, state) for place, model in models.items()}
-        most = max(map(recall.count, narrow.values()))
-        return {place: key(recall.with_parameters(model, most)) for place, model in narrow.items()}
+        most = max(map(equal.count, narrow.values()))
+        return {place: key(equal.with_parameters(model, most)) for place, model in narrow.items()}
 
 
 def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
@@ -83,20 +83,20 @@ def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
 
     A model whose state grows is not changed. Raises ValueError if no key width comes near.
     """
-    config = recall.configured(model)
-    if recall.grows(config):
+    config = equal.configured(model)
+    if equal.grows(config):
         return model
 
     def with_keys(K: int) -> dict[str, Any]:
         return model | {"expand_k": K / config.head_dim}
 
     def off(K: int) -> float:
-        return abs(recall.configured(with_keys(K)).state_bytes(1, torch.float32) / wanted - 1)
+        return abs(equal.configured(with_keys(K)).state_bytes(1, torch.float32) / wanted - 1)
 
-    if off(config.key_dim) <= recall.CLOSE:
+    if off(config.key_dim) <= equal.CLOSE:
         return model
     K = min(range(8, 4 * config.head_dim, 8), key=off)
-    if off(K) > recall.FAR:
+    if off(K) > equal.FAR:
         raise ValueError(f"{model['mixer']}: no key width gives a state of {wanted} bytes")
     return with_keys(K)
 
@@ -189,14 +189,14 @@ def recall_models(study: Study) -> dict[str, dict[str, Any]]:
     asked = study.recall
     if asked is None:
         return {}
-    base = recall.MODEL | asked.model
+    base = equal.MODEL | asked.model
     with warnings.catch_warnings(action="ignore"):
         models = {
-            f"{mixer} + {form}": recall.with_state(base | {"mixer": mixer} | nested(own), asked.state)
+            f"{mixer} + {form}": equal.with_state(base | {"mixer": mixer} | nested(own), asked.state)
             for mixer, (form, own) in itertools.product(study.mixers, study.forms.items())
         }
-        most = max(map(recall.count, models.values()))
-        return {name: recall.with_parameters(model, most) for name, model in models.items()}
+        most = max(map(equal.count, models.values()))
+        return {name: equal.with_parameters(model, most) for name, model in models.items()}
 
 
 def recall_task(study: Study) -> MQAR:
