@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import suggest
+from nalanda.common.text import duration, suggest
 from nalanda.model import NalandaConfig
 from nalanda.model.context import SCAN_FROM
 from nalanda.model.delta import DeltaNet
@@ -88,6 +88,7 @@ class Counts:
     """What a recipe computes, keeps and exchanges. FLOPs are of the forward pass."""
 
     seq_len: int
+    steps: int
     rows: int
     """Rows of a step."""
     micro: int
@@ -185,7 +186,7 @@ def count(recipe: str, overrides: list[str]) -> Counts:
     layers = {name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()}
     sums = sum((layers[name] for name in c.layer_mixers), Counter())
     return Counts(
-        T, train.tokens_per_step // T, train.micro_batch_size,
+        T, train.steps, train.tokens_per_step // T, train.micro_batch_size,
         parameters=sum(p.numel() for p in model.parameters()),
         matrices=sum(p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()),
         wire=dtype.itemsize, layers=len(blocks), hidden_size=c.hidden_size, flops=c.flops_per_token(T),
@@ -397,11 +398,13 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
     console.print(narrowed(table, console, ("crossing", "sent, GB", "idle, %")))
     note = "* recomputed; ✗ does not fit; splits that the step's rows do not fill are left out"
     console.print(note, style="dim")
-    for cluster in plans:
+    for cluster, costs in plans.items():
         t = tensor_parallelism(counts, cluster)
+        fastest = min((cost.step for cost in costs if cost.fits), default=math.inf)
+        whole = f"take {duration(counts.steps * fastest)}" if fastest < math.inf else "do not fit"
         console.print(
-            f"{cluster.devices} devices: tensor parallelism (not built) would pay from "
-            f"{t['parameters'] / 1e9:,.0f} B parameters; here its all-reduces would take "
+            f"{cluster.devices} devices: {counts.steps:,} steps {whole}; tensor parallelism (not built) "
+            f"would pay from {t['parameters'] / 1e9:,.0f} B parameters, here its all-reduces would take "
             f"{100 * t['activations']:.0f} % of the products' time",
             soft_wrap=True,
         )
