@@ -1,13 +1,15 @@
-"""Kills, fills, starves and deceives the trainer, and writes down what it survived.
+"""Kills the trainer, fills its disk, harms its files and its data, and records whether it recovers.
 
     python tests/torture/run.py [--quick] [--only NAME ...] [--seed N] [--report FILE] [--keep FOLDER]
 
 Trainers are child processes, started through the real command line (paused.py says what is wrapped around
-them); kills are SIGKILLs from this process. Exit code 1 if any invariant does not hold.
+them). Kills are SIGKILLs from this process. A case's docstring says what is done, and then what must hold.
+Exit code 1 if that does not hold in any case.
 """
 
 import argparse
 import datetime
+import inspect
 import os
 import platform
 import shutil
@@ -35,8 +37,9 @@ REPORT = Path(__file__).parents[1] / "TORTURE.md"
 
 class Line(NamedTuple):
     name: str
-    invariant: str
-    figure: str
+    done: str
+    holds: str
+    measured: str
     seconds: float
     ok: bool
 
@@ -44,25 +47,26 @@ class Line(NamedTuple):
 def run_case(case: Callable[[cases.Work], str], work: cases.Work) -> Line:
     began = time.monotonic()
     try:
-        figure, ok = case(work), True
+        measured, ok = case(work), True
     except Torn as error:
-        figure, ok = str(error), False
+        measured, ok = str(error), False
     except Exception:
-        figure, ok = traceback.format_exc(limit=-3).strip(), False
-    invariant = " ".join((case.__doc__ or "").split())
-    return Line(case.__name__.replace("_", " "), invariant, figure, time.monotonic() - began, ok)
+        measured, ok = traceback.format_exc(limit=-3).strip(), False
+    done, _, holds = inspect.cleandoc(case.__doc__ or "").partition("\n\n")
+    return Line(case.__name__.replace("_", " "), done, holds, measured, time.monotonic() - began, ok)
 
 
 def table(found: list[Line]) -> Table:
     grid = Table(box=box.HORIZONTALS, show_lines=True, title="Torture", title_justify="left")
     grid.add_column("case", style="bold", no_wrap=True)
-    grid.add_column("invariant", ratio=5)
-    grid.add_column("figure", ratio=4)
+    for heading in ("what is done", "what must hold", "measured"):
+        grid.add_column(heading, ratio=1)
     grid.add_column("s", justify="right")
     grid.add_column("")
     for line in found:
         mark = "[green]ok[/]" if line.ok else "[bold red]FAILED[/]"
-        grid.add_row(line.name, escape(line.invariant), escape(line.figure), f"{line.seconds:.0f}", mark)
+        cells = (" ".join(text.split()) for text in (line.done, line.holds, line.measured))
+        grid.add_row(line.name, *map(escape, cells), f"{line.seconds:.0f}", mark)
     return grid
 
 
@@ -78,8 +82,8 @@ def report(found: list[Line], seconds: float, arguments: argparse.Namespace) -> 
     failed = sum(not line.ok for line in found)
     outcome = f"{failed} of {len(found)} FAILED" if failed else f"all {len(found)} hold"
     rows = [
-        f"| {line.name} | {cell(line.invariant)} | {cell(line.figure)} | {line.seconds:.0f} | "
-        f"{'ok' if line.ok else '**FAILED**'} |"
+        f"| {line.name} | {' | '.join(map(cell, (line.done, line.holds, line.measured)))} | "
+        f"{line.seconds:.0f} | {'ok' if line.ok else '**FAILED**'} |"
         for line in found
     ]
     return "\n".join(
@@ -87,10 +91,10 @@ def report(found: list[Line], seconds: float, arguments: argparse.Namespace) -> 
             "# Torture",
             "",
             f"{datetime.date.today()}, {machine}; `{command}`, {seconds / 60:.0f} minutes: {outcome}.",
-            "Written by `make torture`. Trainers are processes of their own, killed from outside.",
+            "Written by `make torture`. Trainers are child processes. Kills are SIGKILLs from outside.",
             "",
-            "| case | invariant | figure | s | |",
-            "|---|---|---|---|---|",
+            "| case | what is done | what must hold | measured | s | |",
+            "|---|---|---|---|---:|---|",
             *rows,
             "",
         ]
@@ -124,7 +128,7 @@ def main() -> int:
             for done in as_completed(under_way):
                 line = done.result()
                 mark = "[green]ok[/]    " if line.ok else "[bold red]FAILED[/]"
-                said = f"{mark} {line.name}, {line.seconds:.0f} s: {escape(line.figure)}"
+                said = f"{mark} {line.name}, {line.seconds:.0f} s: {escape(line.measured)}"
                 console.print(said, highlight=False)
         found = [done.result() for done in under_way]
     except KeyboardInterrupt:
