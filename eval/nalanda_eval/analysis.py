@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from nalanda.bench.baselines import token_mixers
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, check_seed
 from nalanda.data.offline import use_mirror
@@ -28,7 +29,6 @@ from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.train.build import build_model
-from nalanda.train.log import versions
 from nalanda_eval.perplexity import documents
 from nalanda_eval.plots import draw_analysis
 

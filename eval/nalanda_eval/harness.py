@@ -34,7 +34,6 @@ import contextlib
 import csv
 import datetime
 import hashlib
-import importlib.metadata
 import io
 import json
 import logging
@@ -54,6 +53,7 @@ from transformers import AutoConfig, AutoTokenizer
 from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
+from nalanda.common.versions import versions
 from nalanda.config.model_folder import check_models
 from nalanda.inference.load import choose_device, load_model
 from nalanda_eval import report
@@ -137,7 +137,7 @@ def evaluate(
 
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions("lm_eval", "datasets"),
         "data": data,
         "limit": limit,
         "batch_size": batch_size,
@@ -326,11 +326,6 @@ def _fingerprint(samples: list[dict[str, Any]]) -> str:
     """
     asked = [[sample["doc_id"], sample["arguments"], sample["target"]] for sample in samples]
     return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:16]
-
-
-def _versions() -> dict[str, str]:
-    names = ("nalanda", "lm_eval", "transformers", "torch", "datasets")
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 def _finite(value: Any) -> Any:

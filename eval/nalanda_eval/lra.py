@@ -29,12 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.text import suggest
+from nalanda.common.versions import versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import MIXERS, NalandaConfig
 from nalanda.model.heads import NalandaForSequenceClassification
 from nalanda.report.figures import COLOURS, GREY, drawing, files
-from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.equal import MODEL, label, models
 from nalanda_eval.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.progress import Progress, first_process
 from nalanda.common.text import si
+from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
@@ -36,7 +37,6 @@ from nalanda.inference.load import bos_token, choose_device, is_ours, launched_c
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
-from nalanda.train.log import versions
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.text import size, suggest
+from nalanda.common.versions import versions
 from nalanda.config.load import parse_yaml
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, NalandaForCausalLM
 from nalanda.model.options import check_types
-from nalanda.train.log import versions
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.equal import (
     MODEL,

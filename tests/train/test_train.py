@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mamba
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import manifest_text, verify_manifest
+from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
@@ -403,8 +404,13 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     capsys.readouterr()
     loop.train(short)
     assert "is finished, 4 steps" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["versions"] == versions()
+    facts["versions"]["torch"] = "2.0.1"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
     loop.train(configured(recipe, tmp_path / "run", "train.steps=6", "validation.every=0", "optim.lr=1e-3"))
     out = capsys.readouterr().out
+    assert f"version of torch: 2.0.1 → {torch.__version__}" in out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [

@@ -20,6 +20,7 @@ from transformers import set_seed
 
 from nalanda.bench.baselines import token_mixers
 from nalanda.common.errors import InputError, output_folder
+from nalanda.common.versions import versions
 from nalanda.config.load import section
 from nalanda.config.schema import RunConfig
 from nalanda.data.token_set import TokenSet
@@ -28,7 +29,6 @@ from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.model.feature_maps import Pola
 from nalanda.model.soft import gaussian_kernel, newton_inverse, pool_landmarks
 from nalanda.train.build import build_model, open_batches
-from nalanda.train.log import versions
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer, learning_rate
 from nalanda_eval.analysis import local_score, positive_entropy, relative_std

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
+from nalanda.common.versions import list_versions
 from nalanda.report.figures import COLOURS, GREY, REFERENCE, Look, drawing, files, log_axis, look
 from nalanda_eval.report import markdown_table
 from nalanda_eval.studies.claims import BINS, SCALES, TIMED, WINDOWS
@@ -540,6 +541,6 @@ def setting_of(runs: Runs) -> str:
             f"the beginning of training. Training loss at the end, nats: {losses}. Weights are measured on "
             f"{asked['rows']} rows of held-out text"
         ]
-    known = ", ".join(f"{name} {version}" for name, version in some["versions"].items())
+    known = list_versions(r["versions"] for rs in runs.values() for r in rs)
     cpus = ", ".join(sorted({r["cpu"] for rs in runs.values() for r in rs}))
     return f"{parts[0]}. {cpus}, {some['threads']} thread; {known}."

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nalanda.common.versions import versions
 from nalanda.config.schema import RunConfig
 from nalanda.data.token_set import TokenSet
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.model import NalandaForCausalLM
 from nalanda.model.delta import Decay
 from nalanda.train.build import open_batches
-from nalanda.train.log import versions
 from nalanda.train.loss import count_labels, summed_loss
 from nalanda.train.optim import build_optimizer
 from nalanda_eval.equal import configured, grows

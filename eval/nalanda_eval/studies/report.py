@@ -17,6 +17,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
 from nalanda.common.text import duration, si
 from nalanda.common.text import size as bytes_text
+from nalanda.common.versions import list_versions
 from nalanda.report.figures import REFERENCE, Look, drawing, files, in_panels, log_axis, look
 from nalanda_eval import recall
 from nalanda_eval.report import markdown_table
@@ -382,12 +383,11 @@ def facts(found: dict[str, Record]) -> str:
     trained = [record for record in found.values() if "bigrams" not in record["settings"]]
     machines = sorted({record["machine"] for record in trained if "machine" in record})
     threads = sorted({record["threads"] for record in trained if "threads" in record})
-    some = next(iter(found.values()))
     text = next((record["text"] for record in found.values() if "text" in record), None)
     told = [
         f"{len(trained)} runs, {duration(sum(record['seconds'] for record in trained))}",
         f"on {', '.join(machines)}, {', '.join(map(str, threads))} thread(s) each",
-        ", ".join(f"{name} {version}" for name, version in some["versions"].items()),
+        list_versions(record["versions"] for record in found.values()),
     ]
     if text:
         told.append(

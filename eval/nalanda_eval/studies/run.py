@@ -15,13 +15,13 @@ from rich.console import Console
 
 from nalanda.bench.baselines import Bigram
 from nalanda.common.errors import InputError
+from nalanda.common.versions import versions
 from nalanda.config.load import section
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare import prepare
 from nalanda.data.token_set import is_token_set, read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train.build import open_batches
-from nalanda.train.log import versions
 from nalanda_eval import recall
 from nalanda_eval.studies.paired import by_document, cpu_model, train_paired
 from nalanda_eval.studies.plan import (

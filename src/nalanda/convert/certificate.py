@@ -1,7 +1,6 @@
 """What a conversion proves: source and target compute the same."""
 
 import dataclasses
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained, first_line
+from nalanda.common.versions import versions
 from nalanda.convert import engines
 from nalanda.convert.engines import CONTINUATION, Computed
 
@@ -77,7 +77,7 @@ def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32"
     }
     if after.logits is not None:
         facts["of logits"] = f"{(before.logits - after.logits).abs().max():.1e} of {scale:.3g}"
-    packages = [f"{name} {version(name)}" for name in ("nalanda", "torch")]
+    packages = [f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")]
     return Certificate(
         facts
         | {

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
+from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
@@ -33,7 +34,7 @@ from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, 
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector, Watchdog
-from nalanda.train.log import versions, write_facts
+from nalanda.train.log import write_facts
 from nalanda.train.optim import build_optimizer
 from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
 from nalanda.train.run_dir import no_checkpoint_message

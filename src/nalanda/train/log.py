@@ -5,11 +5,9 @@ import io
 import json
 import math
 import os
-import platform
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -215,11 +213,6 @@ def read_facts(run_dir: Path) -> dict:
 
 def write_facts(run_dir: Path, facts: dict) -> None:
     write_atomically(run_dir / "run.json", json.dumps(facts, indent=1) + "\n")
-
-
-def versions() -> dict[str, str]:
-    libraries = ("torch", "transformers", "accelerate")
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in libraries}}
 
 
 def read_metrics(file: Path) -> Iterator[dict]:

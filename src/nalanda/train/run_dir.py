@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from nalanda.common.errors import InputError, explained, output_folder
 from nalanda.common.files import verify_manifest, write_atomically
+from nalanda.common.versions import versions
 from nalanda.config.load import differences, load_config
 from nalanda.config.schema import RunConfig
 from nalanda.train import checkpoint
@@ -133,6 +134,9 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         # Nothing was saved yet, for example because of bad data: the run starts over.
         shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
         changes = {}
+    for name, version in versions().items():  # other code may round otherwise
+        if (before := facts.get("versions", {}).get(name, version)) != version:
+            changes[f"version of {name}"] = (before, version)
     try:
         write_atomically(file, config.to_yaml())
     except OSError as error:
