@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
+from nalanda.common.text import signed
 from nalanda.common.versions import list_versions
 from nalanda.report.figures import COLOURS, GREY, REFERENCE, Look, drawing, files, log_axis, look
 from nalanda_eval.report import markdown_table
@@ -54,8 +55,14 @@ class Check:
 
     def cells(self) -> list[str]:
         mean, half = self.interval
-        shown = f"{mean:+.3g}" + (f" ± {half:.2g}" if math.isfinite(half) else "")
-        return [self.says, shown, str(len(self.values)), f"{self.side} {self.bound:g}", self.outcome()]
+        shown = signed(mean, ".3g") + (f" ± {half:.2g}" if math.isfinite(half) else "")
+        return [
+            self.says,
+            shown,
+            str(len(self.values)),
+            f"{self.side} {self.bound:g}".replace("-", "−"),
+            self.outcome(),
+        ]
 
 
 def page_outcome(checks: Sequence[Check]) -> str:

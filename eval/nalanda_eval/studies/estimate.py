@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from nalanda.common.text import signed
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -27,7 +29,7 @@ class Gap:
         return self.mean + self.half
 
     def text(self, digits: int = 3) -> str:
-        return f"{self.mean:+.{digits}f} ± {self.half:.{digits}f}"
+        return f"{signed(self.mean, f'.{digits}f')} ± {self.half:.{digits}f}"
 
 
 def residual(values: np.ndarray) -> tuple[float, int]:

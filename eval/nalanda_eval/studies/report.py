@@ -15,7 +15,7 @@ from rich.console import Console
 
 from nalanda.common.errors import InputError
 from nalanda.common.files import write_atomically
-from nalanda.common.text import duration, si
+from nalanda.common.text import duration, si, signed
 from nalanda.common.text import size as bytes_text
 from nalanda.common.versions import list_versions
 from nalanda.report.figures import REFERENCE, Look, drawing, files, in_panels, log_axis, look
@@ -287,7 +287,7 @@ def calibration_table(results: Results) -> str:
                 f"{results.rates[system]:g}",
                 *losses,
                 *cells,
-                "" if published is None else f"{published:+.3f}",
+                "" if published is None else signed(published, ".3f"),
             ]
         )
     budgets = [f"{b:,}" for b in results.study.budgets]

@@ -58,6 +58,11 @@ def si(number: float) -> str:
     return f"{number:.4g} G"
 
 
+def signed(number: float, form: str) -> str:
+    """`+0.012`, `−0.012`, with `form` such as `.3f`."""
+    return f"{number:+{form}}".replace("-", "−", number < 0)
+
+
 def size(count: float) -> str:
     """Bytes as `512 B`, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
