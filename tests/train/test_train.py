@@ -722,19 +722,29 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
 
 
 def test_the_log_says_when_the_data_begin_again(recipe, tmp_path, capsys):
-    settings = ["train.steps=8", "log.every=1", "data.shuffle_buffer=1"]
+    settings = ["train.steps=8", "log.every=100", "checkpoint.every=3", "data.shuffle_buffer=1"]
     loop.train(configured(recipe, tmp_path / "run", *settings))
     assert "begins again" not in capsys.readouterr().out
     file = tmp_path / "data" / "a.jsonl"
     file.parent.mkdir()
-    file.write_text("".join((recipe.parent / "a.jsonl").read_text().splitlines(True)[:100]))
+    file.write_text("".join((recipe.parent / "a.jsonl").read_text().splitlines(True)[:40]))
     settings += [f"data.source={file.parent}", "data.validation_share=1e-9", "validation.every=0"]
     run = tmp_path / "again"
     loop.train(configured(recipe, run, *settings))
-    events = [line["epochs"] for line in read_metrics(run / "metrics.jsonl") if line.get("event") == "epoch"]
-    assert events[:1] == [1]
-    assert [count.bit_length() for count in events] == [*range(1, len(events) + 1)]
+    events = [line for line in read_metrics(run / "metrics.jsonl") if "event" in line]
+    assert [line["event"] for line in events] == ["epoch"] * len(events)
+    counts = [line["epochs"] for line in events]
+    assert counts[0] == 1
+    assert [count.bit_length() for count in counts] == [*range(1, len(counts) + 1)]
     assert "the corpus was read once and begins again" in capsys.readouterr().out
+    # Killed behind step 3: the events after it come again, and those before it do not.
+    assert {line["step"] > 3 for line in events} == {False, True}
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "state": "running"}))
+    for folder in (run / "final", run / "checkpoints" / "step-6", run / "checkpoints" / "step-8"):
+        shutil.rmtree(folder)
+    loop.train(configured(recipe, run, *settings))
+    assert [line for line in read_metrics(run / "metrics.jsonl") if "event" in line] == events
 
 
 def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):

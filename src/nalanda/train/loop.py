@@ -159,7 +159,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
             if problem is None and (end or is_due(step, config.log.every)):
                 log.write(step=step, **values)
                 seconds, since = 0.0, at.tokens
-                counted = report_data(batches, counted, log, step)
+            counted = report_data(batches, counted, log, step)
             if run.validation and (end or is_due(step, config.validation.every)):
                 watchdog.beat(f"step {step}, validation")
                 log.doing("validating")
