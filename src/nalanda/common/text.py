@@ -1,4 +1,4 @@
-"""Text for messages: the nearest name, sizes, durations, URLs without their secrets."""
+"""Text for messages: the nearest name, sizes, durations, signed numbers, URLs without their secrets."""
 
 from __future__ import annotations
 

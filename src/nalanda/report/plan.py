@@ -374,6 +374,10 @@ def plan_rows(plans: dict[Cluster, list[Cost]]) -> list[dict[str, Any]]:
     return [{"devices": each.devices, **asdict(cost)} for each, costs in plans.items() for cost in costs]
 
 
+def fastest(costs: list[Cost]) -> Cost | None:
+    return min((cost for cost in costs if cost.fits), key=lambda cost: cost.step, default=None)
+
+
 def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
     console = console or Console()
@@ -381,7 +385,7 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
     for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
         table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)
     for cluster, costs in plans.items():
-        best = min((c for c in costs if c.fits), key=lambda c: c.step, default=None)
+        best = fastest(costs)
         if not costs:
             table.add_row(str(cluster.devices), "none", end_section=True)
         for cost in costs:
@@ -400,8 +404,8 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
     console.print(note, style="dim")
     for cluster, costs in plans.items():
         t = tensor_parallelism(counts, cluster)
-        fastest = min((cost.step for cost in costs if cost.fits), default=math.inf)
-        whole = f"take {duration(counts.steps * fastest)}" if fastest < math.inf else "do not fit"
+        best = fastest(costs)
+        whole = f"take {duration(counts.steps * best.step)}" if best else "do not fit"
         console.print(
             f"{cluster.devices} devices: {counts.steps:,} steps {whole}; tensor parallelism (not built) "
             f"would pay from {t['parameters'] / 1e9:,.0f} B parameters, here its all-reduces would take "

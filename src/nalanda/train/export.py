@@ -20,6 +20,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line, out
 from nalanda.common.files import sync
 from nalanda.common.retry import transient
 from nalanda.common.text import duration, redact
+from nalanda.common.versions import list_versions
 from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
@@ -248,7 +249,7 @@ def model_card(
                 "" if math.isfinite(last["val_loss"]["val_loss"]) else ": NOT FINITE, this model is of no use"
             ),
         ),
-        ("written with", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items())),
+        ("written with", list_versions([facts.get("versions", {})])),
     ]
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", []))
     ours = shape.get("model_type") == "nalanda"

@@ -18,7 +18,6 @@ from torch import Tensor
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.config.schema import RunConfig
-from nalanda.data.loader import PackedBatches
 from nalanda.data.offline import use_mirror
 from nalanda.train import memory, parallel
 from nalanda.train.build import Run, finish_sums, from_main_process, launch, set_up
@@ -83,7 +82,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    log, counted = open_log(step=run.at.step), data_counts(batches)
+    log, oversized, epochs = open_log(step=run.at.step), batches.skipped(), batches.epochs_read()
     seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(interruptible())
@@ -159,7 +158,12 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
             if problem is None and (end or is_due(step, config.log.every)):
                 log.write(step=step, **values)
                 seconds, since = 0.0, at.tokens
-            counted = report_data(batches, counted, log, step)
+                if (count := batches.skipped() - oversized) > 0:
+                    oversized += count
+                    reason = f"{count} documents above data.max_document_bytes were left out"
+                    log.event(step, "oversized", reason=reason, documents=oversized)
+            before, epochs = epochs, batches.epochs_read()
+            report_epochs(before, epochs, log, step)
             if run.validation and (end or is_due(step, config.validation.every)):
                 watchdog.beat(f"step {step}, validation")
                 log.doing("validating")
@@ -264,25 +268,13 @@ def take_batches(
     return taken, None
 
 
-def data_counts(batches: PackedBatches) -> tuple[int, dict[str, int]]:
-    """The documents left out so far, and how many times each source was read to its end."""
-    return batches.skipped(), {name: int(count) for name, count in batches.epochs_read().items()}
-
-
-def report_data(
-    batches: PackedBatches, before: tuple[int, dict[str, int]], log: RunLog, step: int
-) -> tuple[int, dict[str, int]]:
-    """Logs what changed in `data_counts`, of epochs only each doubling. Returns them."""
-    skipped, epochs = now = data_counts(batches)
-    if (count := skipped - before[0]) > 0:
-        reason = f"{count} documents above data.max_document_bytes were left out"
-        log.event(step, "oversized", reason=reason, documents=skipped)
-    for name, count in epochs.items():
-        if count.bit_length() > before[1][name].bit_length():
+def report_epochs(before: dict[str, float], now: dict[str, float], log: RunLog, step: int) -> None:
+    """Logs the sources that were read to their end, at each doubling of their whole epochs."""
+    for name, count in ((name, int(epochs)) for name, epochs in now.items()):
+        if count.bit_length() > int(before[name]).bit_length():
             times = "once" if count == 1 else f"{count} times"
             reason = f"{name or 'the corpus'} was read {times} and begins again"
             log.event(step, "epoch", reason=reason, source=name, epochs=count)
-    return now
 
 
 def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int | None]:
