@@ -468,6 +468,20 @@ def test_the_default_changes_where_an_interval_says_so(finished, planned, losses
     assert choice[0] == default
 
 
+def test_a_gain_from_one_document_does_not_change_the_default(finished, planned):
+    results = results_of(finished, planned, {"constant p": 2.9})
+    gain = 0.1 * results.counts.sum()
+    for system, got in results.runs.items():
+        for record in got:
+            sums = 3.0 * results.counts
+            sums[0] -= gain if system.form == "constant p" else 0.0
+            record["budgets"][-1]["documents"] = sums.tolist()
+    choice = decided(results)
+    assert choice
+    assert choice[0] == "NaLa"
+    assert choice[1]["constant p"].mean == pytest.approx(-0.1, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("losses", "noise", "reproduced"),
     [({"ReLU": 3.02}, 1e-3, True), ({"ReLU": 2.95}, 1e-3, False), ({"ReLU": 3.02}, 0.5, False)],

@@ -86,6 +86,10 @@ class Results:
         """`[seeds, budgets]`, nats a token."""
         return np.array([[row["loss"] for row in record["budgets"]] for record in self.runs[system]])
 
+    def documents(self, system: System, budget: int) -> np.ndarray:
+        """`[seeds, documents]`, sums of nats."""
+        return np.array([record["budgets"][budget]["documents"] for record in self.runs[system]])
+
     def peers(self, size: str, *, calibration: bool = False) -> list[System]:
         """The systems of a size that gaps are measured between and the residual is pooled over."""
         kept = (CALIBRATION,) if calibration else tuple(self.study.mixers)
@@ -98,8 +102,7 @@ class Results:
         pool = residual(np.stack([value(self.losses(s)) for s in peers]))
         documents = 0.0
         if budget is not None:
-            sums = [np.array([r["budgets"][budget]["documents"] for r in self.runs[s]]) for s in (a, b)]
-            documents = document_variance(sums[0], sums[1], self.counts)
+            documents = document_variance(self.documents(a, budget), self.documents(b, budget), self.counts)
         return gap_of(value(self.losses(a)), value(self.losses(b)), pool, documents)
 
     def at(self, a: System, b: System, budget: int = -1) -> Gap:
@@ -186,18 +189,28 @@ def norm_matters(results: Results) -> str:
 
 def decided(results: Results) -> tuple[str, dict[str, Gap]] | None:
     """The default form by the fourth part of the rule, and each candidate's gap to the default of before."""
-    rule = results.study.decision
-    places = list(itertools.product(results.study.sizes, results.study.mixers))
-    forms = (rule.default, *rule.candidates) if rule else ()
-    runs = {form: [results.system(*place, form) for place in places] for form in forms}
+    rule, study = results.study.decision, results.study
+    places = list(itertools.product(study.sizes, study.mixers))
+    runs = {form: [results.system(*place, form) for place in places] for form in study.forms}
     if rule is None or any(None in found for found in runs.values()):
         return None
 
-    def mean(form: str) -> np.ndarray:
-        return np.mean([results.losses(s)[:, -1] for s in runs[form] if s], axis=0)
+    def mean(values: Callable[[System], np.ndarray], form: str) -> np.ndarray:
+        """Over mixers and sizes."""
+        return np.mean([values(system) for system in runs[form] if system], axis=0)
 
-    pool = residual(np.stack([mean(form) for form in forms]))
-    gaps = {form: gap_of(mean(form), mean(rule.default), pool) for form in rule.candidates}
+    losses = {form: mean(lambda s: results.losses(s)[:, -1], form) for form in study.forms}
+    sums = {form: mean(lambda s: results.documents(s, -1), form) for form in (rule.default, *rule.candidates)}
+    pool, default = residual(np.stack([*losses.values()])), rule.default
+    gaps = {
+        form: gap_of(
+            losses[form],
+            losses[default],
+            pool,
+            document_variance(sums[form], sums[default], results.counts),
+        )
+        for form in rule.candidates
+    }
     best = min(gaps, key=lambda form: gaps[form].mean)
     return (best if gaps[best].high < 0 else rule.default), gaps
 
@@ -242,6 +255,10 @@ def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def chance(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def endpoint_table(results: Results) -> str:
     budgets, references = results.study.budgets, dict(results.pairs())
     header = [
@@ -262,7 +279,7 @@ def endpoint_table(results: Results) -> str:
         cells = ["", "", ""]
         if reference := references.get(system):
             gap, slope = results.at(system, reference), results.slope(system, reference)
-            cells = [gap.text(), number(results.adjusted[system]), slope.text()]
+            cells = [gap.text(), chance(results.adjusted[system]), slope.text()]
         mixer = "–" if system.group == BESIDE else system.group
         rate = f"{results.rates[system]:g}"
         lines.append([system.size, mixer, system.form, rate, *map(number, losses), *cells])
