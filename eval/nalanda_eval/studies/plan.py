@@ -73,12 +73,12 @@ def equalised(models: dict[Place, dict[str, Any]], reference: dict[str, Any]) ->
     of the largest by that of their GLU. Raises ValueError where no sizes allow that."""
     with warnings.catch_warnings(action="ignore"):  # a study may examine what a map warns of
         state = equal.configured(reference).state_bytes(1, torch.float32)
-        narrow = {place: narrowed(model, state) for place, model in models.items()}
+        narrow = {place: with_state_by_keys(model, state) for place, model in models.items()}
         most = max(map(equal.count, narrow.values()))
         return {place: key(equal.with_parameters(model, most)) for place, model in narrow.items()}
 
 
-def narrowed(model: dict[str, Any], wanted: int) -> dict[str, Any]:
+def with_state_by_keys(model: dict[str, Any], wanted: int) -> dict[str, Any]:
     """The model with a key width that gives `wanted` bytes of fp32 state; values keep theirs.
 
     A model whose state grows is not changed. Raises ValueError if no key width comes near.
