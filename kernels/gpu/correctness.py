@@ -74,20 +74,23 @@ def run_tests(card: Card, results: Results, minutes: float, only: str = "", newe
 
 def decide(bundled: Failing, newer: Failing | None) -> Values:
     """What the failing tests mean. newer: of the files that ran again with a newer ptxas, if there is one.
+    Files that `failing` leaves out were not tested.
 
     Returns assembler ("bundled" or "newer"), bench (whether its figures can mean anything) and says; if not
     bench, the `first` failing test.
     """
     if not bundled:
         return {"assembler": "bundled", "bench": False, "says": "no test ran: log.txt has the reason"}
-    red = sorted(x for x in bundled if bundled[x])
+    red, tested = sorted(x for x in bundled if bundled[x]), "chunk" in bundled
+    note = "" if tested else "; no test of chunk ended: no bench"
     if not red:
-        return {"assembler": "bundled", "bench": True, "says": "green with Triton's own ptxas"}
+        says = f"green with Triton's own ptxas{note}"
+        return {"assembler": "bundled", "bench": tested, "says": says}
     says, assembler, left = f"red with Triton's own ptxas: {', '.join(red)}", "bundled", bundled
     if newer is not None and set(red) <= newer.keys():
         if not any(newer.values()):
-            says += f"; green with the newer one: {PTXAS} is set in every later part"
-            return {"assembler": "newer", "bench": True, "says": says}
+            says += f"; green with the newer one: {PTXAS} is set in every later part{note}"
+            return {"assembler": "newer", "bench": tested, "says": says}
         if sum(map(len, newer.values())) < sum(len(bundled[x]) for x in red):
             assembler, left = "newer", newer
         red = sorted(x for x in left if left[x])
@@ -99,7 +102,7 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
         return {"assembler": assembler, "bench": False, "says": says, "first": left["chunk"][0]}
     if red == ["block_attention"]:
         says += "; diag_attention stays on torch (backend torch)"
-    return {"assembler": assembler, "bench": True, "says": says}
+    return {"assembler": assembler, "bench": tested, "says": says + note}
 
 
 def pytest(
@@ -165,7 +168,17 @@ def counts(card: Card, results: Results, assembler: str) -> dict[str, Values]:
 
 
 def failing(card: Card, results: Results, assembler: str) -> Failing:
-    return {file: values["failing"] for file, values in counts(card, results, assembler).items()}
+    """The failing tests of each file of which something is known.
+
+    That is a failure, or that a test passed; with the newer assembler, which repeats files to see whether
+    their failures go, that none is left and none failed.
+    """
+    found = {}
+    for file, values in counts(card, results, assembler).items():
+        green = not values["left"] if assembler == "newer" else values["passed"]
+        if values["failing"] or green:
+            found[file] = values["failing"]
+    return found
 
 
 def put_rows(card: Card, results: Results, assembler: str) -> None:

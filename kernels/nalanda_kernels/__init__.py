@@ -61,7 +61,6 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "normalized_attention": {"triton": _triton("recurrence:normalized_attention")},
     "map_features": {"triton": _triton("feature_maps:map_features")},
     "block_attention": {"triton": _triton("block_attention:block_attention")},
-    "short_conv": {"triton": _triton("short_conv:short_conv")},
     "short_convs": {"triton": _triton("short_conv:short_convs")},
     "step": {"triton": _triton("step:step")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
@@ -81,7 +80,8 @@ _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
 def use_backend(name: str) -> Iterator[None]:
     """In this context `backend="auto"` means `name`: "torch", "triton", "fla", "flash_qla" or "auto".
 
-    It takes precedence over NALANDA_BACKEND.
+    Ops and calls that `name` does not serve go to the others in their order. It takes precedence over
+    NALANDA_BACKEND.
     """
     _chosen.append(name)
     try:
@@ -95,16 +95,26 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
 
     Raises ValueError for an unavailable backend.
     """
-    known, backend = KERNELS.get(op, {}), _chosen[-1] if backend == "auto" else backend
-    if backend == "auto":  # the interpreter serves only calls that name "triton"
-        return [(n, x.load()) for n, x in known.items() if device_type in x.devices and x.serves(device_type)]
-    elsewhere = backend not in known and any(backend in rows for rows in KERNELS.values())
-    if backend == "torch" or elsewhere:  # a backend chosen for the process may lack some ops
+    known, backend = KERNELS.get(op, {}), _meant(backend)
+    if backend == "torch":
         return []
-    if backend not in known or not known[backend].serves(device_type):
+    # The interpreter serves only calls that name "triton".
+    rest = [
+        n for n, x in known.items() if device_type in x.devices and x.serves(device_type) and n != backend
+    ]
+    elsewhere = backend not in known and any(backend in rows for rows in KERNELS.values())
+    if backend == "auto" or elsewhere:  # a backend chosen for the process may lack some ops
+        names = rest
+    elif backend in known and known[backend].serves(device_type):
+        names = [backend, *rest]
+    else:
         there = ", ".join(["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))])
         raise ValueError(f"backend={backend!r}: no {op} for {device_type}; choose one of {there}")
-    return [(backend, known[backend].load())]
+    return [(name, known[name].load()) for name in names]
+
+
+def _meant(backend: str) -> str:
+    return _chosen[-1] if backend == "auto" else backend
 
 
 def _at_compile_time(function: Callable) -> Callable:
@@ -120,7 +130,7 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
     Warns once for each that cannot, with its reason.
     """
     names = _names(op, backend, device_type)
-    if len(names) > 1 and (fastest := _measured(op, *inputs, **options)) in names:
+    if len(names) > 1 and not _named(backend) and (fastest := _measured(op, *inputs, **options)) in names:
         names = [fastest, *(name for name in names if name != fastest)]
     for name in names:
         try:
@@ -142,11 +152,23 @@ def _names(op: str, backend: str, device_type: str) -> list[str]:
     return [name for name, _ in found]
 
 
+@_at_compile_time
+def _named(backend: str) -> bool:
+    return _meant(backend) != "auto"
+
+
 def _measured(op: str, *inputs, **options) -> str | None:
-    """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any."""
+    """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any.
+
+    It measures 16-bit calls without gates by channel.
+    """
     if not (rows := _rows()):
         return None
     q, _, v, *gates = inputs
+    if gates[-1] is not None and gates[-1].ndim == 4:
+        return None
+    if q.dtype.itemsize > 2 or any(options.get(name) is not None for name in ("erase", "write")):
+        return None
     bounds, map = options.get("cu_seqlens"), options.get("feature_map")
     length = q.shape[1] if bounds is None else q.shape[1] // max(1, bounds.shape[0] - 1)
     call = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported, serve
-from nalanda_kernels.triton.common import bounds_of, map_in_torch
+from nalanda_kernels.triton.common import bounds_of, map_in_torch, without_autocast
 
 WIDEST = 256  # the most features of a key in fla's delta rule
 
@@ -151,10 +151,6 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
     wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
     if wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False):
         raise Unsupported("Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1")
-
-
-def without_autocast(x: Tensor):
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def features_of(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:

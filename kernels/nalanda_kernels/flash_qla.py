@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.fla import features_of, no_channels, options_of, without_autocast
-from nalanda_kernels.triton.common import architecture
+from nalanda_kernels.fla import features_of, no_channels, options_of
+from nalanda_kernels.triton.common import architecture, without_autocast
 
 WIDTH = 128  # of keys after their map, and of values
 CARDS = ("sm_90", "sm_100", "sm_103")  # others lack the backward

@@ -51,6 +51,7 @@ def chosen(tmp_path, monkeypatch):
         (300, None, {}, "a"),  # the row of 4096
         (9000, None, {}, "a"),  # longer than every row: the longest
         (300, (0, 100, 200, 300), {}, "b"),  # sequences of 100 on the average
+        (64, None, {"dtype": torch.float32}, "a"),  # calls of these kinds are not measured
     ],
 )
 def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, monkeypatch):
@@ -65,6 +66,54 @@ def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, mon
     bounds = None if bounds is None else torch.tensor(bounds)
     nalanda_kernels.serve("delta_rule", "auto", "cpu", *inputs(T, **options), cu_seqlens=bounds)
     assert tried == [served]
+    tried.clear()
+    with nalanda_kernels.use_backend("a"):  # a backend that the user names comes first
+        nalanda_kernels.serve("delta_rule", "auto", "cpu", *inputs(T, **options), cu_seqlens=bounds)
+    assert tried == ["a"]
+
+
+def test_calls_of_kinds_that_are_not_measured(chosen):
+    chosen(ROW | {"length": 128, "backend": "b"})
+    q, k, v, beta, g = inputs()
+    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g) == "b"
+    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, erase=None, write=None) == "b"
+    for name, x in (("erase", k), ("write", v)):
+        assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, **{name: x}) is None
+    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g[..., None].expand(k.shape)) is None
+
+
+def test_the_others_serve_what_a_named_backend_cannot(monkeypatch):
+    """In the order of KERNELS, but for the interpreter's, which only serves calls that name it."""
+
+    def row(name: str, there: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(devices=("cpu",), load=lambda: name, serves=lambda device: there)
+
+    rows = {"delta_rule": {"a": row("a"), "b": row("b"), "c": row("c", False)}, "step": {"a": row("a")}}
+    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+
+    def names(op: str, backend: str = "auto") -> list[str]:
+        return [name for name, _ in nalanda_kernels.candidates(op, backend, "cpu")]
+
+    assert names("delta_rule") == names("delta_rule", "a") == ["a", "b"]
+    with nalanda_kernels.use_backend("b"):
+        assert names("delta_rule") == ["b", "a"]
+        assert names("step") == ["a"]  # it has none of its own
+        assert names("delta_rule", "torch") == []
+
+
+def test_a_file_of_blocks_that_lacks_kernels_takes_the_shipped_ones(chosen):
+    chosen(ROW | {"length": 128, "backend": "b"})
+    shipped = common._shipped()
+    assert common.variants("states", 2, 128) == common.variants("states", 2, 128, "sm_80")
+    common._table.cache_clear()
+    assert shipped["sm_80"]["states"]
+    assert common.variants("states", 2, 128, "sm_100")[0].items() <= shipped["sm_100"]["states"][0].items()
+
+
+def test_cards_with_little_shared_memory_take_the_first_table():
+    for arch in ("sm_86", "sm_89", "sm_120", "sm_121"):
+        assert common.variants("states", 2, 256, arch) == common.variants("states", 2, 256, "sm_80")
+    assert common.variants("states", 2, 256, "sm_103") == common.variants("states", 2, 256, "sm_100")
 
 
 def test_features_count_not_keys(chosen):

@@ -183,7 +183,9 @@ def test_each_test_leaves_a_line_whatever_ends_its_process(tmp_path, monkeypatch
     assert "test_bad[2]" in good["names"]
     assert values["broken"]["failed"] == 1
     assert "import kernel_device" in values["interpreted"]["errors"]["all"]
-    assert values["how to go on"]["says"] == "red with Triton's own ptxas: broken, good"
+    assert values["how to go on"]["says"] == (
+        "red with Triton's own ptxas: broken, good; no test of chunk ended: no bench"
+    )
     texts = "".join(line.get("text", "") for line in read(tmp_path / "tests.jsonl"))
     for reason in ("assert 2 == 1", "illegal memory access", "no_such_module", "crashed"):
         assert reason in texts
@@ -212,6 +214,12 @@ def test_second(): os._exit(9) if not os.path.exists("%s") else None
     assert results.values(correctness.GROUP, "a")["passed"] == 2
     order = [line["id"].rpartition(":")[2] for line in read(tmp_path / "tests.jsonl") if "id" in line]
     assert order == ["test_first", "test_second", "test_first"]
+    with (tmp_path / "tests.jsonl").open("a") as file:
+        line = {"assembler": "newer", "sources": results.runs[-1]["sources"]}
+        file.write(json.dumps(line | {"collected": {"test_kernels_a.py": 2}}) + "\n")
+        file.write(json.dumps(line | {"id": "test_kernels_a.py::test_first", "outcome": "passed"}) + "\n")
+    assert correctness.failing(card, results, "bundled").keys() == {"a"}
+    assert not correctness.failing(card, results, "newer"), "a test that is left may be the one that failed"
 
 
 def test_a_newer_ptxas_runs_what_is_doubtful_and_what_failed(tmp_path, monkeypatch):
@@ -259,6 +267,8 @@ def test_a_newer_ptxas_runs_what_is_doubtful_and_what_failed(tmp_path, monkeypat
         ({"chunk": ["a", "b"]}, {"chunk": ["b"]}, "newer", False, "newer is taken; chunk is wrong"),
         ({"chunk": ["a"]}, None, "bundled", False, "chunk is wrong: no bench"),
         ({"chunk": ["a"]}, {}, "bundled", False, "chunk is wrong: no bench"),  # it was not reached again
+        ({"model": []}, None, "bundled", False, "no test of chunk ended"),
+        ({"model": ["a"]}, {"model": []}, "newer", False, "no test of chunk ended"),
         (
             {"chunk": [], "block_attention": ["a"]},
             {"block_attention": ["a"]},
@@ -329,6 +339,13 @@ def test_targets_are_hit_missed_or_not_measured(tmp_path):
         "NaLa + Gated DeltaNet, batch 1 | all": "| RuntimeError: a / b |",
     }.items():
         assert line_of(text, start).endswith(end)
+
+
+def test_the_committed_table_is_of_this_program(tmp_path):
+    folder = Path(gpu_check.__file__).parent
+    assert gpu_check.main(["table", "--output", str(tmp_path), "--continue", str(folder)]) == 0
+    made = (tmp_path / "RESULTS.md").read_text()
+    assert made == (folder / "RESULTS.md").read_text(), "run `python kernels/gpu_check.py table`"
 
 
 def test_the_table_of_nothing_says_so(tmp_path):

@@ -88,6 +88,15 @@ def test_half_precision(kind, dtype):
     hold(one_head(130, kind, k_dim=32, v_dim=32), dtype)
 
 
+def test_sums_beyond_the_range_of_half_precision():
+    q, k, v = (torch.full((1, 256, 1, 16), x, dtype=torch.float16, device=DEVICE) for x in (1e-3, 8.0, 80.0))
+    o, state = recurrence.linear_attention(q, k, v, scale=1.0)
+    right, _ = ops.linear_attention(q.double(), k.double(), v.double(), scale=1.0, mode="reference")
+    assert o.dtype == torch.float16
+    torch.testing.assert_close(o.double(), right, rtol=2e-3, atol=0.0)
+    assert state is None
+
+
 @pytest.mark.parametrize("kind", ["delta", "gated_delta", "vector_delta"])
 def test_identical_keys_with_beta_one(kind):
     inputs = one_head(100, kind)
@@ -201,7 +210,9 @@ def scheduled(monkeypatch):
         launched, real = [], recurrence._launch
 
         def launch(kernel, *args, **options):
-            launched.append((kernel.__name__, options.get("sizes") or {}))
+            sizes = options.get("sizes") or {}
+            assert {*sizes} <= {*kernel.arg_names, "num_warps", "num_stages"}  # the interpreter drops others
+            launched.append((kernel.__name__, sizes))
             real(kernel, *args, **options)
 
         monkeypatch.setattr(recurrence, "_launch", launch)
@@ -285,6 +296,21 @@ def test_schedule(sequences, length, heads, F, V, expected, monkeypatch):
     width, segments = common.schedule(widths, length, sequences * length * heads, V, F, F / 64)
     assert (widths[width], segments) == expected
     assert common.schedule(widths, length, sequences * length * heads, V, F, None)[1] == 0
+
+
+def test_a_map_of_ones_own_is_formed_in_fp32_under_autocast():
+    """Products too, as on the torch path."""
+    W = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+
+    def random_features(q, k):
+        found.extend((x @ W.to(x.device)).dtype for x in (q, k))
+        return (q @ W.to(q.device)).exp(), (k @ W.to(k.device)).exp()
+
+    q, k, v, beta = (torch.randn(1, 20, 1, *n, device=DEVICE) for n in ([16], [16], [8], []))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        recurrence.delta_rule(q, k, v, beta.sigmoid(), feature_map=random_features, qk_norm="l2")
+    assert set(found) == {torch.float32}
 
 
 def test_a_map_of_ones_own_is_called():

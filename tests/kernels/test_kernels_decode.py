@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from drawn import drawn
 from nalanda_kernels.triton import short_conv as conv_module
 from nalanda_kernels.triton import step as step_module
-from nalanda_kernels.triton.short_conv import short_conv
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import graphs
@@ -112,6 +111,13 @@ def check_convolution(shape, width, cu=None, silu=True, with_state=True, dtype=t
         near(mine, theirs, tolerance)
 
 
+def short_conv(x, weight, state=None, *, activation=None, **options):
+    """`short_convs` for one."""
+    states = None if state is None else [state]
+    (y,), final = conv_module.short_convs([x], [weight], states, activations=[activation], **options)
+    return y, None if final is None else final[0]
+
+
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_packed_convolution(silu, with_state):
@@ -179,6 +185,13 @@ def test_convolutions_of_columns_in_one_launch(with_state, cu, monkeypatch):
     theirs = torch.autograd.grad(both, given, [*d_ys, *map(torch.ones_like, finals)])
     for a, b in zip([*ys, *finals, *mine], [*both, *theirs], strict=True):
         near(a, b, 1e-6)
+
+
+def test_one_token_of_rows_that_lie_apart():
+    """torch calls such an x contiguous whatever the stride of its one token is."""
+    x = torch.randn(1, 3, 8, device=DEVICE).transpose(0, 1)
+    weight = torch.randn(8, 4, device=DEVICE)
+    near(short_conv(x, weight)[0], short_conv(x.clone(memory_format=torch.contiguous_format), weight)[0], 0.0)
 
 
 def test_what_the_convolution_cannot_serve():

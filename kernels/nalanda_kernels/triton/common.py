@@ -1,5 +1,6 @@
 """Shared by the Triton kernels: where chunks lie, block sizes, schedules, precision of fp32 products."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -103,10 +104,19 @@ def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------- block sizes
 
 
+Table = dict[str, dict[str, list[dict[str, int]]]]
+
+
 @functools.cache
-def _table() -> dict[str, dict[str, list[dict[str, int]]]]:
-    path = Path(os.environ.get(BLOCKS) or Path(__file__).with_name("blocks.json"))
-    return json.loads(path.read_text())
+def _table() -> Table:
+    """The shipped table. The cards of a file in NALANDA_BLOCKS replace those of their name."""
+    path = os.environ.get(BLOCKS)
+    return _shipped() | json.loads(Path(path).read_text()) if path else _shipped()
+
+
+@functools.cache
+def _shipped() -> Table:
+    return json.loads(Path(__file__).with_name("blocks.json").read_text())
 
 
 @functools.cache
@@ -128,7 +138,8 @@ def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -
     """Block sizes, warps and stages of a kernel, from blocks.json or the file that NALANDA_BLOCKS names.
 
     Takes the kernel's first row that covers `itemsize` (bytes of an input's element) and `features` (of a
-    head). A card without a table takes the table of the newest card before it.
+    head). A card without a table takes that of the newest card before it. From sm_120 on that is sm_80's: a
+    program there has 99 KB of shared memory, as on sm_86 and sm_89, and sm_100's table needs more.
     """
     return variants(kernel, itemsize, features, arch)[0]
 
@@ -139,8 +150,9 @@ def variants(kernel: str, itemsize: int, features: int, arch: str | None = None)
     if arch not in table:
         family = arch.rstrip("0123456789abcdef") if arch.startswith("gfx") else "sm_"
         older = [a for a in table if a.startswith(family) and _number(a) <= _number(arch)]
-        arch = max(older, key=_number, default="sm_80")
-    rows = table[arch].get(kernel, table["sm_80"][kernel])
+        small = family == "sm_" and _number(arch) >= 120
+        arch = "sm_80" if small else max(older, key=_number, default="sm_80")
+    rows = table[arch].get(kernel) or _shipped()["sm_80"][kernel]
     covers = [(row["itemsize"], row["features"]) for row in rows]
     for cover in covers:
         if itemsize <= cover[0] and features <= cover[1]:
@@ -215,11 +227,19 @@ def map_in_torch(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tupl
     return _map(q, k, feature_map, qk_norm)
 
 
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """A context without autocast on the device of x. It begins none where none is on: "meta" has none."""
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:
     wide = q.float(), k.float()
-    phi = wide if feature_map is None else feature_map(*wide)
-    if qk_norm == "l2":
-        phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in phi)
+    with without_autocast(q):
+        phi = wide if feature_map is None else feature_map(*wide)
+        if qk_norm == "l2":
+            phi = tuple(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in phi)
     return phi[0].to(q.dtype), phi[1].to(q.dtype)
 
 

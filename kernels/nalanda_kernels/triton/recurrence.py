@@ -64,7 +64,7 @@ def _scan(kernel, chunks: Chunks, inputs, start, end, *rest, **options) -> None:
     widths = tuple(min(row["BV"], power_of_two(V)) for row in rows)
     choice, length = schedule(widths, chunks.longest, chunks.total * HV, V, M, composing)
     sizes = rows[choice]
-    length = sizes.pop("segments", length) if composing else 0
+    length = sizes.pop("segments", length)
 
     def run(over, start, end, decay=None, AFFINE=False, M=0):
         _launch(
@@ -72,7 +72,7 @@ def _scan(kernel, chunks: Chunks, inputs, start, end, *rest, **options) -> None:
             START=start[0] is not None, END=end[0] is not None, AFFINE=AFFINE, sizes=sizes, M=M, **options,
         )  # fmt: skip
 
-    if not 0 < length < chunks.longest:
+    if composing is None or not 0 < length < chunks.longest:
         run(chunks, start, end)
         return
     segments = chunks.segments(length)
@@ -428,6 +428,8 @@ def _chunkwise(
     has the chunk's length.
     """
     dtype = torch.promote_types(q.dtype, v.dtype)
+    if dtype == torch.float16 and beta is None:
+        dtype = torch.float32  # a state that only adds exceeds fp16's range
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Unsupported(f"{dtype} inputs")
     channels = erase is not None or (g is not None and g.ndim == 4)

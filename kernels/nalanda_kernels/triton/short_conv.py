@@ -408,23 +408,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 def _rows(x: Tensor) -> Tensor:
     """x `[B, T, D]` whose tokens are equally far apart, as those of a slice of channels are."""
     fits = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if fits else x.contiguous()
-
-
-def short_conv(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    activation: str | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`short_convs` for one."""
-    states = None if state is None else [state]
-    options = {"cu_seqlens": cu_seqlens, "output_final_state": output_final_state}
-    (y,), final = short_convs([x], [weight], states, activations=[activation], **options)
-    return y, None if final is None else final[0]
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # also where T = 1
 
 
 def _last(x: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor | None) -> Tensor:
