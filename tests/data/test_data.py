@@ -604,7 +604,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     ("source", "message"),
     [
         ("", "data.source is missing"),
-        ("{tmp}/nowhere", "does not exist; .* cerebras/SlimPajama-627B"),
+        ("{tmp}/nowhere", "does not exist; .* HuggingFaceFW/fineweb-edu"),
         ("nowhere.jsonl", "does not exist"),
         ("{tmp}/*.jsonl", "no documents for train"),
         ("{tmp}/notes.md", "no reader for this suffix"),

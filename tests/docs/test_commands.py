@@ -102,6 +102,36 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
         load_config(recipe, overrides)
 
 
+def test_pages_train_in_folders_of_their_own():
+    """Pages run one after another in one checkout: a folder that holds another run is refused, or resumed."""
+    trained: dict[str, dict[str, set[str]]] = {}
+    for name, page in PAGES.items():
+        for command in page.commands:
+            recipe, *keys = rest_of(command.words)
+            if command.needs or not recipe:
+                continue
+            folder = next((key.partition("=")[2] for key in keys if key.startswith("output_dir=")), "")
+            folder = folder or str(read_sections(find_recipe(recipe), [])["output_dir"])
+            trained.setdefault(folder, {}).setdefault(name, set()).add(" ".join([recipe, *keys]))
+    shared = {
+        folder: {name: sorted(how) for name, how in pages.items()}
+        for folder, pages in trained.items()
+        if len({typed for how in pages.values() for typed in how}) > 1 and len(pages) > 1
+    }
+    assert "runs/demo" in trained
+    assert not shared
+
+
+def rest_of(words: list[str]) -> list[str]:
+    """The recipe and the keys of a command that trains; else one empty word."""
+    for program in ("train", "recipes/pretrain.py"):
+        if program in words:
+            rest = words[words.index(program) + 1 :]
+            recipe = [] if not rest or rest[0].startswith("-") else rest
+            return [word for word in recipe if not word.startswith("-")] or [""]
+    return [""]
+
+
 def check_python(arguments: list[str], needs: str) -> str:
     kind, *rest = arguments
     if kind == "-c":

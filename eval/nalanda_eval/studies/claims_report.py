@@ -441,7 +441,7 @@ PAGES = {
         "bands: range, over layers and n = {n} seeds ({seeds}).",
     ),
     "polaformer": Page(
-        "PolaFormer: learnt powers lower the entropy of linear attention",
+        "PolaFormer: powers above 1 lower the entropy of linear attention",
         "Powers above 1 of the sign-split features make weights spikier than those of earlier linear "
         "attention (arXiv 2501.15061); its theorem says that such functions exist.",
         "Nats below log n, the entropy of equal weights, in the second half of each row, by head; PolaFormer "

@@ -105,7 +105,7 @@ def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple
         return open_hub(data, source, split)
     raise InputError(
         f"data.source: {source!r} does not exist; give python, a local file, directory or glob, "
-        "or a Hub dataset id such as cerebras/SlimPajama-627B"
+        "or a Hub dataset id such as HuggingFaceFW/fineweb-edu"
     )
 
 
