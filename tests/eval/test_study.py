@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,15 @@ from nalanda_eval.studies.plan import (
     steps_to,
     systems,
 )
-from nalanda_eval.studies.report import Results, calibrated, contrasts, decided, norm_matters, report
+from nalanda_eval.studies.report import (
+    Results,
+    calibrated,
+    contrasts,
+    decided,
+    norm_matters,
+    report,
+    verdicts,
+)
 from nalanda_eval.studies.run import prepare_text, run_study, train_lm
 from nalanda_eval.studies.spec import begin_study, load_study, study_folder
 from nalanda_eval.sweep import key, records
@@ -34,6 +43,7 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.config.schema import GroupConfig, RunConfig
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.model import NalandaForCausalLM
 from nalanda.train.build import open_batches
@@ -244,6 +254,42 @@ def test_a_killed_run_goes_on_where_it_was(one_run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_killed_while_its_last_losses_are_measured_goes_on(one_run, tmp_path, monkeypatch):
+    settings, config, text = one_run
+    whole = paired.train_paired(settings, config, text, tmp_path)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(paired, "losses_by_position", killed)
+    with pytest.raises(KeyboardInterrupt):
+        paired.train_paired(settings, config, text, tmp_path)
+    monkeypatch.undo()
+    assert timeless(paired.train_paired(settings, config, text, tmp_path)) == timeless(whole)
+
+
+def test_rates_of_groups_and_the_z_loss_are_followed(one_run):
+    settings, config, text = one_run
+    frozen = replace(config.optim, groups=[GroupConfig("embed_tokens", lr_scale=0.0, weight_decay=0.0)])
+
+    def weights(config: RunConfig) -> dict[str, torch.Tensor]:
+        model = NalandaForCausalLM(equal.configured(settings["model"], 300))
+        paired.draw_weights(model, 1)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
+        trunk = paired.Trunk(model, config, open_batches(config, tokenizer)[0])
+        trunk.advance(2)
+        return dict(trunk.model.named_parameters())
+
+    still, usual = weights(replace(config, optim=frozen)), weights(config)
+    drawn = NalandaForCausalLM(equal.configured(settings["model"], 300))
+    paired.draw_weights(drawn, 1)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(still[name], dict(drawn.named_parameters())[name])
+    assert not torch.equal(usual[name], still[name])
+    other = weights(replace(config, train=replace(config.train, z_loss=1.0)))
+    assert not torch.equal(usual[name], other[name])
+
+
 def test_losses_by_document_sum_to_the_loss(one_run):
     settings, config, text = one_run
     model = NalandaForCausalLM(equal.configured(settings["model"], 300))
@@ -312,6 +358,31 @@ def test_another_text_is_refused_before_anything_is_trained(finished, tmp_path):
     with pytest.raises(InputError, match="has runs on another text, mini, than texts"):
         run_study(folder, text=other, workers=1)
     assert (folder / "runs.jsonl").read_bytes() == (finished / "runs.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": {"train": "bpe", "vocab_size": 290}}, "with tokenizer .*300.* this is .*290"),
+        ({"data": LM["data"] | {"eos": False}}, "was prepared with eos true, and this is false"),
+    ],
+)  # fmt: skip
+def test_a_text_that_was_prepared_otherwise_is_refused(finished, change, message):
+    with pytest.raises(InputError, match=message) as caught:
+        prepare_text(LM | change, None, finished / "work", 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_text_of_before_is_kept_unless_another_is_named(finished, text, capsys):
+    place = finished / "work" / "text"
+    assert prepare_text(LM, None, finished / "work", 1) == place
+    assert f"the text is {text}, as before" in capsys.readouterr().out
+    index = json.loads((place / "index.json").read_text())
+    del index["settings"]["tokenizer"]["mask"]  # as sets were written before this key
+    older = finished / "older" / "text"
+    older.mkdir(parents=True)
+    (older / "index.json").write_text(json.dumps(index))
+    assert prepare_text(LM, None, older.parent, 1) == older
 
 
 def test_bigrams_count_the_tokens_that_the_models_have_seen(finished, monkeypatch):
@@ -492,6 +563,20 @@ def test_a_budget_is_calibrated_by_narrow_intervals_that_hold_the_published_gap(
     assert calibrated(results_of(finished, planned, losses, noise)) == {256: reproduced, 512: reproduced}
 
 
+def test_a_run_that_diverged_ends_the_study_and_leaves_its_questions_open(finished, planned):
+    results = results_of(finished, planned, {})
+    system = next(s for s in planned if s.name == "deltanet + NaLa" and s.size == "tiny")
+    settings = final_settings(system, results.rates[system], 2, results.study, results.lm)
+    results.found[key(settings)] |= {"failed": "diverged before 512 tokens"}
+    assert results.finished()
+    assert system not in results.runs
+    said = "\n".join(verdicts(results))
+    assert "**Diverged**, and so in no table of means or gaps: tiny, deltanet + NaLa, seed 2." in said
+    assert "not finished" not in said
+    assert "Whether norm-awareness matters cannot be judged" in said
+    assert "The default of `nala` stays: a change cannot be judged" in said
+
+
 def test_an_unfinished_study_decides_nothing(finished, planned):
     results = results_of(finished, planned, {"NaLa": 2.5})
     system = next(s for s in results.planned if s.form == "NaLa")
@@ -549,6 +634,24 @@ def test_a_study_of_no_run_is_refused(tmp_path):
 def test_bad_studies_are_refused_in_one_line(tmp_path, change, message):
     with pytest.raises(InputError, match=message) as caught:
         load_study(write(tmp_path, STUDY | change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("schedule", {"name": "linear"}, r"schedule\.name: the rate stays"),
+        ("train", {"precision": "bf16"}, r"train\.precision: a study computes in fp32"),
+        ("optim", {"lr": 1e-3}, r"optim\.lr: study\.yaml has the rates"),
+        ("data", {"bos": False}, r"data\.bos: a study tells documents apart"),
+        ("data", {"long_documents": "carry"}, r"data\.long_documents: a study cuts"),
+    ],
+)
+def test_settings_of_the_language_model_that_a_study_ignores_are_refused(tmp_path, part, change, message):
+    folder = write(tmp_path, lm=LM | {part: LM.get(part, {}) | change})
+    load_study(folder)  # records of before are still reported
+    with pytest.raises(InputError, match=message) as caught:
+        run_study(folder, workers=1)
     assert "\n" not in str(caught.value)
 
 

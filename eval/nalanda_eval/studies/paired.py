@@ -89,7 +89,8 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
     trunk = Trunk(model, config, batches)
     state = work / (sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16] + ".pt")
     found, spent = trunk.restore(state)
-    failed = None
+    # What follows needs the last budget's model, which is not saved: it branches off once more.
+    found, failed = found[: len(settings["budgets"]) - 1], None
     with contextlib.closing(batches):
         for budget in settings["budgets"][len(found) :]:
             steps = budget // config.train.tokens_per_step
@@ -129,6 +130,7 @@ class Trunk:
 
     def __init__(self, model: NalandaForCausalLM, config: RunConfig, batches: Iterator[Batch]):
         self.model, self.optim, self.batches = model, config.optim, batches
+        self.z_loss = config.train.z_loss
         self.optimizer = build_optimizer(model, config.optim)
         self.warmup, self.micro_steps = config.schedule.warmup_steps, config.accumulation(processes=1)
         self.size, self.step = config.train.tokens_per_step, 0
@@ -163,12 +165,12 @@ class Trunk:
         count = max(1, sum(map(count_labels, batches)))
         total = torch.zeros(())
         for batch in batches:
-            loss = summed_loss(model, batch, model.device) / count
+            loss = summed_loss(model, batch, model.device, self.z_loss) / count
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return total

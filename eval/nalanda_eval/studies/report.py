@@ -64,17 +64,23 @@ class Results:
         return {s: chosen_rate(s, self.study, self.lm, self.found)[0] for s in self.planned}
 
     @cached_property
-    def runs(self) -> dict[System, list[Record]]:
-        """The judging runs by seed, of the systems that have all of them and did not diverge."""
-        complete = {}
+    def complete(self) -> dict[System, list[Record]]:
+        """The judging runs by seed, of the systems that have all of them."""
+        found = {}
         for system, rate in self.rates.items():
             if rate is None:
                 continue
-            asked = [final_settings(system, rate, seed, self.study, self.lm) for seed in self.study.seeds]
-            got = [self.found.get(key(settings), {}) for settings in asked]
-            if all("budgets" in record and "failed" not in record for record in got):
-                complete[system] = got
-        return complete
+            seeds = self.study.seeds
+            asked = [key(final_settings(system, rate, seed, self.study, self.lm)) for seed in seeds]
+            got = [self.found[name] for name in asked if name in self.found]
+            if len(got) == len(asked):
+                found[system] = got
+        return found
+
+    @cached_property
+    def runs(self) -> dict[System, list[Record]]:
+        """`complete`, of the systems none of whose runs diverged."""
+        return {s: got for s, got in self.complete.items() if not any("failed" in r for r in got)}
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -134,7 +140,16 @@ class Results:
         return holm({a: self.at(a, b).p for a, b in self.pairs()})
 
     def finished(self) -> bool:
-        return len(self.runs) == len(self.planned)
+        return len(self.complete) == len(self.planned)
+
+    def diverged(self) -> list[str]:
+        """The judging runs that did: `1 M, deltanet + NaLa, seed 2`."""
+        return [
+            f"{key_of(system)}, seed {seed}"
+            for system, got in self.complete.items()
+            for seed, record in zip(self.study.seeds, got, strict=True)
+            if "failed" in record
+        ]
 
 
 def key_of(system: System) -> str:
@@ -219,8 +234,10 @@ def verdicts(results: Results) -> list[str]:
     """The report's generated sentences."""
     lines = []
     if not results.finished():
-        done, all_ = len(results.runs), len(results.planned)
+        done, all_ = len(results.complete), len(results.planned)
         lines.append(f"**The study is not finished**: {done} of {all_} systems have all their runs.")
+    if lost := results.diverged():
+        lines.append(f"**Diverged**, and so in no table of means or gaps: {'; '.join(lost)}.")
     budgets = calibrated(results)
     if budgets is not None:
         good = [f"{tokens:,}" for tokens, reproduced in budgets.items() if reproduced]
@@ -229,7 +246,11 @@ def verdicts(results: Results) -> list[str]:
             if good
             else "Calibration: no budget reproduces the published gaps. All gaps are of early training."
         )
-    if results.finished() and contrasts(results):
+    study, gone = results.study, "because a run that it needs diverged"
+    places = len(study.sizes) * len(study.mixers)
+    if results.finished() and len(contrasts(results)) < places * len(study.contrasts):
+        lines.append(f"Whether norm-awareness matters cannot be judged, {gone}.")
+    elif results.finished() and study.contrasts:
         told = "; ".join(
             f"{key_of(a)} less {b.form} {results.at(a, b).text()}" for a, b in contrasts(results)
         )
@@ -241,6 +262,8 @@ def verdicts(results: Results) -> list[str]:
         lines.append(
             f"By the rule, the default of `nala` is {choice[0]}: candidates less default, {told} nats."
         )
+    elif results.finished() and study.decision:
+        lines.append(f"The default of `nala` stays: a change cannot be judged, {gone}.")
     return lines
 
 
@@ -473,12 +496,12 @@ def explained(study: Study) -> str:
 def draw_calibration(results: Results, file: Path) -> list[Path]:
     """Gaps of the calibration against tokens, and the published ones as lines."""
     study, first = results.study, next(iter(results.study.sizes))
-    reference = results.system(first, CALIBRATION, study.reference)
-    if study.calibration is None or reference is None:
+    reference, budgets = results.system(first, CALIBRATION, study.reference), calibrated(results)
+    if study.calibration is None or reference is None or budgets is None:
         return []
     styles, published = looks(study), study.calibration.published
     systems = {name: results.system(first, CALIBRATION, name) for name in published}
-    good = [si(tokens) for tokens, reproduced in (calibrated(results) or {}).items() if reproduced]
+    good = [si(tokens) for tokens, reproduced in budgets.items() if reproduced]
     at = f"at {', '.join(good)} tokens" if good else "at no budget"
     title = f"The published gaps to {study.reference} are reproduced {at}"
     caption = f"{explained(study)} Horizontal lines: published gaps. {study.calibration.source}."

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.versions import versions
 from nalanda.config.load import section
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import prepare
+from nalanda.data.prepare import prepare, token_settings
 from nalanda.data.token_set import is_token_set, read_index
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.train.build import open_batches
@@ -37,7 +38,7 @@ from nalanda_eval.studies.plan import (
     run_config,
     systems,
 )
-from nalanda_eval.studies.spec import Study, load_study
+from nalanda_eval.studies.spec import Study, check_followed, load_study
 from nalanda_eval.sweep import Jobs, Record, follow, key, records
 
 
@@ -50,14 +51,16 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
     Args:
         directory: a folder with study.yaml and lm.yaml. Its `runs.jsonl` gets a line for each finished run;
             `work` holds the tokenised text and unfinished runs.
-        text: a corpus, as `data.source` of a recipe; by default lm.yaml's.
+        text: a corpus, as `data.source` of a recipe; by default that in `work`, or else lm.yaml's.
         workers: processes, of one thread each.
 
     Raises:
-        InputError: settings that cannot work, or a text other than that of the recorded runs.
+        InputError: settings that cannot work, or a text or tokenizer other than that in `work` or of the
+            recorded runs.
     """
     console = Console()
     study, lm = load_study(directory)
+    check_followed(lm, directory / "lm.yaml")
     planned = systems(study, lm)
     file, work = directory / "runs.jsonl", directory / "work"
     prepared = prepare_text(lm, text, work, workers)
@@ -128,16 +131,29 @@ def jobs_of(runs: list[tuple]) -> Jobs:
 
 
 def prepare_text(lm: dict[str, Any], text: str | None, work: Path, workers: int) -> Path:
-    """Tokenises the text into `work`, unless an earlier call did, and returns the token set's folder."""
+    """Tokenises the text into `work`, unless an earlier call did, and returns the token set's folder.
+
+    text: by default that of the earlier call, or else lm's. Raises `InputError` if the earlier call had
+    another text, or other settings that the tokens depend on.
+    """
     place = work / "text"
-    source = text or lm["data"]["source"]
-    if is_token_set(place):
-        held = read_index(place)["settings"]["source"]
-        if text is not None and held != source:
-            raise InputError(f"{place}: holds {held}; remove it, or give another folder for {source}")
-        return place
+    held = read_index(place)["settings"] if is_token_set(place) else {}
+    source = text or held.get("source") or lm["data"]["source"]
     data = section(DataConfig, lm["data"] | {"source": source}, "data.")
     tokenizer = section(TokenizerConfig, lm["tokenizer"], "tokenizer.")
+    if held:
+        held["tokenizer"] = asdict(TokenizerConfig(**held["tokenizer"]))  # an older set has fewer keys
+        asked = token_settings(data, tokenizer, held["corpus"], held["shard_bytes"])
+        for name in asked | held:
+            if asked.get(name) != held.get(name):
+                before, now = (json.dumps(settings.get(name)) for settings in (held, asked))
+                raise InputError(
+                    f"{place}: was prepared with {name} {before}, and this is {now}; remove it, or give "
+                    "another folder"
+                )
+        if source not in (text, lm["data"]["source"]):
+            print(f"{place}: the text is {source}, as before; --text names another", flush=True)
+        return place
     prepare(data, tokenizer, place, workers=workers, say=lambda line: print(line, flush=True))
     return place
 

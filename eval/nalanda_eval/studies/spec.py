@@ -11,6 +11,7 @@ from typing import Any
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.text import suggest
 from nalanda.config.load import load_config, read_yaml, recipe_folders, section
+from nalanda.config.schema import RunConfig
 
 
 @dataclass
@@ -123,6 +124,22 @@ def load_study(directory: Path) -> tuple[Study, dict[str, Any]]:
     if not 0 < study.cooldown < 1:
         raise InputError(f"cooldown: {study.cooldown} is no share of a budget between 0 and 1")
     return study, lm
+
+
+def check_followed(lm: dict[str, Any], file: Path) -> None:
+    """Raises `InputError` for settings of lm.yaml that change an ordinary run, and that a study ignores."""
+    config: RunConfig = section(RunConfig, lm, "")
+    shape = [f"schedule.{name}" for name in lm.get("schedule", {}) if name != "warmup_steps"]
+    refused = {
+        **dict.fromkeys(shape, "the rate stays, then falls over study.yaml's cooldown; leave this out"),
+        "optim.lr": "lr" in lm.get("optim", {}) and "study.yaml has the rates; leave this out",
+        "train.precision": config.train.precision != "fp32" and "a study computes in fp32; set fp32",
+        "data.bos": not config.data.bos and "a study tells documents apart by their bos token; set true",
+        "data.long_documents": config.data.long_documents != "cut" and "a study cuts them; set cut",
+    }
+    for name, reason in refused.items():
+        if reason:
+            raise InputError(f"{file}: {name}: {reason}")
 
 
 def study_folder(directory: str | None = None, *, quick: bool = False) -> Path:

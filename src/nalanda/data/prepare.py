@@ -447,7 +447,7 @@ def begin(
     if shard_bytes is None:
         total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
         shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
-    settings = _settings(data, tokenizer, prints, shard_bytes)
+    settings = token_settings(data, tokenizer, prints, shard_bytes)
 
     work = directory / "preparing"
     finished = is_token_set(directory)
@@ -505,7 +505,9 @@ def begin(
     return Preparation(directory)
 
 
-def _settings(data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int) -> dict:
+def token_settings(
+    data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int
+) -> dict:
     """The settings that the bytes of a set depend on."""
     keys = ["source", "validation_source", "text_field", "source_field", "bos", "eos", "documents"]
     if prints["train"] == prints["validation"]:
