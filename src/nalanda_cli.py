@@ -754,7 +754,9 @@ def study_run(
     directory: Folder = None,
     text: Annotated[
         str | None,
-        Option(help="corpus, such as a directory in SlimPajama's layout; by default lm.yaml's data.source"),
+        Option(
+            help="corpus, such as a directory in SlimPajama's layout; by default that of before, or lm.yaml's"
+        ),
     ] = None,
     quick: Annotated[bool, Option("--quick", help="run a small study, in minutes")] = False,
     workers: Workers = 2,
@@ -824,7 +826,7 @@ def study_claims(
 
     place = claims_folder(directory, quick=quick)
     measure_claims(place, text=text, quick=quick)
-    report_claims(place)
+    report_claims(place, quick=quick)
 
 
 @bench.command()

@@ -163,11 +163,11 @@ def test_records_alone_make_the_same_files(measured, tmp_path):
     assert list(found) == [claims.key(asked) for asked in claims.claim_settings(claims.QUICK)]
     assert all(record["cpu"] and record["threads"] == 1 for record in found.values())
     assert str(measured.parent) not in (measured / "claims.jsonl").read_text()
-    first = {path.name: path.read_bytes() for path in report_claims(measured)}
+    first = {path.name: path.read_bytes() for path in report_claims(measured, quick=True)}
     assert set(first) == {"CLAIMS.md", *(f"{name}.{suffix}" for name in PAGES for suffix in ("png", "pdf"))}
     (tmp_path / "claims.jsonl").write_bytes((measured / "claims.jsonl").read_bytes())
     claims.measure_claims(tmp_path, quick=True)  # has every record: reads no text
-    assert {path.name: path.read_bytes() for path in report_claims(tmp_path)} == first
+    assert {path.name: path.read_bytes() for path in report_claims(tmp_path, quick=True)} == first
 
 
 def test_words_are_kept_and_missing_pages_left_out(measured, tmp_path):
@@ -175,13 +175,28 @@ def test_words_are_kept_and_missing_pages_left_out(measured, tmp_path):
         line for line in (measured / "claims.jsonl").read_text().splitlines() if '"system": "MALA' in line
     ]
     (tmp_path / "claims.jsonl").write_text("\n".join(kept) + "\n")
-    report_claims(tmp_path)
+    report_claims(tmp_path, quick=True)
     text = (tmp_path / "CLAIMS.md").read_text()
     assert "## MALA" in text
     assert "## SOFT" not in text
     (tmp_path / "CLAIMS.md").write_text(text.replace("claims` -->\n\n<!--", "claims` -->\n\nMine.\n\n<!--"))
-    report_claims(tmp_path)
+    report_claims(tmp_path, quick=True)
     assert "Mine." in (tmp_path / "CLAIMS.md").read_text()
+
+
+def test_records_of_another_size_are_not_counted(measured, tmp_path):
+    file = tmp_path / "claims.jsonl"
+    [line] = [x for x in (measured / "claims.jsonl").read_text().splitlines() if '"system": "SOFT"' in x]
+    file.write_text(f"{line}\n")
+    report_claims(tmp_path, quick=True)
+    first = (tmp_path / "CLAIMS.md").read_text()
+    longer = json.loads(line)
+    longer["settings"]["train"]["steps"] = 800
+    file.write_text(f"{line}\n{json.dumps(longer)}\n")
+    report_claims(tmp_path, quick=True)
+    assert (tmp_path / "CLAIMS.md").read_text() == first
+    with pytest.raises(InputError, match="no record of this size"):
+        report_claims(tmp_path)
 
 
 def test_nothing_recorded_is_said(tmp_path):

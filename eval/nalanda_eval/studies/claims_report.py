@@ -16,8 +16,8 @@ from nalanda.common.text import signed
 from nalanda.common.versions import list_versions
 from nalanda.report.figures import COLOURS, GREY, REFERENCE, Look, drawing, files, log_axis, look
 from nalanda_eval.report import markdown_table
-from nalanda_eval.studies.claims import BINS, SCALES, TIMED, WINDOWS
-from nalanda_eval.sweep import Record, records
+from nalanda_eval.studies.claims import BINS, FULL, QUICK, SCALES, TIMED, WINDOWS, claim_settings
+from nalanda_eval.sweep import Record, key, records
 
 # ------------------------------ the checks
 
@@ -485,17 +485,19 @@ def speed_table(runs: Runs) -> str:
     return markdown_table(["", "T", "softmax, best", *TIMED[1:]], lines, left=1)
 
 
-def report_claims(directory: Path) -> list[Path]:
+def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
     """Draws the figures and writes CLAIMS.md from claims.jsonl, keeping the words between the marks.
 
-    A page that lacks records is left out. Returns the files. Raises InputError without records.
+    Records with settings other than those of the size are not counted, and a page that lacks records is left
+    out. Returns the files. Raises InputError without records.
     """
     runs: Runs = {}
-    found = records(directory / "claims.jsonl").values()
-    for record in sorted(found, key=lambda r: r["settings"].get("seed", 0)):
-        runs.setdefault(record["settings"].get("system", "speed"), []).append(record)
+    found = records(directory / "claims.jsonl")
+    for settings in claim_settings(QUICK if quick else FULL):  # by rising seed
+        if record := found.get(key(settings)):
+            runs.setdefault(settings.get("system", "speed"), []).append(record)
     if not runs:
-        raise InputError(f"{directory / 'claims.jsonl'}: no record")
+        raise InputError(f"{directory / 'claims.jsonl'}: no record of {'--quick' if quick else 'this size'}")
     file = directory / "CLAIMS.md"
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
     written, blocks, summary = [], [], []
