@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.text import suggest
-from nalanda.common.versions import versions
+from nalanda.common.versions import list_versions, versions
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
 from nalanda.model import MIXERS, NalandaConfig
@@ -443,6 +443,7 @@ def lra(
     if speed:
         rows = lra_speed(candidates, (256, 512, 1024) if quick else (1024, 2048, 4096, 8192), size, device)
         title = "Training step on one row, beside softmax (SDPA): times as fast, and peak MiB of tensors"
+        made = [versions()]
         (header, lines), left, name = lengths_table(rows), 1, "speed"
         shown = header, lines
     else:
@@ -462,13 +463,14 @@ def lra(
             for model in candidates
         ]
         jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
-        rows = arena_rows(follow(jobs, folder / "runs.jsonl", workers, describe_arena))
+        records = follow(jobs, folder / "runs.jsonl", workers, describe_arena)
+        rows, made = arena_rows(records), [record.get("versions", {}) for record in records]
         rows.sort(key=lambda row: [label(model) for model in candidates].index(row["model"]))
         draw_arena(rows, asked, folder / "lra")
         title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
         (header, lines), left, name = arena_table(rows, asked, size), 2, "results"
         shown = titled(header, lines)
-    kept = {"rows": rows, "notes": notes, "versions": versions()}
+    kept = {"rows": rows, "notes": notes, "versions": list_versions(made)}
     write_atomically(folder / f"{name}.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     flat = [head.replace("\n", " ") for head in header]
     text = [f"# {title}", markdown_table(flat, lines, left), *notes]

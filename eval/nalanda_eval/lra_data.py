@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import json
+import platform
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import sha256_of
 from nalanda.data.documents import hash_text
 from nalanda.data.python_docs import python_documents
 from nalanda_eval.synthetic import LISTOPS_TOKENS, ListOps
@@ -73,8 +75,10 @@ def prepare(task: ArenaTask, data: Path | None, folder: Path) -> Path:
     Raises InputError for files that are missing or have other columns.
     """
     found = files(task, data) if task.columns else {}
-    sizes = {file.name: file.stat().st_size for part in found.values() for file in part}
-    made = json.dumps([dataclasses.asdict(task), sizes], sort_keys=True)
+    source = {file.name: sha256_of(file) for part in found.values() for file in part}
+    if not found and task.name in ("text", "retrieval"):
+        source = {"python": platform.python_version()}  # whose documents they are made of
+    made = json.dumps([dataclasses.asdict(task), source], sort_keys=True)
     target = folder / f"{task.name}-{hash_text(made) % 16**8:08x}.npz"
     if not target.is_file():
         arrays = read(task, found) if found else generated(task)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import isnan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from nalanda.common.errors import InputError, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.text import size, suggest
-from nalanda.common.versions import versions
+from nalanda.common.versions import list_versions, versions
 from nalanda.config.load import parse_yaml
 from nalanda.config.schema import OptimConfig, ScheduleConfig
 from nalanda.inference.load import choose_device
@@ -142,7 +143,7 @@ def run_recall(
     optim = OptimConfig(lr=training.lr, weight_decay=training.weight_decay)
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
-    tests = fixed_batches(task, training.rows, "test")
+    tests, held = (fixed_batches(task, training.rows, split) for split in ("test", "validation"))
     part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
     ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
     in_turn = training.steps if training.curriculum else None
@@ -168,7 +169,7 @@ def run_recall(
         "cases": list(task.cases),
         "scores": scores,
         "score": fmean(scores),
-        "validation": fmean(evaluate_recall(net, fixed_batches(task, training.rows, "validation"))),
+        "validation": fmean(evaluate_recall(net, held)),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
         "state_bytes": config.state_bytes(length, torch.float32),
@@ -292,7 +293,8 @@ def summary(
             t.lr: [found[key(recall_settings(trial.model, trial.task, seed, t))] for seed in range(seeds)]
             for t in trainings
         }
-        lr = min(by_lr, key=lambda lr: sign * fmean(record["validation"] for record in by_lr[lr]))
+        found_at = {lr: sign * fmean(r["validation"] for r in mine) for lr, mine in by_lr.items()}
+        lr = min(found_at, key=lambda lr: (isnan(found_at[lr]), found_at[lr]))
         best = by_lr[lr]
         columns = [[*record["scores"], record["score"]] for record in best]
         means = [fmean(column) for column in zip(*columns, strict=True)]
@@ -401,8 +403,8 @@ def recall(
     ]
     records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, describe_recall)
     rows, lines = summary(trials, records, seeds, trainings), list(notes)
-    figures = draw_recall(rows, known, output)
-    results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": versions()}
+    figures, made = draw_recall(rows, known, output), list_versions(r.get("versions", {}) for r in records)
+    results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": made}
     write_atomically(output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     write_atomically(output / "results.md", recall_markdown(rows, known, lines))
     print_recall(rows, known, lines, console)

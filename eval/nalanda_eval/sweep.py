@@ -10,13 +10,18 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from nalanda.common.files import write_atomically
+from nalanda.common.errors import InputError
 from nalanda.common.progress import Progress
 from nalanda.train.log import read_metrics
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
 
 Record = dict[str, Any]
 """Results of a run; its `settings` determine them, and are its key."""
@@ -36,23 +41,44 @@ def records(file: Path) -> dict[str, Record]:
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:
     """The jobs' records: first those in the file, then the others as their runs end.
 
-    Each finished run appends a line to the file. A killed run leaves no line and is run again.
+    Each finished run appends a line to the file, which others may read meanwhile. A killed run leaves no line
+    and is run again. Raises `InputError` while another command appends to the file.
     """
     known = records(file)
     yield from (known[name] for name in jobs if name in known)
     todo = [job for name, job in jobs.items() if name not in known]
     if not todo:
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        file, "".join(json.dumps(record) + "\n" for record in known.values())
-    )  # drops a torn line
-    with file.open("a", encoding="utf-8") as stream, contextlib.closing(trained(todo, workers)) as new:
+    with appended(file) as stream, contextlib.closing(trained(todo, workers)) as new:
         for record in new:
-            stream.write(json.dumps(record) + "\n")
+            stream.write(json.dumps(record).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
             yield record
+
+
+@contextlib.contextmanager
+def appended(file: Path) -> Iterator[BinaryIO]:
+    """The file, open at its end, where a new line begins. One process at a time has it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b") as stream:
+        try:
+            if fcntl is not None:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{file}: another command adds its runs there; wait for its end, or take another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        stream.seek(0)
+        if last := stream.read().rpartition(b"\n")[2]:
+            try:
+                json.loads(last)
+                stream.write(b"\n")
+            except ValueError:  # a kill has torn it
+                stream.truncate(stream.tell() - len(last))
+        yield stream
 
 
 def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]:

@@ -18,6 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nalanda.common.errors import InputError
+
 IGNORED = -100
 SPLITS = {"test": (0,), "validation": (1,), "train": (2, 3, 4, 5, 6, 7)}  # of eight values of the hash
 
@@ -85,16 +87,23 @@ class Task:
                 rows = max(1, n * self.length(cases[0]) // self.length(case))
                 yield self.batch(draw, rows, split, case)
 
-    @staticmethod
-    def kept(rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
-        """The first n rows of the split; `rows(m)` makes m candidates of integers or floats."""
+    def kept(self, rows: Callable[[int], Tensor], n: int, split: str) -> Tensor:
+        """The first n rows of the split; `rows(m)` makes m candidates of integers or floats.
+
+        Raises `InputError` if no candidate is of the split.
+        """
         found, missing = [], n
         while missing > 0:
+            if missing == n and len(found) == 100:  # rounds of 16 or more
+                raise self.too_few(split)
             new = rows(max(16, missing * 9 // len(SPLITS[split])))
             bits = new.view(torch.int32) if new.is_floating_point() else new
             found.append(new[torch.isin(hash_rows(bits), torch.tensor(SPLITS[split]))])
             missing -= len(found[-1])
         return torch.cat(found)[:n]
+
+    def too_few(self, split: str) -> InputError:
+        return InputError(f"{self.name}: too few different instances for a {split} split; take larger sizes")
 
 
 def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
@@ -456,9 +465,10 @@ class ListOps(Task):
             """Tokens, padding, and in the last column the value, which the expression determines."""
             out = torch.full((m, high), len(LISTOPS_TOKENS) - 1)
             for row in out:
-                made = None
-                while made is None or len(made[0]) <= low:
-                    made = self.expression(source, 1, high - 1)
+                tries = (self.expression(source, 1, high - 1) for _ in range(10**6))
+                made = next((made for made in tries if made and len(made[0]) > low), None)
+                if made is None:
+                    raise self.too_few(split)
                 row[: len(made[0])] = torch.tensor(made[0])
                 row[-1] = made[1]
             return out

@@ -154,6 +154,22 @@ def test_local_files(tmp_path):
     assert pixels[:, 0].tolist() == [1, 6, 12, 18]  # 0.587 of green; black is not padding
 
 
+def test_rows_of_changed_files_are_made_again(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    file = tmp_path / "text" / "test.jsonl"
+    before = prepare(ARENA["text"], tmp_path, tmp_path / "data")
+    assert prepare(ARENA["text"], tmp_path, tmp_path / "data") == before
+    file.write_text(file.read_text().replace('"label": 1', '"label": 0'))  # of equal size
+    after = prepare(ARENA["text"], tmp_path, tmp_path / "data")
+    assert np.load(before)["test_labels"].tolist() == [0, 1, 0, 1]
+    assert np.load(after)["test_labels"].tolist() == [0] * 4
+    monkeypatch.setattr("nalanda_eval.lra_data.generated", lambda task: {})
+    made = [prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")]
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    again = [prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")]
+    assert [a == b for a, b in zip(made, again, strict=True)] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
@@ -232,6 +248,12 @@ def test_command(tmp_path, monkeypatch):
                output=tmp_path, workers=1)  # fmt: skip
     assert (tmp_path / "runs.jsonl").read_text() == lines
     assert [row["model"] for row in rows] == ["softmax", "transnormer_t2"]
+    old = lines.replace(f'"torch": "{torch.__version__}"', '"torch": "2.0.1"', 1)
+    (tmp_path / "runs.jsonl").write_text(old)
+    lra(tasks=["listops", "retrieval"], mixers=["softmax", "transnormer_t2"], steps=1, quick=True,
+        output=tmp_path, workers=1)  # fmt: skip
+    kept = json.loads((tmp_path / "results.json").read_text())["versions"]
+    assert f"torch 2.0.1 and {torch.__version__}" in kept
 
 
 def test_other_pictures_are_refused(tmp_path):

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from nalanda_eval.recall import (
     recall_jobs,
     run_recall,
 )
-from nalanda_eval.sweep import sweep
+from nalanda_eval.sweep import records, sweep
 from nalanda_eval.synthetic import (
     IGNORED,
     LISTOPS_TOKENS,
@@ -93,6 +95,26 @@ def test_data_follow_from_the_seed(task):
     for a, b in zip(first(1), first(1), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
     assert not all(torch.equal(a, b) for a, b in zip(first(1)[::2], first(2)[::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        StateTracking("parity", "Z2", trained_length=1),
+        StateTracking("s3", "S3", trained_length=2),
+        Needle(values=3),
+        Copying(lengths=(1,), longer=(), symbols=4),
+        ListOps(bands=((4, 5),)),
+    ],
+    ids=lambda task: task.name,
+)
+def test_a_split_that_cannot_be_filled_is_said(task):
+    def fill():
+        for split in SPLITS:
+            rows_of(task, split, task.trained[0])
+
+    with pytest.raises(InputError, match=f"{task.name}: too few different instances for a .* split; take la"):
+        fill()
 
 
 def test_mqar_asks_each_key_once_and_its_value():
@@ -477,6 +499,20 @@ def test_finished_runs_are_kept_and_a_killed_sweep_resumes(tmp_path, monkeypatch
     assert timeless(map(json.loads, file.read_text().splitlines())) == timeless(whole)
 
 
+def test_a_second_command_in_a_folder_is_refused_and_loses_no_run(tmp_path):
+    file = tmp_path / "runs.jsonl"
+    first, second = ({str(i): partial(dict, settings=i) for i in ids} for ids in (range(3), range(9, 11)))
+    running = sweep(first, file, 1)
+    next(running)
+    with pytest.raises(InputError, match=r"runs\.jsonl: another command adds its runs there"):
+        next(sweep(second, file, 1))
+    assert len(records(file)) == 1  # others may read
+    list(running)
+    file.write_text(file.read_text().rstrip("\n"))  # as some editors leave it
+    list(sweep(second, file, 1))
+    assert [json.loads(line)["settings"] for line in file.read_text().splitlines()] == [0, 1, 2, 9, 10]
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_records_of_one(tmp_path):
     one, two = (list(sweep(recall_jobs(SWEEP[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
@@ -498,18 +534,23 @@ def test_rates_are_chosen_by_validation_and_spreads_are_over_seeds():
             **shared,
         }
 
-    records = [
+    found = [
         record(0, trainings[0], 0.5, 0.9),
         record(1, trainings[0], 0.5, 0.9),
         record(0, trainings[1], 0.4, 0.2),
         record(1, trainings[1], 0.8, 0.4),
     ]
-    [row] = recall_module.summary(
-        [recall_module.RecallTrial(task, "parameters", "x", model)], records, 2, trainings
-    )
+    trial = recall_module.RecallTrial(task, "parameters", "x", model)
+    [row] = recall_module.summary([trial], found, 2, trainings)
     assert row["lr"] == 1e-2
     assert row["score"] == pytest.approx(0.3)
     assert row["spread"] == pytest.approx(0.02**0.5)
+    found[0]["validation"] = math.nan  # of a run that diverged
+    for order in (trainings, trainings[::-1]):
+        [row] = recall_module.summary([trial], found, 2, order)
+        assert row["lr"] == 1e-2
+    found[0]["validation"], found[2]["validation"] = 0.5, math.nan
+    assert recall_module.summary([trial], found, 2, trainings)[0]["lr"] == 1e-3
 
 
 def test_the_command_leaves_tables_and_pictures(tmp_path):
