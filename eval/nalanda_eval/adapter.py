@@ -78,21 +78,32 @@ class HarnessModel(HFLM):
             add_bos_token=False,
         )
         self.bos = bos_token(model, tokenizer)
+        if is_ours(model) and not self.bos:  # in training the end of another text came before the first token
+            self.custom_prefix_token_id = tokenizer.eos_token_id
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)
         self.cache = AnswerCache(cache, self.identity)
         self.processes, self.advance = processes, advance
         self.answered = self.found = 0  # log-likelihoods, and how many of them were cached
+        self.prompts = self.cut = 0  # contexts to go on from, and how many of them were cut on the left
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
-        return self.bos + context_ids, continuation_ids
+        # A context of white space alone has no token: it is the continuation's.
+        return (self.bos + context_ids) or [self.prefix_token_id], continuation_ids
 
-    def tok_batch_encode(self, strings: list[str], *args: Any, **kwargs: Any) -> Any:
+    def tok_batch_encode(
+        self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any
+    ) -> Any:
         begin = self.tokenizer.bos_token if self.bos else ""  # type: ignore[missing-attribute]
-        return super().tok_batch_encode([begin + text for text in strings], *args, **kwargs)
+        ids, mask = super().tok_batch_encode([begin + text for text in strings], *args, **kwargs)
+        if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
+            return ids, mask
+        self.cut += int((mask.sum(1) > left_truncate_len).sum())
+        return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        self.prompts += len(requests)
         self._characters = characters(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
@@ -126,11 +137,13 @@ class HarnessModel(HFLM):
             )
         state = self.processes
         rank, count = (state.process_index, state.num_processes) if state else (0, 1)
-        own = requests[rank::count]
+        own, cut = requests[rank::count], self.cut
+        self.prompts += len(requests)
         self._characters = characters(requests) / max(len(own), 1)
         parts = [super().generate_until(own, disable_tqdm=True) if own else []]
         if state:
             parts = gather_object(parts)
+            self.cut = cut + sum(gather_object([self.cut - cut]))
         return [parts[i % count][i // count] for i in range(len(requests))]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
@@ -194,6 +207,7 @@ class HarnessModel(HFLM):
                 "raise max_length, or read texts whole (--long whole)"
             )
         excess = len(context) + len(continuation) - 1 - self.max_length
+        self.cut += excess > 0
         return context[max(excess, 0) :], continuation
 
 

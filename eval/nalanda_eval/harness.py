@@ -187,6 +187,8 @@ def evaluate(
                     "begins_with_bos": bool(scorer.bos),
                     "log_likelihoods": scorer.answered,
                     "found": scorer.found,
+                    "prompts": scorer.prompts,
+                    "prompts_cut": scorer.cut,
                     "seconds": round(time.perf_counter() - start, 1),
                     "tasks": {task: _scores(task, raw) for task in raw["results"]},
                 }
@@ -304,7 +306,7 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "stderr": stderr,
-        "documents": len(samples),
+        "documents": len({sample["doc_id"] for sample in samples}),  # a sample for each filter
         "fingerprint": _fingerprint(samples),
         "version": raw["versions"].get(task),
     }

@@ -103,6 +103,8 @@ def perplexity(
             texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
             with Progress(name, 0, "tokens") as progress:
                 found = perplexity_by_position(model, texts, min(T, L), L, progress.to, context)
+            if not math.isfinite(found["one_pass"]["bits_per_byte"] + found["windows"]["bits_per_byte"]):
+                raise InputError(f"{name}: its losses are not finite; its weights may be damaged")
             facts: dict[str, Any] = {
                 "name": name,
                 "fingerprint": fingerprint(model),

@@ -157,6 +157,11 @@ def notes(results: dict[str, Any]) -> list[str]:
         if told := [f"{value:.3f} of {text}" for text, value in bits.items() if value is not None]:
             lines.append(f"{name}: bits per byte {', '.join(told)}.")
     for model in results["models"]:
+        if cut := model.get("prompts_cut"):
+            lines.append(
+                f"{model['name']}: {cut} of {model['prompts']} prompts were cut on the left, to fit "
+                f"{model['max_length']} tokens with their answers."
+            )
         long = f"windows of {model['max_length']} tokens" if model["max_length"] else "texts read whole"
         found = f" ({model['found']} of them kept from before)" if model["found"] else ""
         lines.append(

@@ -365,6 +365,20 @@ def test_rolling_begins_with_one_bos_and_goes_on_in_windows(adapter, checkpoint)
     assert score(adapter, checkpoint, ["b", long])[1] == pytest.approx(windows, abs=1e-3)
 
 
+def test_a_model_without_bos_reads_texts_after_the_end_of_another(adapter, checkpoint):
+    from lm_eval.api.instance import Instance
+
+    model, tokenizer = load_model(checkpoint)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    model.config.bos_token_id = None
+    scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
+    ids = tokenizer("\nfoo", add_special_tokens=False).input_ids
+    expected = pytest.approx(by_hand(checkpoint, [tokenizer.eos_token_id, *ids], 1), abs=1e-4)
+    assert scorer.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("\nfoo",), 0)]) == [expected]
+    [(value, _)] = scorer.loglikelihood([Instance("loglikelihood", {}, ("\n", "foo"), 0)])
+    assert value == expected
+
+
 def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tmp_path):
     path = save(tokenizer, tmp_path / "wild")
     model = NalandaForCausalLM.from_pretrained(path)
@@ -705,6 +719,37 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
     assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
     assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
+
+
+def test_documents_and_cut_prompts_are_counted_once(checkpoint, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    own = tmp_path / "own"
+    own.mkdir()
+    rows = [{"context": "a river " * n, "choices": ["a", "b"], "label": 0} for n in (1, 20, 30)]
+    write(own, "rows.jsonl", rows)
+    common = (
+        "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+        "doc_to_text: '{{context}}'\ndoc_to_target: label\n"
+    )
+    (own / "choice.yaml").write_text(
+        f"{common}task: choice\noutput_type: multiple_choice\ndoc_to_choice: choices\n"
+    )
+    (own / "twice.yaml").write_text(
+        f"{common}task: twice\noutput_type: generate_until\n"
+        "generation_kwargs: {until: ['.'], max_gen_toks: 8}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+        "filter_list:\n  - {name: one, filter: [{function: take_first}]}\n"
+        "  - {name: other, filter: [{function: remove_whitespace}, {function: take_first}]}\n"
+    )
+    results = evaluate([checkpoint], [str(own)])
+    [model] = results["models"]
+    assert {name: task["documents"] for name, task in model["tasks"].items()} == {"choice": 3, "twice": 3}
+    assert (model["prompts"], model["prompts_cut"]) == (3 * 2 + 3, 2 * 2 + 2)
+    assert "6 of 9 prompts were cut on the left, to fit 64 tokens" in report.results_markdown(results)
+    [whole] = evaluate([checkpoint], [str(own)], long="whole")["models"]
+    assert (whole["prompts"], whole["prompts_cut"]) == (9, 0)
 
 
 def test_python_docs_have_data_of_their_own(adapter, tmp_path, monkeypatch):

@@ -237,6 +237,16 @@ def test_the_command(folder):
         assert (folder / "out" / name).stat().st_size > 5000
 
 
+def test_weights_that_are_not_finite_are_said(folder, tokenizer, tmp_path):
+    model = build().float()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="model: its losses are not finite"):
+        perplexity([str(tmp_path / "model")], str(folder / "novel.md"), output=str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("name", ["bos", "no bos", "joined"])
 @pytest.mark.parametrize("limit", [1, 2, 100, 305])
 def test_as_many_tokens_are_scored_as_asked(folder, tokenizer, name, limit):
