@@ -30,6 +30,7 @@ from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import Document, Fields, FileShard, _blocks, split_lines
 from nalanda.data.loader import PackedBatches
 from nalanda.data.packing import StreamRows
+from nalanda.data.prepare import begin
 from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
@@ -873,6 +874,42 @@ def test_slimpajamas_layout(tmp_path):
     assert read_all(tmp_path, "validation") == texts[20:30]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "validation.jsonl", "test.jsonl"),
+        ("training/a.jsonl", "val/a.jsonl", "eval/a.jsonl"),
+        ("en/train/test.jsonl", "en/valid/train.jsonl", "en/test/a.jsonl"),
+        ("data/train-00000-of-00001.parquet", "data/dev-0.parquet", "data/test-0.parquet"),
+        ("a.jsonl", "Validation_0.JSONL", "test.00001.jsonl.gz"),
+    ],
+)
+def test_a_split_is_told_by_a_folder_or_a_files_name(tmp_path, names):
+    for i, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (write_parquet if name.endswith("parquet") else write_jsonl)(tmp_path / name, [f"{i} a", f"{i} b"])
+    assert [read_all(tmp_path, split) for split in ("train", "validation")] == [
+        ["0 a", "0 b"],
+        ["1 a", "1 b"],
+    ]
+
+
+def test_what_is_left_out_is_said(tmp_path, byte_tokenizer):
+    names = ("train/a.jsonl", "train/b.JSONL", "train/train-1/c.jsonl", "val/a.jsonl", "test/a.jsonl")
+    for name in (*names, "more/a.jsonl", "val/a.json", "README"):
+        write_jsonl(tmp_path / name, ["some text"])
+
+    def said(**settings) -> list[str]:
+        config = DataConfig(source=str(tmp_path), seq_len=8, **settings)
+        return PackedBatches(config, byte_tokenizer, split="train", batch_size=1).describe_files()
+
+    files, rest = f"{tmp_path}: 3 files for training", "1 of a test split, 1 of no split"
+    assert said() == [f"{files}, 1 for validation; left out: 1 without suffix, 1 that end in .json, {rest}"]
+    (tmp_path / "val/a.json").unlink()
+    (tmp_path / "README").unlink()
+    assert said(validation_source="python") == [f"{files}; left out: {rest}, 1 of a validation split"]
+
+
 def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):
     texts = ragged_texts(400)
     path = write_jsonl(tmp_path / "a.jsonl", texts + texts[:100])  # copies fall on the same side
@@ -898,6 +935,24 @@ def test_validation_source(tmp_path):
         for split in ("train", "validation")
     ]
     assert parts == [["one", "two"], ["three"]]
+
+
+def test_a_validation_source_that_is_trained_on_is_refused(tmp_path, byte_tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    held = write_jsonl(tmp_path / "held.jsonl", ["three"])
+    part = Component("a", str(tmp_path), 1, validation_source=str(held))
+    for settings in (
+        {"source": str(tmp_path), "validation_source": str(held)},
+        {"source": str(held), "validation_source": str(held)},
+        {"source": f"{tmp_path}/h*.jsonl", "validation_source": str(tmp_path)},
+        {"mixture": [part, Component("b", "python", 1)]},
+    ):
+        config = DataConfig(seq_len=8, **settings)
+        with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
+            data.validation_batches(config, byte_tokenizer, batch_size=1)
+        if not config.mixture:
+            with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
+                begin(config, TokenizerConfig(train="bpe", vocab_size=257), tmp_path / "set")
 
 
 # ------------------------------ the Hub

@@ -22,6 +22,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import prepare as preparing
 from nalanda.data.corpus import held_out
+from nalanda.data.documents import READERS, Document
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches
 from nalanda.data.prepare import Preparation, begin, prepare
@@ -567,6 +568,21 @@ def bytes_of(tokens: np.ndarray) -> str:
     of = {chr(b): b for b in plain}
     of |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in plain)}
     return bytes(of[alphabet[t - 1]] for t in tokens[1:-1]).decode()
+
+
+def test_a_huge_file_is_read_by_a_plugins_reader(tmp_path, byte_tokenizer, tokenizer, monkeypatch):
+    def read(path, fields, start):
+        for row, line in enumerate(path.read_text().splitlines(), 1):
+            if row > start:
+                yield Document(json.loads(line)["answer"]), row
+
+    monkeypatch.setitem(READERS, ".chat.jsonl", read)
+    rows = [{"text": f"question {i}", "answer": f"answer {i}" + " and so on" * 40} for i in range(90)]
+    (tmp_path / "a.chat.jsonl").write_bytes(lines(rows))
+    prepare(DataConfig(source=f"{tmp_path}/*.jsonl"), byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    found = TokenSet(tmp_path / "out", "train")
+    assert found.documents > 80
+    assert all("answer" in tokenizer.decode(found.document(i)[0]) for i in range(found.documents))
 
 
 def test_a_huge_file_names_its_line(tmp_path, byte_tokenizer):

@@ -80,6 +80,17 @@ def test_new_bytes_reset_the_retries(server):
     )
 
 
+def test_an_etag_that_is_no_md5_is_not_compared(server, monkeypatch):
+    import servers
+
+    server.files["a.jsonl"] = jsonl("a", 5)
+    monkeypatch.setattr(servers, "MD5_HEADER", "x-other")
+    server.faults["a.jsonl"] = ["wrong"]
+    with pytest.raises(InputError, match=r"a\.jsonl, line 1: "):  # the bytes are read as they came
+        texts(UrlShard(server.url("a.jsonl"), FIELDS))
+    assert len(server.asked) == 1
+
+
 def test_waits_grow_with_jitter_and_end_at_a_minute(waits):
     def fail():
         raise ConnectionResetError("reset")
@@ -130,20 +141,22 @@ def test_few_shards_and_no_stale_partial_downloads_stay_on_disk(server, monkeypa
     monkeypatch.setattr(remote, "CACHED_SHARDS", 3)
     folder = remote.cache()
     folder.mkdir(parents=True)
-    for name, age in (("old", 2 * remote.STALE), ("new", 0)):
-        (folder / f".{name}.1.partial").write_text("x")
-        time = os.stat(folder).st_mtime - age
-        os.utime(folder / f".{name}.1.partial", (time, time))
+    old, new = (f".0123456789abcdef-{name}.1.partial" for name in ("old", "new"))
+    for name in (old, new, "own.jsonl", "own.partial"):
+        (folder / name).write_text("x")
+        time = os.stat(folder).st_mtime - (0 if name == new else 2 * remote.STALE)
+        os.utime(folder / name, (time, time))
     for i in range(6):
         server.files[f"{i}.jsonl"] = jsonl(str(i), 2)
         assert len(texts(UrlShard(server.url(f"{i}.jsonl"), FIELDS))) == 2
         for path in folder.glob("*.jsonl"):  # as if each was used a minute after the other
             time = path.stat().st_mtime - 60
             os.utime(path, (time, time))
-    assert sorted(path.name.split("-")[1] for path in folder.glob("*.jsonl")) == [
+    assert sorted(path.name.split("-")[1] for path in folder.glob("*-*.jsonl")) == [
         f"{i}.jsonl" for i in (3, 4, 5)
     ]
-    assert [path.name for path in folder.glob(".*.partial")] == [".new.1.partial"]
+    assert [path.name for path in folder.glob(".*.partial")] == [new]
+    assert {path.name for path in folder.glob("own.*")} == {"own.jsonl", "own.partial"}
 
 
 def test_a_download_of_several_processes_is_one(server):
@@ -184,6 +197,8 @@ def test_lists_of_urls_and_their_parts(server):
         assert names(source, "train") == ["b.jsonl", "a.jsonl.gz"]
         assert names(source, "validation") == ["c.jsonl"]
     assert names(server.url("set/train/b.jsonl"), "validation") == ["b.jsonl"]  # a part is held out
+    assert names([server.url("a.jsonl"), server.url("val-0.jsonl")], "validation") == ["val-0.jsonl"]
+    assert names(server.url("test.jsonl"), "train") == ["test.jsonl"]  # its name says nothing alone
 
     server.files["none.list"] = b"\n# nothing\n"
     for source, message in {
@@ -191,9 +206,13 @@ def test_lists_of_urls_and_their_parts(server):
         server.url("no.list"): "404",
         server.url("a.csv"): r"a\.csv: not the URL of a file",
         "http://***@host/a.jsonl": "never stored",
+        ("https://h/train/x.jsonl", "https://h/y.jsonl"): r"^https://h/y\.jsonl: .* would not be read",
+        ("https://h/train/x.jsonl", "https://h/test/y.jsonl"): r"^https://h/test/y\.jsonl: .* not be read",
+        ("https://h/x.jsonl?sig=a", "https://h/x.jsonl?sig=b"): r"differ only in a .* signature",
+        ("/data/a.jsonl", "/data/b.jsonl"): r"^/data/a\.jsonl: not a URL; .* give a directory or a glob",
     }.items():
         with pytest.raises(InputError, match=message):
-            open_corpus(DataConfig(source=source), "train")
+            open_corpus(DataConfig(source=source if isinstance(source, str) else [*source]), "train")
 
 
 def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
@@ -399,5 +418,7 @@ def test_identity_is_the_same_when_a_link_is_signed_anew():
     assert first == identity("https://host/a.jsonl?part=3&X-Amz-Signature=9")
     assert first != identity("https://host/a.jsonl?part=4")
     assert identity("https://host/a.jsonl?se=1&sp=r&sig=x") == "https://host/a.jsonl"
+    for name in ("key", "keyword", "design", "assignment", "st"):
+        assert identity(f"https://host/a.jsonl?{name}=1") != identity(f"https://host/a.jsonl?{name}=2"), name
     assert "pass" not in first
     assert "pass" not in repr(UrlShard("https://me:pass@host/a.jsonl", FIELDS))

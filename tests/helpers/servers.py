@@ -6,6 +6,9 @@ import json
 import threading
 import urllib.parse
 
+MD5_HEADER = "x-amz-request-id"
+"""A header of the servers whose ETag is the MD5."""
+
 
 class Server(http.server.ThreadingHTTPServer):
     """Serves `files`; each path first answers as its list in `faults` says, one request after the other."""
@@ -51,6 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         if etag:
             self.send_header("ETag", etag)
+            self.send_header(MD5_HEADER, "1")
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
         body = body[start:]

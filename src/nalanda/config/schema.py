@@ -49,7 +49,9 @@ class Component:
 class DataConfig:
     """`data:` of a recipe.
 
-    A local directory may hold `train/` and `validation/`, each with files at any depth (SlimPajama's layout).
+    A local directory may hold `train/` and `validation/` (or val, valid, dev), each with files at any depth
+    (SlimPajama's layout), or files of such names, as `val.jsonl` or `train-00000-of-00009.parquet`. `test` is
+    left out, and so are files of no split beside `train`; a line at the start says how many.
     Without a validation part, `validation_share` of the training documents is held out. The hash of a text
     decides: the two parts are disjoint, and stay the same when files are added.
 
@@ -59,7 +61,7 @@ class DataConfig:
     source's, and validation needs a part of its own.
 
     `mixture` takes rows from several sources in turn: after any number of rows, each has given its share to
-    within one row. Each has its own epochs. Their validation documents share `max_validation_rows` equally.
+    within one row. Each has its own epochs. Their validation documents share `max_validation_rows` by weight.
     Their sources are named after the component: `web`, or `web/ArXiv` if documents name their own source.
 
     `long_documents: carry` needs a prepared token set. The rest of a document longer than a row becomes the

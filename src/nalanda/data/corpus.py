@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import functools
 import glob
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
 
 from nalanda.common.errors import InputError
-from nalanda.common.text import is_url
+from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
-    FOLDERS,
+    NAMES,
     Document,
     Fields,
     FileShard,
     Shard,
     TextShard,
     digest,
+    files_of,
     hash_text,
     is_single,
     not_blank,
     reader_of,
+    split_of,
+    suffix_of,
     suffixes,
 )
 from nalanda.data.hub import is_hub_id, open_hub
@@ -68,19 +72,23 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
     if data.mixture and not (split == "validation" and data.validation_source):
         return Corpus([MixtureShard(data, split)])
     source = source_of(data, split)
-    shards, separate = _open_shards(data, source, split)
-    separate = separate or bool(data.validation_source)
+    shards, counts = _open_shards(data, source, split)
+    separate = bool(counts.get("validation") or data.validation_source)
     if data.documents == "joined":
         if not separate:
             raise InputError(
                 f"data.documents: joined: {source} has no validation part, and one text has no documents to "
                 "hold out; give data.validation_source"
             )
-        return Corpus(shards, lambda text: True, ordered=True)
+        return Corpus(shards, lambda text: True, ordered=True, counts=counts)
     if separate:
-        return Corpus(shards)
+        return Corpus(shards, counts=counts)
     part = split == "validation"
-    return Corpus(shards, lambda text: not_blank(text) and held_out(text, data.validation_share) == part)
+    return Corpus(
+        shards,
+        lambda text: not_blank(text) and held_out(text, data.validation_share) == part,
+        counts=counts,
+    )
 
 
 def held_out(text: str, share: float) -> bool:
@@ -88,51 +96,89 @@ def held_out(text: str, share: float) -> bool:
     return hash_text(text) < share * 2**64
 
 
-def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
-    """The shards of `split`, and whether the source has a validation part of its own."""
+def check_apart(train: Corpus, validation: Corpus) -> None:
+    """Raises `InputError` if a file of `data.validation_source` is trained on too."""
+    known = {_place(shard) for shard in train.shards} - {None}
+    if common := next((shard for shard in validation.shards if _place(shard) in known), None):
+        raise InputError(
+            f"data.validation_source: {_place(common)} is a training file too; leave it out of one, or "
+            "leave validation_source out and data.validation_share is held out"
+        )
+
+
+def _place(shard: Shard) -> str | None:
+    if isinstance(shard, FileShard):
+        return str(shard.path.resolve())
+    return None if isinstance(shard, TextShard) else shard.identity
+
+
+def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
+    """How many files each split of `data.source` has, and what is left out; "" for a single file."""
+    if sum(counts.values()) < 2:
+        return ""
+    left = {key: count for key, count in counts.items() if count and key.startswith(".")}
+    left = {f"that end in {key}" if len(key) > 1 else "without suffix": n for key, n in left.items()}
+    left["of a test split"] = counts["test"]
+    left["of no split"] = counts[""] if counts["train"] else 0
+    own = counts["validation"]
+    if data.validation_source:
+        left["of a validation split"], own = own, 0
+    name = data.source if isinstance(data.source, str) else f"{data.source[0]} and others"
+    line = f"{redact(name)}: {counts['train'] or counts['']} files for training"
+    line += f", {own} for validation" if own else ""
+    rest = ", ".join(f"{count} {what}" for what, count in left.items() if count)
+    return f"{line}; left out: {rest}" if rest else line
+
+
+def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], dict[str, int]]:
+    """The shards of `split`, and `Corpus.counts`."""
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
     if source == "python":
         texts = python_splits(data.validation_share)[split]
-        return [TextShard(name, text) for name, text in texts.items()], True
+        return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
     root = Path(source).expanduser()
     if is_token_set(root):
         raise InputError(f"data.source: {source} is a token set, and texts are needed here; give its source")
     if is_local(source):
-        files, separate = _find_files(root, split)
-        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], separate
+        files, counts = _find_files(root, split)
+        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
     if is_hub_id(source):
-        return open_hub(data, source, split)
+        shards, separate = open_hub(data, source, split)
+        return shards, {"validation": int(separate)}
     raise InputError(
         f"data.source: {source!r} does not exist; give python, a local file, directory or glob, "
         "or a Hub dataset id such as HuggingFaceFW/fineweb-edu"
     )
 
 
-def _find_files(root: Path, split: str) -> tuple[dict[str, Path], bool]:
-    """Files by name, sorted, and whether validation has files of its own."""
-    separate = False
+def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]]:
+    """Files by name, sorted, and `Corpus.counts`. In a directory the outermost folder that names a split
+    decides, or else the file's own name. Of a glob every file is taken."""
     if root.is_dir():
-        names = [n for n in glob.glob("**/*", root_dir=root, recursive=True) if n.endswith(suffixes())]
-        files = {Path(n).as_posix(): root / n for n in sorted(names) if (root / n).is_file()}
-        parts = {part: {n: p for n, p in files.items() if n.startswith(f"{part}/")} for part in FOLDERS}
-        separate = bool(parts["validation"])
-        if split == "validation" and separate:
-            files = parts["validation"]
-        else:
-            files = parts["train"] or {n: p for n, p in files.items() if n.split("/")[0] not in FOLDERS}
+        parts: dict[str, dict[str, Path]] = {part: {} for part in (*NAMES, "")}
+        counts: Counter[str] = Counter()
+        for name in sorted(glob.glob("**/*", root_dir=root, recursive=True)):
+            if suffix_of(name) and (root / name).is_file():
+                *folders, file = Path(name).parts
+                parts[split_of(folders, file)][Path(name).as_posix()] = root / name
+            elif (root / name).is_file():
+                counts[Path(name).suffix or "."] += 1
+        counts.update({part: len(found) for part, found in parts.items()})
+        files = files_of(parts, split)
     else:
         found = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
         files = {path.as_posix(): path for path in found if path.is_file()}
         for path in files.values():
             reader_of(path)
+        counts = Counter({"": len(files)})
     if not files:
         raise InputError(f"{root}: no documents for {split}; files may end in {', '.join(suffixes())}")
     if len({is_single(path.name) for path in files.values()}) == 2:
         raise InputError(
             f"{root}: .txt files lie beside shards; name the files to read, such as {root}/**/*.jsonl"
         )
-    return files, separate
+    return files, counts
 
 
 @dataclass
@@ -144,6 +190,8 @@ class Corpus:
     """The test that a text must pass to belong to the split."""
     ordered: bool = False
     """Whether the documents are one text and so never shuffled."""
+    counts: Mapping[str, int] = field(default_factory=Counter)
+    """Files of the source by split, "" for those of none, and those without a reader by suffix."""
 
     @property
     def fingerprint(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from nalanda.common.errors import InputError, first_line
 from nalanda.config.schema import MAX_DOCUMENT, DataConfig
 
-FOLDERS = ("train", "validation", "test")
-"""Names of the folders that hold the splits of a source."""
+NAMES = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|eval"}
+"""The splits, and the names of folders and files that hold them."""
 
 BLOCK = 1 << 17
 """Bytes read at a time."""
@@ -96,6 +97,8 @@ def hash_text(text: str) -> int:
 
 
 D = TypeVar("D", Document, Document | None)
+
+T = TypeVar("T")
 
 
 def take_documents(documents: Iterator[D], characters: int) -> list[D]:
@@ -195,9 +198,9 @@ class Reader(Protocol):
 
 def reader_of(path: Path) -> Reader:
     """The reader of the longest suffix that fits. Raises `InputError` if none does."""
-    if not (fitting := [suffix for suffix in READERS if path.name.endswith(suffix)]):
+    if not (suffix := suffix_of(path.name)):
         raise InputError(f"{path}: no reader for this suffix; files may end in {', '.join(READERS)}")
-    return READERS[max(fitting, key=len)]
+    return READERS[suffix]
 
 
 def suffixes() -> tuple[str, ...]:
@@ -205,9 +208,37 @@ def suffixes() -> tuple[str, ...]:
     return tuple(READERS)
 
 
+def suffix_of(name: str) -> str:
+    """The longest suffix with a reader that `name` ends in, in either case; "" if there is none."""
+    return max((s for s in READERS if name.lower().endswith(s.lower())), key=len, default="")
+
+
 def is_single(name: str) -> bool:
     """Whether a file of this name is one document."""
-    return name.endswith(".txt")
+    return name.lower().endswith(".txt")
+
+
+def split_of(folders: Iterable[str], file: str) -> str:
+    """The split of a file: that of the first of `folders` which names one (`NAMES`), or else of its own name,
+    such as val.jsonl or train-00001-of-00009.parquet; "" for none."""
+    stem = re.sub(r"[-_.]\d.*", "", file[: len(file) - len(suffix_of(file))])
+    found = (
+        split
+        for name in (*folders, stem)
+        for split, names in NAMES.items()
+        if re.fullmatch(names, name, re.I)
+    )
+    return next(found, "")
+
+
+def files_of(parts: dict[str, T], split: str) -> T:
+    """The files of `split` among those by `NAMES` and "", for no split; some may be empty.
+
+    Files of no split are for training if none are named so. Validation falls back on the files of training,
+    of which a share is held out, and on those of a test, which a source of its own may have alone.
+    """
+    train = parts["train"] or parts[""]
+    return train if split == "train" else parts["validation"] or train or parts["test"]
 
 
 def read_txt(path: Path, fields: Fields, start: int) -> Iterator[tuple[Document | None, int]]:
@@ -269,9 +300,9 @@ def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes
 
 def _blocks(path: Path, fields: Fields) -> Iterator[bytes]:
     """The decompressed content of a file, a bounded number of bytes at a time."""
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         yield from _decompress_zst(path, max(WINDOW, fields.max_bytes))
-    elif path.suffix == ".gz":
+    elif path.suffix.lower() == ".gz":
         with gzip.open(path) as file:
             while block := file.read1(BLOCK):  # `read` loses what came before an error
                 yield block

@@ -25,10 +25,17 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, is_local, open_corpus, source_of
+from nalanda.data.corpus import (
+    DocumentStream,
+    check_apart,
+    describe_files,
+    is_local,
+    open_corpus,
+    source_of,
+)
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
-from nalanda.data.token_set import TokenSet, is_token_set
+from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
 from nalanda.data.tokenizer import encoder, tokenizer_fingerprint, vocabulary_of
 from nalanda.data.workers import ReadAhead, Tokenisers
 
@@ -236,9 +243,19 @@ class PackedBatches:
     def contents(self) -> dict[str, dict[str, str]]:
         """`Corpus.contents` of each component that is read as text. The state holds them, and
         `load_state_dict` refuses other ones. With many processes, compute them in one and set them in all."""
+        streams = self._streams().items()
+        return {name: found for name, part in streams if (found := part.corpus.contents())}
+
+    def _streams(self) -> dict[str, StreamRows]:
+        """The components that are read as text."""
         parts = self.source.parts if isinstance(self.source, Mixture) else {"": self.source}
-        streams = {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
-        return {name: found for name, part in streams.items() if (found := part.corpus.contents())}
+        return {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
+
+    def describe_files(self) -> list[str]:
+        """For each component of many files: how many each split has, and what is left out."""
+        data = self.data.parts()
+        lines = [describe_files(data[name], part.corpus.counts) for name, part in self._streams().items()]
+        return [line for line in lines if line]
 
 
 def validation_batches(
@@ -268,6 +285,9 @@ def validation_batches(
             found = {"": list(batches)}
         _print_skipped(batches.skipped(), rank)
         return found
+    for part in data.parts().values():
+        if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
+            check_apart(*(open_corpus(part, split) for split in SPLITS))
     parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
     groups: dict[str, list[np.ndarray]] = {}

@@ -35,7 +35,7 @@ from nalanda.common.retry import persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
-from nalanda.data.documents import digest
+from nalanda.data.documents import digest, files_of
 from nalanda.data.hub import is_hub_id, open_hub, pinned
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
 from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
@@ -303,8 +303,10 @@ def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None
 
 
 def _fetch_urls(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
-    for part, urls in split_urls(list_urls(need.name, config.data.retries)).items():
-        for url in urls[:shards] if part != "test" else []:
+    parts = split_urls(list_urls(need.name, config.data.retries))
+    train, held = files_of(parts, "train"), files_of(parts, "validation")
+    for part, urls in (("train", train), ("validation", held if held != train else [])):
+        for url in urls[:shards]:
             place = urlsplit(identity_of(url))
             file = target / part / f"{place.netloc}{place.path}".replace(":", "-")
             if place.query:

@@ -30,7 +30,7 @@ from nalanda.common.plugins import import_plugins, imported
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import Corpus, open_corpus
+from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpus
 from nalanda.data.documents import (
     BLOCK,
     Document,
@@ -38,6 +38,9 @@ from nalanda.data.documents import (
     Shard,
     TextShard,
     document_in,
+    read_jsonl,
+    read_parquet,
+    reader_of,
     split_lines,
     take_documents,
 )
@@ -95,12 +98,18 @@ def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
         size = _size(shard)
         unit = Unit(split, number, shard.identity, limit if size is None else size, content=content)
         parts: list[Unit] = []
-        if isinstance(shard, FileShard) and unit.weight > limit and shard.path.suffix == ".jsonl":
+        large = isinstance(shard, FileShard) and unit.weight > limit
+        if large and _is_plain_jsonl(shard.path):
             cuts = [*range(0, unit.weight, limit), unit.weight]
             parts = [unit._replace(weight=b - a, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
-        elif isinstance(shard, FileShard) and unit.weight > limit and shard.path.suffix == ".parquet":
+        elif large and reader_of(shard.path) is read_parquet:
             parts = [unit._replace(weight=w, start=a, stop=b) for a, b, w in _row_groups(shard.path)]
         yield from parts or [unit]
+
+
+def _is_plain_jsonl(path: Path) -> bool:
+    """Whether a file may be cut at its lines: a plugin's reader of some .jsonl reads it otherwise."""
+    return reader_of(path) is read_jsonl and path.suffix.lower() == ".jsonl"
 
 
 def _size(shard: Shard) -> int | None:
@@ -112,7 +121,9 @@ def _size(shard: Shard) -> int | None:
 
 def _density(shard: Shard) -> int:
     """About the bytes of text in a byte of input, so that the bar moves within a large file."""
-    return 3 if isinstance(shard, FileShard) and shard.path.suffix in (".gz", ".zst", ".parquet") else 1
+    return (
+        3 if isinstance(shard, FileShard) and shard.path.suffix.lower() in (".gz", ".zst", ".parquet") else 1
+    )
 
 
 def _row_groups(path: Path) -> list[tuple[int, int, int]]:
@@ -148,7 +159,7 @@ def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
 def _read(shard: Shard, unit: Unit) -> Iterator[Document | None]:
     if unit.stop is None:
         yield from (document for document, _ in shard.read(None))
-    elif isinstance(shard, FileShard) and shard.path.suffix == ".jsonl":
+    elif isinstance(shard, FileShard) and _is_plain_jsonl(shard.path):
         yield from _read_lines(shard, unit.start, unit.stop)
     else:
         for document, row in shard.read(unit.start):
@@ -441,8 +452,10 @@ def begin(
     corpora = {split: open_corpus(data, split) for split in SPLITS}
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     separate = prints["train"] != prints["validation"]
-    if data.validation_source and not separate:
-        raise InputError(f"data.validation_source: is the training source, {data.source}; leave it out")
+    if data.validation_source:
+        check_apart(corpora["train"], corpora["validation"])
+    if line := describe_files(data, corpora["train"].counts):
+        say(line)
     parts = SPLITS if separate else SPLITS[:1]
     if shard_bytes is None:
         total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)

@@ -7,6 +7,7 @@ signature, so messages pass through `redact`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import time
@@ -20,7 +21,19 @@ from nalanda.common.errors import DiskFull, InputError, no_room
 from nalanda.common.retry import Incomplete, Patience, T, describe_error, persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import FOLDERS, Document, Fields, FileShard, Shard, digest, is_single, suffixes
+from nalanda.data.documents import (
+    NAMES,
+    Document,
+    Fields,
+    FileShard,
+    Shard,
+    digest,
+    files_of,
+    is_single,
+    split_of,
+    suffix_of,
+    suffixes,
+)
 
 LISTS = (".urls", ".list")
 """Suffixes of a text file with one URL a line."""
@@ -34,25 +47,43 @@ CACHED_SHARDS = 16
 STALE = 3600.0
 """Seconds after which a partial download belongs to a killed process."""
 
-_SECRET = re.compile(r"^x-(amz|goog)-|sig|token|key|secret|password|credential|expires|policy|^s[a-z]$", re.I)
+_SECRET = re.compile(
+    r"x-(amz|goog)-.*|sig|signature|(access_|auth_|id_)?token|secret|password|credentials?|expires|policy"
+    r"|(api|access|secret)[-_]?key|key-pair-id|awsaccesskeyid|googleaccessid",
+    re.I,
+)
+"""Names of a query's parts that sign it."""
+
+_SHARED_ACCESS = re.compile(r"s[a-z]|srt|skoid|sktid|spr|sip", re.I)
+"""The same in Azure's links, which have a `sig`."""
+
+_CACHED = re.compile(r"\.?[0-9a-f]{16}-")
+"""Beginning of the names that the cache gives."""
 
 
-def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], bool]:
-    """The shards of `split`, and whether the source has a validation part.
+def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], dict[str, int]]:
+    """The shards of `split`, and the number of shards by split, "" for none.
 
     `source` is the URL of a shard or of a list of shards (`LISTS`), or several of them. As with a local
-    directory, URLs below `train/`, `validation/` or `test/` belong to that split.
+    directory, folders and files' names tell the split (`split_urls`).
 
     Raises:
-        InputError: a shard's suffix has no reader, a list is empty, or a list does not exist.
+        InputError: a shard's suffix has no reader, a list is empty, or a list does not exist; a URL of
+            several belongs to no split.
         SourceUnavailable: a list's server keeps failing.
     """
     parts = split_urls(list_urls(source, data.retries))
-    separate = bool(parts["validation"])
-    urls = parts["validation"] if split == "validation" and separate else parts["train"] or parts[""]
-    if not urls:
+    if not (urls := files_of(parts, split)):
         raise InputError(f"{_name(source)}: no shard for {split}; add some, or name another source")
-    return [UrlShard(url, Fields.of(data), data.retries) for url in urls], separate
+    taken = urls if data.validation_source else [*files_of(parts, "train"), *files_of(parts, "validation")]
+    every = itertools.chain(*parts.values())
+    if isinstance(source, list) and (lost := next((url for url in every if url not in taken), None)):
+        raise InputError(
+            f"{redact(lost)}: by its name and those of the other URLs neither a training nor a validation "
+            "shard, so it would not be read; leave it out, or list it apart as data.validation_source"
+        )
+    shards: list[Shard] = [UrlShard(url, Fields.of(data), data.retries) for url in urls]
+    return shards, {part: len(found) for part, found in parts.items()}
 
 
 def list_urls(source: str | list[str], retries: int) -> list[str]:
@@ -65,30 +96,44 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
             )
         lines = _text(url, retries).splitlines() if urlsplit(url).path.endswith(LISTS) else [url]
         found += [urljoin(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
+    known: dict[str, str] = {}
     for url in found:
-        if not is_url(url) or not urlsplit(url).path.endswith(suffixes()):
+        if not is_url(url):
+            raise InputError(f"{url}: not a URL; a list has URLs only; for files give a directory or a glob")
+        if not suffix_of(urlsplit(url).path):
             kinds = ", ".join((*suffixes(), *LISTS))
             raise InputError(f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}")
+        if known.setdefault(identity_of(url), url) != url:
+            raise InputError(
+                f"{redact(url)}: two URLs differ only in a password or signature, and so are taken for one "
+                "file; name a file once"
+            )
     if not found:
         raise InputError(f"{_name(source)}: lists no shard; give one URL a line")
     return found
 
 
 def split_urls(urls: list[str]) -> dict[str, list[str]]:
-    """URLs by the innermost of `FOLDERS` that they lie below; "": below none."""
-    parts: dict[str, list[str]] = {part: [] for part in (*FOLDERS, "")}
+    """URLs by the split that the innermost folder or else the file's name tells, "" for none. A lone URL has
+    none, since nothing is beside it."""
+    parts: dict[str, list[str]] = {part: [] for part in (*NAMES, "")}
     for url in urls:
-        folders = [part for part in urlsplit(url).path.split("/")[:-1] if part in FOLDERS]
-        parts[folders[-1] if folders else ""].append(url)
+        *folders, file = urlsplit(url).path.split("/")
+        parts[split_of(reversed(folders), file) if len(urls) > 1 else ""].append(url)
     return parts
 
 
 def identity_of(url: str) -> str:
     """The URL without password and signature, which stays the same when a link is signed anew."""
-    parts = urlsplit(url)
-    kept = sorted((key, value) for key, value in parse_qsl(parts.query) if not _SECRET.search(key))
-    query = f"?{digest(repr(kept))}" if kept else ""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{query}"
+    parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
+    azure = any(key.lower() == "sig" for key, _ in query)
+    kept = sorted(
+        (key, value)
+        for key, value in query
+        if not (_SECRET.fullmatch(key) or (azure and _SHARED_ACCESS.fullmatch(key)))
+    )
+    which = f"?{digest(repr(kept))}" if kept else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{which}"
 
 
 def _name(source: str | list[str]) -> str:
@@ -182,10 +227,8 @@ def cached(url: str, retries: int) -> Path:
 
 def _prune(folder: Path, newest: Path) -> None:
     # A process that reads a removed file has it open and is not disturbed.
-    files = {path: _age(path) for path in folder.iterdir() if path != newest}
-    shards = sorted(
-        (p for p in files if p.name.endswith(suffixes()) and p.name[0] != "."), key=files.__getitem__
-    )
+    files = {path: _age(path) for path in folder.iterdir() if path != newest and _CACHED.match(path.name)}
+    shards = sorted((p for p in files if suffix_of(p.name) and p.name[0] != "."), key=files.__getitem__)
     halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
     for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
         path.unlink(missing_ok=True)
@@ -260,7 +303,8 @@ def _checksum(headers: Any) -> tuple[str, str] | None:
     for kind in ("sha256", "md5"):
         if value := headers.get(f"x-checksum-{kind}"):
             return kind, value.lower()
-    etag = re.fullmatch(r'"([0-9a-f]{32})"', headers.get("ETag", ""))
+    # Other servers' ETags look the same and are hashes of other things.
+    etag = "x-amz-request-id" in headers and re.fullmatch(r'"([0-9a-f]{32})"', headers.get("ETag", ""))
     encrypted = "kms" in headers.get("x-amz-server-side-encryption", "") or any(
         "server-side-encryption-customer" in name.lower() for name in headers
     )  # S3's ETag is then not the MD5 of the content
