@@ -611,6 +611,7 @@ def analyze(
 
 @data.command()
 def prepare(
+    context: typer.Context,
     source: Annotated[
         str,
         Argument(
@@ -674,6 +675,10 @@ def prepare(
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
     if format == "megatron":
+        for parameter in context.command.params:
+            given = context.get_parameter_source(parameter.name or "")
+            if given and given.name == "COMMANDLINE" and parameter.name not in ("source", "output", "format"):
+                raise InputError(f"{parameter.opts[0]}: a prepared set is written as it is; leave it out")
         for split, (documents, tokens) in write_megatron(source, output).items():
             made = f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
             print(made if documents else f"no {split}")

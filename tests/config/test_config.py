@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.errors import InputError
-from nalanda.config.load import differences, find_recipe, load_config
+from nalanda.config.load import differences, find_recipe, is_recipe, load_config
 from nalanda.config.schema import Component, DataConfig, RunConfig
 
 RECIPE = """
@@ -126,6 +126,8 @@ def test_recipes_are_found_by_name(tmp_path, monkeypatch):
     recipes = Path(__file__).parents[2] / "recipes"
     name = min(recipes.glob("*.yaml")).stem
     assert find_recipe(name).read_text() == (recipes / f"{name}.yaml").read_text()
+    names = (name, "fla/deltanet_340m", "any.yml", "HuggingFaceFW/fineweb-edu", "python")
+    assert [is_recipe(name) for name in names] == [True, True, True, False, False]
 
 
 def test_a_component_of_a_mixture_has_what_it_does_not_set_from_data():

@@ -1,6 +1,7 @@
 """Documents → tokens → rows → batches: nothing is lost or repeated, also after interruptions."""
 
 import copy
+import dataclasses
 import gc
 import gzip
 import io
@@ -30,7 +31,7 @@ from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import Document, Fields, FileShard, _blocks, split_lines
 from nalanda.data.loader import PackedBatches
 from nalanda.data.packing import StreamRows
-from nalanda.data.prepare import begin
+from nalanda.data.prepare import begin, prepare
 from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
@@ -817,6 +818,31 @@ def test_a_file_that_was_edited_at_equal_size_is_named(byte_tokenizer, shards, m
     new().load_state_dict(through_json(batches.state_dict()))
 
 
+@pytest.mark.parametrize("place", ["0.jsonl", "*.jsonl"])
+def test_files_that_were_moved_are_known_by_their_content(tmp_path, byte_tokenizer, shards, place):
+    """Names of a file or a glob are paths, those in a directory are not."""
+
+    def new(folder: str) -> PackedBatches:
+        config = dataclasses.replace(shards, source=f"{tmp_path}/{folder}/{place}")
+        return PackedBatches(config, byte_tokenizer, split="train", batch_size=2)
+
+    batches = new("shards")
+    next(batches)
+    state = through_json(batches.state_dict())
+    for end in ("bos_id", "eos_id"):  # as earlier versions saved it
+        del state["identity"][end]
+    meant = next(batches)
+    batches.close()
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    moved = new("moved")
+    moved.load_state_dict(state)
+    assert same(next(moved), meant)
+    moved.close()
+    swap(tmp_path / "moved" / "0.jsonl", b'"n": 1', b'"n": 7')
+    with pytest.raises(InputError, match="data: changed since the checkpoint was saved: corpus was"):
+        new("moved").load_state_dict(state)
+
+
 def test_validation_files_are_hashed_too(tmp_path, byte_tokenizer, shards):
     shards.validation_source = str(write_jsonl(tmp_path / "v.jsonl", ["one", "two"]))
 
@@ -935,6 +961,28 @@ def test_validation_source(tmp_path):
         for split in ("train", "validation")
     ]
     assert parts == [["one", "two"], ["three"]]
+
+
+def test_a_cut_validation_says_what_it_covers(tmp_path, byte_tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(data, "STREAM_GROUP", 20)
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / f"val/{name}.jsonl", ["x" * 18] * 10)
+    write_jsonl(tmp_path / "train/a.jsonl", ["one"])
+    config = DataConfig(source=str(tmp_path), seq_len=10, max_validation_rows=61)
+    data.validation_batches(config, byte_tokenizer, batch_size=1)
+    last = capsys.readouterr().err
+    config.max_validation_rows = 4
+    for rank in (0, 1):
+        data.validation_batches(config, byte_tokenizer, batch_size=1, rank=rank, world_size=2)
+    cut = "the first 2 documents, of at most 1 of 3 files (data.max_validation_rows: 4)"
+    assert capsys.readouterr().err.splitlines() == [f"nalanda: validation reads {cut}"]
+    prepare(config, TokenizerConfig(path=byte_tokenizer.name_or_path), tmp_path / "set")
+    config.source = str(tmp_path / "set")
+    data.validation_batches(config, byte_tokenizer, batch_size=1)
+    assert "validation reads the first 2 of 30 documents (" in capsys.readouterr().err
+    config.max_validation_rows = 61
+    data.validation_batches(config, byte_tokenizer, batch_size=1)
+    assert last == capsys.readouterr().err == ""
 
 
 def test_a_validation_source_that_is_trained_on_is_refused(tmp_path, byte_tokenizer):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
+from nalanda.data.corpus import open_corpus
 from nalanda.data.inspect import check_set
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import MegatronSet, read_megatron, write_megatron
@@ -221,6 +222,8 @@ def test_the_command(tokenizer, saved, tmp_path):
         return str(done.exception) if done.exception else done.stdout
 
     assert "name the tokenizer" in run(f"{prefix}.idx", read)
+    with pytest.raises(InputError, match=r"is a Megatron set; make a token set of it: nalanda data prepare"):
+        open_corpus(DataConfig(source=f"{prefix}.idx"), "train")
     assert "leave it out" in run(f"{prefix}.bin", read, "--tokenizer", saved.path, "--eos")
     assert "there are nalanda and megatron" in run(f"{prefix}.idx", read, "--format", "arrow")
     assert "of 257 tokens, eos\n" in run(f"{prefix}.idx", read, "--tokenizer", saved.path)

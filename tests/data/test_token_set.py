@@ -1,5 +1,6 @@
 """Token sets: their contents depend only on the settings, and damage is found."""
 
+import copy
 import gzip
 import hashlib
 import importlib.util
@@ -20,11 +21,12 @@ from typer.testing import CliRunner
 from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
+from nalanda.data import make_set
 from nalanda.data import prepare as preparing
 from nalanda.data.corpus import held_out
 from nalanda.data.documents import READERS, Document
 from nalanda.data.inspect import check_set, inspect
-from nalanda.data.loader import PackedBatches
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import Preparation, begin, prepare
 from nalanda.data.token_set import SumCheck, TokenSet, is_token_set
 from nalanda.data.tokenizer import encoder, tokenizer_fingerprint
@@ -662,17 +664,83 @@ def test_an_empty_corpus_is_refused(tmp_path, byte_tokenizer):
     assert not is_token_set(tmp_path / "out")
 
 
-def test_joined_keeps_blank_lines(tmp_path, byte_tokenizer):
-    for name in ("train", "validation"):
-        (tmp_path / f"{name}.jsonl").write_bytes(lines([{"text": t} for t in ("one", "", "two")]))
-    data = DataConfig(
-        source=str(tmp_path / "train.jsonl"),
-        validation_source=str(tmp_path / "validation.jsonl"),
-        documents="joined",
-        bos=False,
-    )
+def test_joined_documents_are_refused_before_the_work(tmp_path, byte_tokenizer):
+    data = DataConfig(source="python", documents="joined", bos=False)
+    with pytest.raises(InputError, match=r"data\.documents: joined is read as text"):
+        prepare(data, byte_tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte_tokenizer):
+    source = str(corpus(tmp_path / "in", files=1))
+    data = DataConfig(source=source, validation_share=0.3, seq_len=16, workers=0)
     prepare(data, byte_tokenizer, tmp_path / "out")
-    assert np.count_nonzero(TokenSet(tmp_path / "out", "validation").read(0, 9) == 0) == 3
+    data.source = str(tmp_path / "out")
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "a"
+    assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
+    file = tmp_path / "out/index.json"
+    index = json.loads(file.read_bytes())
+    assert index["tokenizer"].keys() == {"fingerprint", "vocab_size", "bos", "eos"}
+    del index["tokenizer"]["bos"], index["tokenizer"]["eos"]
+    for _ in ("in the index", "in the tokenizer beside it"):
+        PackedBatches(data, tokenizer, split="train", batch_size=2)
+        with pytest.raises(
+            InputError, match=r"its eos is token 0, and the tokenizer's is \d+; set tokenizer"
+        ):
+            PackedBatches(data, other, split="train", batch_size=2)
+        with pytest.raises(InputError, match="its eos is token 0"):
+            validation_batches(data, other, batch_size=2)
+        file.write_text(json.dumps(index))  # as earlier versions wrote it
+
+
+def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
+    server.files["a.jsonl"] = lines(records(60))
+    url, out = server.url("a.jsonl").replace("//", "//me:geheim@") + "?sig=geheim&part=1", tmp_path / "out"
+    data = DataConfig(source=[url])
+    begin(data, byte_tokenizer, out)
+    stored = [path for path in out.rglob("*") if path.is_file() and "geheim" in path.read_text()]
+    assert [(path.name, path.stat().st_mode & 0o777) for path in stored] == [("urls.json", 0o600)]
+    server.faults["a.jsonl"] = ["404"]
+    with pytest.raises(InputError, match="404"):
+        prepare(data, byte_tokenizer, out)
+    assert not stored[0].exists()
+    data.source = [url.replace("sig=geheim", "sig=anew")]
+    prepare(data, byte_tokenizer, out, workers=2)
+    assert not [path for path in out.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()]
+    index = json.loads((out / "index.json").read_bytes())
+    index["settings"]["source"] = [url]  # as earlier versions stored it
+    (out / "index.json").write_text(json.dumps(index))
+    said = []
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert "prepared already" in said[-1]
+    data.source = [url.replace("part=1", "part=2")]
+    with pytest.raises(InputError, match="was prepared with") as caught:
+        prepare(data, byte_tokenizer, out)
+    assert "geheim" not in str(caught.value)
+
+
+def test_options_change_a_recipes_tokenizer_and_keep_the_rest(tmp_path, monkeypatch, byte_tokenizer):
+    recipe = tmp_path / "recipe.yaml"
+    text = (
+        "model: {}\ntrain: {steps: 1, tokens_per_step: 2048, micro_batch_size: 1}\ndata: {source: python}\n"
+    )
+
+    def made(tokenizer: str, **asked) -> TokenizerConfig:
+        recipe.write_text(f"{text}output_dir: {tmp_path}/run\ntokenizer: {tokenizer}\n")
+        found = []
+        monkeypatch.setattr(make_set, "prepare", lambda data, config, *_, **__: found.append(config))
+        make_set.make_token_set(str(recipe), str(tmp_path / "out"), data={}, tokenizer=asked)
+        return found[0]
+
+    words = "{train: words, min_count: 3, mask: true}"
+    kept = TokenizerConfig(train="words", min_count=3, mask=True, vocab_size=500)
+    assert made(words, vocab_size=500, path=None) == kept
+    assert made(words, path="mistral") == TokenizerConfig(path="mistral")
+    assert made(words, train="bpe") == TokenizerConfig(train="bpe")
+    assert made("mistral", train="words") == TokenizerConfig(train="words")
+    with pytest.raises(InputError, match="vocab_size is 500; only a trained one has a size"):
+        made("mistral", vocab_size=500).check()
 
 
 def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):
@@ -722,6 +790,10 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
     assert sums(tmp_path / "a") == sums(tmp_path / "b")
     arguments = ["data", "prepare", str(recipe), str(tmp_path / "a"), "--no-eos"]
     assert "was prepared with eos true, and this is false" in str(run.invoke(app, arguments).exception)
+    for option in (["--tokenizer", "x"], ["--bos"]):
+        arguments = ["data", "prepare", str(tmp_path / "a"), str(tmp_path / "m"), "--format=megatron"]
+        refused = run.invoke(app, [*arguments, *option]).exception
+        assert str(refused) == f"{option[0]}: a prepared set is written as it is; leave it out"
     flip(tmp_path / "a/train/00000.tokens")
     assert run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--show", "1"]).exit_code == 0
     damaged = run.invoke(app, ["data", "inspect", str(tmp_path / "a"), "--verify"]).exception

@@ -322,6 +322,7 @@ def test_transient_errors():
         *[hub(code) for code in (400, 401, 403, 404, 416)],
         *[status(code) for code in (401, 404)],
         OfflineModeIsEnabled("x"),
+        ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"),  # of datasets
         FileNotFoundError("x"),
         ValueError("x"),
         EOFError("x"),

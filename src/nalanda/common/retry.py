@@ -25,7 +25,7 @@ sleep = time.sleep
 """The wait between two tries; tests replace it."""
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
 
 
@@ -56,7 +56,7 @@ def transient(error: BaseException) -> bool:
             return status in (408, 425, 429) or status >= 500
     if any(
         isinstance(link, (ssl.SSLCertVerificationError, InputError))
-        or type(link).__name__ == "OfflineModeIsEnabled"  # a ConnectionError that waiting cannot fix
+        or "OfflineModeIsEnabled" in describe_error(link)  # a ConnectionError that waiting cannot fix
         for link in chain
     ):
         return False

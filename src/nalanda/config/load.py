@@ -58,7 +58,8 @@ def shipped_recipes() -> dict[str, Path]:
 
 def is_recipe(name: str) -> bool:
     """Whether this names a recipe, and not a folder or dataset."""
-    return name.endswith((".yaml", ".yml")) or (name in shipped_recipes() and not Path(name).exists())
+    shipped = any((folder / f"{name}.yaml").is_file() for folder in recipe_folders())
+    return name.endswith((".yaml", ".yml")) or (shipped and not Path(name).exists())
 
 
 def recipe_folders() -> tuple[Path, Path]:

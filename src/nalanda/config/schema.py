@@ -80,7 +80,8 @@ class DataConfig:
     validation_share: float = 0.02
     """Share of the documents held out if the source has no validation part."""
     max_validation_rows: int = 1024
-    """Most rows of `seq_len` tokens in a validation pass."""
+    """Most rows of `seq_len` tokens in a validation pass. They hold the first documents, one file after
+    another, so perhaps not all files; a line at the start says how many."""
     seq_len: int = 2048
     """Tokens in a row."""
     text_field: str = "text"
@@ -233,6 +234,11 @@ class TokenizerConfig:
             )
         if self.train not in (None, "bpe", "words"):
             raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
+        if self.path and self.vocab_size not in (None, 4096):  # 4096: the default, as stored runs have it
+            raise InputError(
+                f"tokenizer.vocab_size is {self.vocab_size}; only a trained one has a size to choose; leave "
+                "it out, or leave the path out"
+            )
         if self.mask and not self.train:
             raise InputError("tokenizer.mask: only of a trained one; give a tokenizer with a mask token")
         if self.train == "bpe" and (self.vocab_size or 0) < (least := 257 + self.mask):

@@ -38,7 +38,7 @@ from nalanda.data.documents import (
 )
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
-from nalanda.data.token_set import is_token_set
+from nalanda.data.token_set import is_token_set, megatron_splits
 from nalanda.data.urls import open_urls
 
 WHOLE = 64 << 20
@@ -140,6 +140,11 @@ def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple
     root = Path(source).expanduser()
     if is_token_set(root):
         raise InputError(f"data.source: {source} is a token set, and texts are needed here; give its source")
+    if megatron_splits(source):
+        raise InputError(
+            f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "
+            "OUT --tokenizer ITS_TOKENIZER"
+        )
     if is_local(source):
         files, counts = _find_files(root, split)
         return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from nalanda.data.corpus import (
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
-from nalanda.data.tokenizer import encoder, tokenizer_fingerprint, vocabulary_of
+from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer
 from nalanda.data.workers import ReadAhead, Tokenisers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PackedBatches:
         carry = data.long_documents == "carry" and self.training
         if carry and (not slots or slots % (batch_size * world_size)):
             raise ValueError(f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks")
-        self.tokenizer, self.vocabulary = tokenizer_fingerprint(tokenizer), vocabulary_of(tokenizer)
+        self.tokenizer = describe_tokenizer(tokenizer)
         parts = {
             name: self._open_rows(name, part, split, slots if carry else None)
             for name, part in data.parts().items()
@@ -125,7 +125,9 @@ class PackedBatches:
         self.source: Any = parts.get("") or Mixture(parts, {part.name: part.weight for part in data.mixture})
         keys = ("seq_len", "bos", "eos", "documents", "long_documents")
         settings = {key: getattr(data, key) for key in keys} | self.source.identity
-        self.identity = {"split": split, "seed": self.seed, **settings, "tokenizer": self.tokenizer}
+        self.identity = {"split": split, "seed": self.seed, **settings}
+        self.identity["tokenizer"] = self.tokenizer["fingerprint"]
+        self.identity |= {f"{end}_id": self.tokenizer[end] for end in ("bos", "eos") if settings[end]}
         self._state: dict[str, Any] = self.source.start
         self._ended = False
         self._reader: Any = None
@@ -134,7 +136,7 @@ class PackedBatches:
         self, name: str, data: DataConfig, split: str, slots: int | None
     ) -> TokenSetRows | StreamRows:
         seed = f"{self.seed}/{name}" if name else self.seed
-        if tokens := _open_matching_set(data, self.tokenizer, self.vocabulary, split):
+        if tokens := _open_matching_set(data, self.tokenizer, split):
             return TokenSetRows(
                 tokens,
                 str(data.source),
@@ -208,14 +210,21 @@ class PackedBatches:
             InputError: the state belongs to other data or settings.
         """
         advice = "restore it, or start a new run from the checkpoint's weights with model.init_from"
-        for key, value in self.identity.items():
+        contents = state["identity"].get("contents", {})  # earlier versions saved none
+        unmoved = dict(self.identity)
+        for key in ("bos_id", "eos_id"):  # nor these
+            if key not in state["identity"]:
+                unmoved.pop(key, None)
+        for part, hashes in self.contents.items():
+            if contents.get(part) == [*hashes.values()]:  # perhaps under other names
+                unmoved.pop(f"{part}: corpus" if part else "corpus", None)
+        for key, value in unmoved.items():
             saved = state["identity"].get(key)
             if saved != value:
                 raise InputError(
                     f"data: changed since the checkpoint was saved: {key} was {saved!r} and is {value!r}; "
                     f"{advice}"
                 )
-        contents = state["identity"].get("contents", {})  # earlier versions saved none
         for part, hashes in self.contents.items():
             if part not in contents:
                 continue
@@ -284,6 +293,8 @@ def validation_batches(
         with contextlib.closing(batches):
             found = {"": list(batches)}
         _print_skipped(batches.skipped(), rank)
+        if batches.state_dict()["rows"] >= data.max_validation_rows:
+            _print_cut("the beginning of the text", data, rank)
         return found
     for part in data.parts().values():
         if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
@@ -293,10 +304,12 @@ def validation_batches(
     groups: dict[str, list[np.ndarray]] = {}
     for name, part in parts.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
-        for source, tokens in _validation_documents(part, tokenizer, rank):
+        documents, describe = _validation_documents(part, tokenizer, rank)
+        for count, (source, tokens) in enumerate(documents, 1):
             groups.setdefault("/".join(filter(None, (name, source))), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
+                _print_cut(f"{name}: " * bool(name) + describe(count), data, rank)
                 break
     share, padding = (batch_size, rank, world_size), tokenizer.eos_token_id or 0
     found = {}
@@ -312,24 +325,40 @@ def validation_batches(
 
 def _validation_documents(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, rank: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Source and tokens of every validation document, in order."""
+) -> tuple[Iterator[tuple[str, np.ndarray]], Callable[[int], str]]:
+    """Source and tokens of every validation document, in order, and words for the first so many of them."""
     encode = encoder(tokenizer, data)
-    made_with = tokenizer_fingerprint(tokenizer), vocabulary_of(tokenizer)
-    if tokens := _open_matching_set(data, *made_with, "validation"):
-        for number in range(tokens.documents):
-            document, source = tokens.document(number)
-            yield source, document
-        return
+    if tokens := _open_matching_set(data, describe_tokenizer(tokenizer), "validation"):
+        pairs = map(tokens.document, range(tokens.documents))
+        total = tokens.documents
+        return ((source, ids) for ids, source in pairs), lambda n: f"the first {n:,} of {total:,} documents"
     stream = DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1)
-    documents = iter(stream)
-    try:
-        while group := take_documents(documents, STREAM_GROUP):
-            encoded = encode([document.text for document in group])
-            pairs = zip(group, encoded, strict=True)
-            yield from ((document.source, ids) for document, ids in pairs if len(ids))
-    finally:  # the consumer may stop early
-        _print_skipped(stream.skipped, rank)
+
+    def read() -> Iterator[tuple[str, np.ndarray]]:
+        documents = iter(stream)
+        try:
+            while group := take_documents(documents, STREAM_GROUP):
+                encoded = encode([document.text for document in group])
+                pairs = zip(group, encoded, strict=True)
+                yield from ((document.source, ids) for document, ids in pairs if len(ids))
+        finally:  # the consumer may stop early
+            _print_skipped(stream.skipped, rank)
+
+    def describe(count: int) -> str:
+        files = len(stream.corpus.shards)
+        opened = files if stream.ended else min(stream.shard + 1, files)
+        return f"the first {count:,} documents, of at most {opened:,} of {files:,} files"
+
+    return read(), describe
+
+
+def _print_cut(what: str, data: DataConfig, rank: int) -> None:
+    if rank == 0:
+        print(
+            f"nalanda: validation reads {what} (data.max_validation_rows: {data.max_validation_rows})",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _print_skipped(count: int, rank: int) -> None:
@@ -376,8 +405,11 @@ def _open_set_of(data: DataConfig, split: str) -> TokenSet | None:
     return TokenSet(source, split) if isinstance(source, str) and is_token_set(source) else None
 
 
-def _open_matching_set(data: DataConfig, tokenizer: str, vocabulary: int, split: str) -> TokenSet | None:
-    """`_open_set_of`. Raises `InputError` if the set was made with other settings or another tokenizer."""
+def _open_matching_set(data: DataConfig, tokenizer: dict[str, Any], split: str) -> TokenSet | None:
+    """`_open_set_of`. Raises `InputError` if the set was made with other settings or another tokenizer.
+
+    tokenizer: from `describe_tokenizer`.
+    """
     if (tokens := _open_set_of(data, split)) is None:
         return None
     source = source_of(data, split)
@@ -387,16 +419,24 @@ def _open_matching_set(data: DataConfig, tokenizer: str, vocabulary: int, split:
             raise InputError(
                 f"{source}: was prepared with {key}: {made}; set data.{key} so, or prepare it again"
             )
-    if tokens.settings["tokenizer"] != tokenizer:
+    if tokens.settings["tokenizer"] != tokenizer["fingerprint"]:
         raise InputError(
             f"{source}: was prepared with another tokenizer; set tokenizer: {source}/tokenizer, or prepare "
             "it again"
         )
-    if tokens.settings["vocab_size"] != vocabulary:
+    if tokens.settings["vocab_size"] != tokenizer["vocab_size"]:
         raise InputError(
             f"{source}/index.json: damaged, its vocab_size is {tokens.settings['vocab_size']} and the "
-            f"tokenizer has {vocabulary}; copy or prepare it again"
+            f"tokenizer has {tokenizer['vocab_size']}; copy or prepare it again"
         )
+    own = tokens.directory.parent / "tokenizer"
+    ends = tokens.ends or (describe_tokenizer(load_tokenizer(own)) if own.is_dir() else tokenizer)
+    for end in ("bos", "eos"):
+        if getattr(data, end) and ends[end] != tokenizer[end]:
+            raise InputError(
+                f"{source}: its {end} is token {ends[end]}, and the tokenizer's is {tokenizer[end]}; set "
+                f"tokenizer: {source}/tokenizer, or prepare it again"
+            )
     if data.documents == "joined":
         raise InputError(f"data.documents: joined reads files, and {source} is a token set; give its source")
     return tokens

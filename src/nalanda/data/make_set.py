@@ -9,10 +9,10 @@ from typing import Any
 from nalanda.common.errors import InputError
 from nalanda.config.load import is_recipe, load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.megatron import megatron_splits, read_megatron
+from nalanda.data.megatron import read_megatron
 from nalanda.data.offline import use_mirror
 from nalanda.data.prepare import prepare
-from nalanda.data.token_set import is_token_set, read_index
+from nalanda.data.token_set import is_token_set, megatron_splits, read_index
 from nalanda.data.workers import processors
 
 
@@ -43,8 +43,9 @@ def make_token_set(
     if is_recipe(source):
         recipe = use_mirror(load_config(source))
         settings, its_tokenizer = recipe.data, recipe.tokenizer
-    if asked := _given(tokenizer):
-        its_tokenizer = TokenizerConfig(**(asked if "path" in asked else {"train": "bpe", **asked}))
+    asked = _given(tokenizer)
+    another = "path" in asked or asked.get("train", its_tokenizer.train) != its_tokenizer.train
+    its_tokenizer = TokenizerConfig(**asked) if another else replace(its_tokenizer, **asked)
     chosen = _given(data)
     settings = replace(settings, **chosen)
     if megatron_splits(settings.source):

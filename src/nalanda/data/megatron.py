@@ -34,12 +34,13 @@ from nalanda.data.token_set import (
     SPLITS,
     VERSION,
     is_token_set,
+    megatron_splits,
     read_index,
     shard_entries,
     token_dtype,
     totals,
 )
-from nalanda.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_fingerprint, vocabulary_of
+from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,22 +120,6 @@ class MegatronSet:
             if end > start:
                 yield self.tokens[start:end]
             start = end
-
-
-def megatron_splits(source: str | list[str]) -> dict[str, Path]:
-    """The prefixes of a Megatron set by split; {} if `source` is none.
-
-    source: PREFIX, PREFIX.idx or PREFIX.bin, or a directory with train.idx and perhaps validation.idx.
-    """
-    if not isinstance(source, str):
-        return {}
-    path = Path(source).expanduser()
-    if path.is_dir():
-        found = {split: path / split for split in SPLITS if (path / f"{split}.idx").is_file()}
-        return found if "train" in found else {}
-    if path.suffix in (".idx", ".bin"):
-        return {"train": path.with_suffix("")}
-    return {"train": path} if path.with_name(f"{path.name}.idx").is_file() else {}
 
 
 def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str | Path) -> dict:
@@ -218,7 +203,7 @@ def _write_set(
             **({"validation_share": data.validation_share} if len(sets) == 1 else {}),
             "tokenizer": asdict(config),
         },
-        "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": count},
+        "tokenizer": describe_tokenizer(tokenizer),
         "sources": [""],
         **{split: totals(entries) for split, entries in shards.items()},
     }

@@ -28,7 +28,7 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import rename_synced
 from nalanda.common.plugins import import_plugins, imported
 from nalanda.common.progress import Progress
-from nalanda.common.text import duration
+from nalanda.common.text import duration, is_url, redact
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpus
 from nalanda.data.documents import (
@@ -57,14 +57,18 @@ from nalanda.data.token_set import (
 )
 from nalanda.data.tokenizer import (
     build_tokenizer,
+    describe_tokenizer,
     encoder,
     load_tokenizer,
-    tokenizer_fingerprint,
-    vocabulary_of,
 )
+from nalanda.data.urls import identity_of
 
 PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]
 """Modules that every worker imports."""
+
+URLS = "urls.json"
+"""File beside the plan, readable by its owner alone, that has sources whose URLs may hold a password or a
+signature. It is removed when the work ends; an interrupted executor's is kept with the plan."""
 
 GROUP = 1 << 20
 """Characters tokenised at a time."""
@@ -280,7 +284,7 @@ class Preparation:
         import_plugins(plan.get("plugins", ()))
         self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
-        self.data = DataConfig(**plan["data"])
+        self.data = DataConfig(**plan["data"] | (_json(path.with_name(URLS)) or {}))
         self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
         self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
         self._known: dict[Any, str] = {}
@@ -385,7 +389,8 @@ class Preparation:
             for split in SPLITS
         }
         if not splits["train"]["documents"]:
-            raise InputError(f"{self.data.source}: no document with text; name another source or text field")
+            source = self.settings["source"]
+            raise InputError(f"{source}: no document with text; name another source or text field")
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -442,6 +447,10 @@ def begin(
         raise InputError("data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer")
     data.check()
     tokenizer.check()
+    if data.documents == "joined":
+        raise InputError(
+            "data.documents: joined is read as text, not from a token set; train on data.source itself"
+        )
     if isinstance(data.source, str) and is_token_set(data.source):
         raise InputError(
             f"data.source: {data.source} is a token set already; name texts, or --format megatron"
@@ -450,12 +459,11 @@ def begin(
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
     corpora = {split: open_corpus(data, split) for split in SPLITS}
+    sources = _sources(data)
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     separate = prints["train"] != prints["validation"]
     if data.validation_source:
         check_apart(corpora["train"], corpora["validation"])
-    if line := describe_files(data, corpora["train"].counts):
-        say(line)
     parts = SPLITS if separate else SPLITS[:1]
     if shard_bytes is None:
         total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
@@ -468,7 +476,7 @@ def begin(
     if begun is None:
         if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
             raise InputError(f"{directory}: not empty and not a token set; name another directory")
-    elif begun != settings:
+    elif (begun := _without_secrets(begun, settings)) != settings:
         key = next(key for key in settings | begun if begun.get(key) != settings.get(key))
         raise InputError(
             f"{directory}: was prepared with {key} {json.dumps(begun.get(key))}, and this is "
@@ -478,6 +486,8 @@ def begin(
         shutil.rmtree(work, ignore_errors=True)
         return None
 
+    if line := describe_files(data, corpora["train"].counts):
+        say(line)
     work.mkdir(parents=True, exist_ok=True)
     write_whole(work / "settings.json", json.dumps(settings).encode())  # before what depends on them
     for split in SPLITS:
@@ -491,9 +501,8 @@ def begin(
         built.save_pretrained(partial)
         partial.replace(saved)
     found = load_tokenizer(saved)
-    if tokenizer_fingerprint(built) != tokenizer_fingerprint(found):
+    if (made_with := describe_tokenizer(found)) != describe_tokenizer(built):
         raise InputError(f"tokenizer: not the one in {saved}; restore it, or name another directory")
-    vocab_size = vocabulary_of(found)
     jobs = [
         group
         for split in parts
@@ -508,13 +517,17 @@ def begin(
             )
     plan = {
         "settings": settings,
-        "tokenizer": {"fingerprint": tokenizer_fingerprint(found), "vocab_size": vocab_size},
-        "dtype": token_dtype(vocab_size).name,
-        "data": asdict(data),
+        "tokenizer": made_with,
+        "dtype": token_dtype(made_with["vocab_size"]).name,
+        "data": asdict(data) | {key: _redacted(value) for key, value in sources.items()},
         "jobs": jobs,
         **({"plugins": imported} if imported else {}),
     }
     write_whole(work / "plan.json", json.dumps(plan).encode())
+    (work / URLS).unlink(missing_ok=True)
+    if any(_redacted(value) != value for value in sources.values()):
+        with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            json.dump(sources, file)
     return Preparation(directory)
 
 
@@ -522,13 +535,37 @@ def token_settings(
     data: DataConfig, tokenizer: TokenizerConfig, prints: dict[str, str], shard_bytes: int
 ) -> dict:
     """The settings that the bytes of a set depend on."""
-    keys = ["source", "validation_source", "text_field", "source_field", "bos", "eos", "documents"]
+    keys = ["text_field", "source_field", "bos", "eos", "documents"]
     if prints["train"] == prints["validation"]:
         keys.append("validation_share")
-    found = {key: getattr(data, key) for key in keys}
+    found = {key: _identity(source) for key, source in _sources(data).items()}
+    found |= {key: getattr(data, key) for key in keys}
     if data.oversized == "skip":
         found["max_document_bytes"] = data.max_document_bytes
     return {**found, "corpus": prints, "tokenizer": asdict(tokenizer), "shard_bytes": shard_bytes}
+
+
+def _sources(data: DataConfig) -> dict[str, Any]:
+    return {"source": data.source, "validation_source": data.validation_source}
+
+
+def _identity(source: Any) -> Any:
+    """A source without the passwords and signatures of its URLs."""
+    if isinstance(source, list):
+        return [_identity(each) for each in source]
+    return identity_of(source) if is_url(source) else source
+
+
+def _redacted(source: Any) -> Any:
+    if isinstance(source, list):
+        return [_redacted(each) for each in source]
+    return redact(source) if is_url(source) else source
+
+
+def _without_secrets(begun: dict, settings: dict) -> dict:
+    """The settings of an earlier version, which stored URLs as they were given."""
+    found = {key: begun.get(key) for key in ("source", "validation_source")}
+    return begun | {key: _identity(old) for key, old in found.items() if old != settings[key]}
 
 
 def _json(path: Path) -> Any:
@@ -583,6 +620,8 @@ def prepare(
         if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
         raise DiskFull(f"{directory}: no space left; make room, and run the same command again") from None
+    finally:
+        (preparation.directory / "preparing" / URLS).unlink(missing_ok=True)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         finished = f"{len(numbers) - len(errors)} of {len(numbers)} shards are finished and kept"

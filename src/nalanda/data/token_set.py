@@ -48,10 +48,26 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def is_token_set(path: str | os.PathLike) -> bool:
     """Whether a directory is a finished token set, of any version."""
     try:
-        with (Path(path) / "index.json").open("rb") as file:
+        with (Path(path).expanduser() / "index.json").open("rb") as file:
             return FORMAT.encode() in file.read(256)
     except OSError:
         return False
+
+
+def megatron_splits(source: str | list[str]) -> dict[str, Path]:
+    """The prefixes of a Megatron set (megatron.py) by split; {} if `source` is none.
+
+    source: PREFIX, PREFIX.idx or PREFIX.bin, or a directory with train.idx and perhaps validation.idx.
+    """
+    if not isinstance(source, str):
+        return {}
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = {split: path / split for split in SPLITS if (path / f"{split}.idx").is_file()}
+        return found if "train" in found else {}
+    if path.suffix in (".idx", ".bin"):
+        return {"train": path.with_suffix("")}
+    return {"train": path} if path.with_name(f"{path.name}.idx").is_file() else {}
 
 
 class TokenSet:
@@ -66,13 +82,15 @@ class TokenSet:
         by_source: name → (documents, tokens).
         files: the files, with the sizes and sums in the index.
         settings: the settings that the tokens depend on: bos, eos, tokenizer (its fingerprint), vocab_size, …
+        ends: the ids of bos and eos; {} in the index of an earlier version.
     Raises:
         InputError: the set or split does not exist, or a file's size is not that of the index.
     """
 
     def __init__(self, path: str | os.PathLike, split: str):
+        path = Path(path).expanduser()
         index = read_index(path)
-        self.directory = Path(path) / split
+        self.directory = path / split
         self._shards = shard_entries(path, index, split)
         if not self._shards:
             raise InputError(
@@ -87,6 +105,7 @@ class TokenSet:
             "vocab_size": index["tokenizer"]["vocab_size"],
             "dtype": index["dtype"],
         }
+        self.ends = {name: index["tokenizer"][name] for name in ("bos", "eos") if name in index["tokenizer"]}
         self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
         self.sources = list(self.by_source)
         self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])
@@ -283,7 +302,7 @@ def _within(start: int, stop: int, count: int, what: str) -> None:
 
 def read_index(path: str | os.PathLike) -> dict:
     """The index of a token set. Raises `InputError` if the directory has none that this version reads."""
-    path = Path(path) / "index.json"
+    path = Path(path).expanduser() / "index.json"
     try:
         index = json.loads(path.read_bytes())
         if index["format"] != FORMAT:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import sync, verify_manifest, write_manifest
@@ -306,6 +306,17 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     backend = fast_backend(tokenizer)
     return blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+
+
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What decides the tokens of documents: the fingerprint, which does not say which token is bos or eos,
+    the size of the vocabulary, and the ids of bos and eos. Raises `InputError` as `tokenizer_fingerprint`."""
+    return {
+        "fingerprint": tokenizer_fingerprint(tokenizer),
+        "vocab_size": vocabulary_of(tokenizer),
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+    }
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
