@@ -45,6 +45,29 @@ def test_reads_numbers_that_yaml_takes_for_text(recipe):
     assert config.tokenizer.path == "some/path"
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("seed=008", 8),
+        ("seed=010", 10),
+        ("train.steps=0100", 100),
+        ("train.steps=1_000", 1000),
+        ("seed=0", 0),
+        ("train.resume=010", "010"),
+        ("data.source=*.jsonl", "*.jsonl"),
+        ("data.source=[ab]*.jsonl", "[ab]*.jsonl"),
+        ("data.source=[a, b]", ["a", "b"]),
+        ("data.name=1:30", "1:30"),
+    ],
+)
+def test_values_that_yaml_1_1_reads_otherwise(recipe, override, value):
+    found = load_config(recipe, [override])
+    for key in override.partition("=")[0].split("."):
+        found = getattr(found, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
 def test_overrides_reach_every_depth(recipe):
     config = load_config(
         recipe,
@@ -79,6 +102,11 @@ def test_overrides_reach_every_depth(recipe):
         ("train.precision=fp16", "train.precision: expected one of bf16, fp32; got 'fp16'"),
         ("schedule.name=cos", "schedule.name: expected one of cosine"),
         ("output_dir=7", "output_dir: expected text, got 7"),
+        ("train.steps=1:30", "train.steps: expected an integer, got '1:30'"),
+        ("data.source=2024", "data.source: expected text or a list, got 2024; quote it"),
+        ("data.source=null", "data.source: expected text or a list, got nothing"),
+        ("data.source=[a, 1]", "data.source[1]: expected text, got 1; quote it"),
+        ("train.resume=1.5", "train.resume: expected text or an integer, got 1.5"),
         ("optim=3", "optim: expected a section of keys, got 3"),
         ("train.steps", "train.steps: expected section.key=value"),
         ("train.steps=[1", "line 1: not YAML"),

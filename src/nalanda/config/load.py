@@ -90,11 +90,31 @@ def _override(values: dict, override: str) -> None:
         if part == "tokenizer" and isinstance(child, str):
             child = {"path": child}
         values[part] = values = child if isinstance(child, dict) else {}
-    values[last] = parse_yaml(text, override)
+    try:
+        values[last] = parse_yaml(text, override)
+    except InputError:  # such as the glob *.jsonl
+        if not _holds_text(key):
+            raise
+        values[last] = text
+
+
+def _holds_text(key: str) -> bool:
+    """Whether a recipe's key, such as data.source, may have text as its value."""
+    kind: Any = RunConfig
+    for part in key.split("."):
+        kind = typing.get_type_hints(kind).get(part) if is_dataclass(kind) else None
+    return str in _choices(kind)
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The types of a union, None left out, or the one type."""
+    union = get_origin(kind) in (typing.Union, types.UnionType)
+    return [choice for choice in get_args(kind) if choice is not type(None)] if union else [kind]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 in which 1e-5 is a number, not text, and a duplicate key an error."""
+    """YAML 1.1 in which 1e-5 is a number, not text, and a duplicate key an error. Integers are decimal: 010
+    and 1:30, which YAML 1.1 reads as 8 and 90, are text; 010 becomes 10 where a number is needed."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -108,6 +128,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_INT = "tag:yaml.org,2002:int"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rows if tag != _INT]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -172,13 +198,12 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        kinds = [k for k in arguments if k is not type(None)]
-        for choice in kinds[:-1]:
+        for choice in _choices(kind):
             try:
                 return _convert(value, choice, where)
             except InputError:
-                continue
-        return _convert(value, kinds[-1], where)
+                if isinstance(value, get_origin(choice) or ()):  # a list with a wrong item
+                    raise
     if origin is Literal:
         if any(value == a and type(value) is type(a) for a in arguments):  # 1 is not true
             return value
@@ -200,11 +225,12 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         return value if isinstance(value, int) else int(number)
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    expected = words.get(kind) or {list: "a list", tuple: "a list", dict: "a section of keys"}.get(
-        origin or kind
-    )
-    raise InputError(f"{where}: expected {expected or kind}, got {_name(value)}")
+    words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    words |= {list: "a list", tuple: "a list", dict: "a section of keys"}
+    expected = " or ".join(words.get(get_origin(k) or k, str(k)) for k in _choices(kind))
+    quote = str in _choices(kind) and value is not None and not isinstance(value, (list, tuple, dict))
+    advice = """; quote it, on a command line as '"…"'""" if quote else ""
+    raise InputError(f"{where}: expected {expected}, got {_name(value)}{advice}")
 
 
 def _number(value: Any) -> float | None:
