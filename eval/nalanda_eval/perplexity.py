@@ -31,7 +31,7 @@ from nalanda.config.load import load_config
 from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
-from nalanda.data.documents import suffixes
+from nalanda.data.documents import suffix_of
 from nalanda.data.text_bytes import text_bytes
 from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
 from nalanda.model.context import Context
@@ -145,7 +145,7 @@ def text_data(text: str, overrides: list[str], joined: bool) -> DataConfig:
 def documents(data: DataConfig, seed: int | None = None) -> Iterator[str]:
     """The validation texts of `data`, in file order or shuffled by a seed; a plain text file is one text."""
     path = Path(str(data.source)).expanduser()
-    if path.is_file() and not path.name.endswith(suffixes()):
+    if path.is_file() and not suffix_of(path.name):
         try:
             yield path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -993,12 +993,13 @@ def test_a_validation_source_that_is_trained_on_is_refused(tmp_path, byte_tokeni
         {"source": str(tmp_path), "validation_source": str(held)},
         {"source": str(held), "validation_source": str(held)},
         {"source": f"{tmp_path}/h*.jsonl", "validation_source": str(tmp_path)},
+        {"source": str(held), "validation_source": str(held), "documents": "joined", "bos": False},
         {"mixture": [part, Component("b", "python", 1)]},
     ):
         config = DataConfig(seq_len=8, **settings)
         with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
             data.validation_batches(config, byte_tokenizer, batch_size=1)
-        if not config.mixture:
+        if not config.mixture and config.documents == "apart":
             with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
                 begin(config, TokenizerConfig(train="bpe", vocab_size=257), tmp_path / "set")
 

@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import Document, Fields, Shard, document_of, suffixes
+from nalanda.data.documents import Document, Fields, Shard, document_of, suffix_of
 
 DOWNLOADED_SHARDS = 256
 """Shards into which a downloaded dataset is cut, so that their order can be shuffled."""
@@ -19,7 +19,7 @@ DOWNLOADED_SHARDS = 256
 
 def is_hub_id(source: str) -> bool:
     """Whether `source` has the form OWNER/NAME."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not source.endswith(suffixes())
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)) and not suffix_of(source)
 
 
 def pinned(data: DataConfig, source: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from nalanda.data.token_set import (
     read_index,
     shard_entries,
 )
-from nalanda.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from nalanda.data.tokenizer import describe_tokenizer, load_tokenizer
 from nalanda.data.workers import processors
 
 
@@ -136,10 +136,10 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
             found += [problem] if problem else []
     if sums:
         try:
-            fingerprint = tokenizer_fingerprint(load_tokenizer(directory / "tokenizer"))
+            made_with = describe_tokenizer(load_tokenizer(directory / "tokenizer"))
         except (OSError, ValueError):
-            fingerprint = None
-        if fingerprint != index["tokenizer"]["fingerprint"]:
+            made_with = {}
+        if not index["tokenizer"].items() <= made_with.items():
             found.append(f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again")
     for problem in found[1:]:
         print(problem)

@@ -286,6 +286,9 @@ def validation_batches(
         InputError: as in `PackedBatches`; or a component has no validation documents.
     """
     data.check()
+    for part in data.parts().values():
+        if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
+            check_apart(*(open_corpus(part, split) for split in SPLITS))
     if data.documents == "joined":
         batches = PackedBatches(
             data, tokenizer, split="validation", batch_size=batch_size, rank=rank, world_size=world_size
@@ -296,9 +299,6 @@ def validation_batches(
         if batches.state_dict()["rows"] >= data.max_validation_rows:
             _print_cut("the beginning of the text", data, rank)
         return found
-    for part in data.parts().values():
-        if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
-            check_apart(*(open_corpus(part, split) for split in SPLITS))
     parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
     groups: dict[str, list[np.ndarray]] = {}
