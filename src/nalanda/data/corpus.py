@@ -124,7 +124,8 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
     if data.validation_source:
         left["of a validation split"], own = own, 0
     name = data.source if isinstance(data.source, str) else f"{data.source[0]} and others"
-    line = f"{redact(name)}: {counts['train'] or counts['']} files for training"
+    train = counts["train"] or counts[""]
+    line = f"{redact(name)}: {train} file{'s' * (train != 1)} for training"
     line += f", {own} for validation" if own else ""
     rest = ", ".join(f"{count} {what}" for what, count in left.items() if count)
     return f"{line}; left out: {rest}" if rest else line
