@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 from typer.testing import CliRunner
 
 import nalanda.bench.decode
+import nalanda.inference.generate
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
 from nalanda.inference.chat import Conversation
@@ -489,7 +490,11 @@ def test_generate_refuses(checkpoint, tmp_path):
     for args, says in (
         (("hello", "--file", "x"), "not both"),
         (("--file", str(tmp_path / "none")), "cannot read"),
+        (("caf\udce9",), "cannot read the prompt: not UTF-8"),
         (("hello", "--state", str(tmp_path / "none")), "none"),
+        (("hello", "--state", str(tmp_path)), "a folder; name a file"),
+        (("hello", "--temperature", "nan"), "temperature is nan"),
+        (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),
     ):
         with pytest.raises(InputError, match=says) as error:
             run("generate", checkpoint, *args)
@@ -540,7 +545,9 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
     else:
         model = llama()
         model.resize_token_embeddings(len(tokenizer))
-    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
+    options = (
+        sampling_options(temperature=0, max_new_tokens=9) | end_tokens(model, tokenizer) | letters(tokenizer)
+    )
     talk, seen, embed = Conversation(model, tokenizer, options), [], model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
     talk.answer("one")
@@ -558,7 +565,9 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
 
 def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None)
-    options = sampling_options(temperature=0, max_new_tokens=9) | end_tokens(tokenizer) | letters(tokenizer)
+    options = (
+        sampling_options(temperature=0, max_new_tokens=9) | end_tokens(model, tokenizer) | letters(tokenizer)
+    )
     talk = Conversation(model, tokenizer, options)
     whole, put = model.read, Printer.put
 
@@ -577,6 +586,92 @@ def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
         close(a["recurrent"], b["recurrent"], 1e-6)
     talk.answer("two")
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+
+
+def talker(tokenizer, template=TEMPLATE, ends=0, **fields) -> tuple[NalandaForCausalLM, Conversation]:
+    """A model whose every token is 0, `<|endoftext|>`, and a conversation with it; ends: of its answers."""
+    tokenizer.chat_template = template
+    model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=ends, **fields)
+    model.lm_head.weight.data.zero_()
+    return model, Conversation(model, tokenizer, sampling_options(temperature=0, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
+def test_a_saved_conversation_goes_on(template, older, follows, tokenizer, tmp_path, capsys):
+    """As the same session does, with the text before it; each token is read once. Older files say less."""
+    model, talk = talker(copy.deepcopy(tokenizer), template)
+    before = model.read(ids(1, 50)) if follows else None
+    talk.reset(before)
+    talk.answer("one")
+    talk.save(str(tmp_path / "talk"))
+    if older:
+        talk.state.save(tmp_path / "talk", messages=json.dumps(talk.messages), text=talk.text)
+    talk.answer("two")
+    again = Conversation(model, talk.tokenizer, talk.options)
+    again.load(str(tmp_path / "talk"))
+    again.answer("two")
+    assert (len(again.state), again.text) == (len(talk.state), talk.text)
+    if template:
+        bos = [] if follows else [0]
+        read = bos + tokenizer(talk.text + "<|endoftext|>", add_special_tokens=False).input_ids
+        assert len(talk.state) == 50 * follows + len(read)
+    assert "without" not in capsys.readouterr().err
+
+
+def test_text_before_a_saved_conversation_is_not_lost_silently(tokenizer, tmp_path, capsys):
+    numbered = TEMPLATE.replace("<{{ m.role }}>", "<{{ messages | length }}>")  # as thoughts left out do
+    model, talk = talker(copy.deepcopy(tokenizer), numbered)
+    talk.reset(model.read(ids(1, 50)))
+    talk.answer("one")
+    talk.save(str(tmp_path / "talk"))
+    talk.answer("two")
+    assert len(talk.state) > 50  # its state is still known
+    assert "without" not in capsys.readouterr().err
+    talk.load(str(tmp_path / "talk"))
+    talk.answer("two")
+    assert len(talk.state) < 50
+    assert "without the text before the first turn" in capsys.readouterr().err
+
+
+def test_a_turns_end_of_another_token_is_read_once(tokenizer, capsys):
+    """The model's own ends are those of `generate` too."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    model, talk = talker(tokenizer, ends=[0, 1])
+    assert talk.options["eos_token_id"] == [0, 1, 5]
+    for said in ("one", "two"):
+        talk.answer(said)
+    read = tokenizer(talk.text + "<|endoftext|>", add_special_tokens=False).input_ids
+    assert talk.state.last.item() == 0
+    assert len(talk.state) == len(read) + (read[0] != tokenizer.bos_token_id)
+    tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    assert end_tokens(model, tokenizer) == {}
+
+
+def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, capsys):
+    model, talk = talker(copy.deepcopy(tokenizer))
+    talk.answer("one")
+    state, messages, read, sizes = talk.state, list(talk.messages), model.read, []
+
+    def breaking(tokens, **options):
+        sizes.append(tokens.shape[1])
+        if len(sizes) == 2:
+            raise KeyboardInterrupt
+        return read(tokens, **options)
+
+    monkeypatch.setattr(model, "read", breaking)
+    monkeypatch.setattr(nalanda.inference.generate, "PIECE", 8)
+    assert talk.answer("many words " * 9) == ""
+    assert (talk.state, talk.messages, sizes) == (state, messages, [8, 8])
+    with pytest.raises(InputError, match="not UTF-8"):
+        talk.answer("caf\udce9")
+    talk.tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(InputError, match="the chat template refuses: no system"):
+        talk.answer("two")
+    assert (talk.state, talk.messages) == (state, messages)
 
 
 def test_bench_decode(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
@@ -35,20 +36,18 @@ class Conversation:
         system: str = "",
     ):
         self.model: Any = model
-        self.tokenizer, self.options, self.system = tokenizer, options, system
+        self.tokenizer, self.system = tokenizer, system
         # In plain text an answer ends where the model starts the user's turn.
         self.stop = "" if tokenizer.chat_template else "\nUser:"
-        eos = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
-        flat = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-        self.options = options | ({"eos_token_id": sorted(set(flat))} if flat else {})
+        self.options = options | end_tokens(model, tokenizer)
         if self.stop:
             self.options |= {"stop_strings": [self.stop], "tokenizer": tokenizer}
-        self.ended = False  # whether the last answer ended with an end-of-text token
         self.reset()
 
     def reset(self, base: State | None = None) -> None:
         """Starts over; base: the state before the first turn."""
         self.base, self.messages = base, []
+        self.follows = base is not None  # whether the turns follow a text that they do not contain
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
         self._forget()
@@ -59,7 +58,7 @@ class Conversation:
     def save(self, path: str) -> None:
         if self.state is None:
             raise InputError("nothing to save: only a started conversation with a Nalanda model has a state")
-        notes = {"messages": json.dumps(self.messages), "text": self.text}
+        notes = {"messages": json.dumps(self.messages), "text": self.text, "follows": "yes" * self.follows}
         self.state.save(Path(path).expanduser(), **notes)
 
     def load(self, path: str) -> None:
@@ -67,7 +66,8 @@ class Conversation:
         self.reset(state)
         if "messages" in state.notes:
             self.messages, self.text = json.loads(state.notes["messages"]), state.notes["text"]
-            self.base = None  # the turns render everything that it has read
+            self.follows = bool(state.notes.get("follows", self.text.startswith("\n")))
+            self.base = None  # the file has the state after the turns only
 
     def render(self) -> str:
         """The turns so far, up to the start of the next answer."""
@@ -80,19 +80,38 @@ class Conversation:
             f"{m['role'].capitalize()}:{'' if m['role'] == 'assistant' else ' '}{m['content']}"
             for m in self.messages
         ]
-        return "\n" * (self.base is not None) + "\n".join([*turns, "Assistant:"])
+        return "\n" * self.follows + "\n".join([*turns, "Assistant:"])
+
+    @property
+    def end(self) -> str:
+        """The token that ended the last answer, which is read but not in `text`; empty if none did."""
+        last = self.tokens[-1:] if self.state is None else self.state.last[0].tolist()
+        ended = self.text and last[-1] in self.options.get("eos_token_id", ())
+        return str(self.tokenizer.decode(last)) if ended else ""
 
     def answer(self, said: str) -> str:
-        """Streams the answer to stdout, prints its speed on stderr, and returns it; ctrl-C ends it early."""
+        """Streams the answer to stdout, prints its speed on stderr, and returns it. Ctrl-C ends it early, or
+        drops the message if there is no answer yet.
+
+        Raises InputError for a message that is no text, or that the chat template refuses.
+        """
         self.messages.append({"role": "user", "content": said})
-        whole = self.render()
+        try:
+            whole = self.render()
+            whole.encode()
+        except (TemplateError, UnicodeError) as error:
+            self.messages.pop()
+            no_text = isinstance(error, UnicodeError)
+            raise InputError("not UTF-8" if no_text else f"the chat template refuses: {error}") from None
         if not whole.startswith(self.text):  # the template renders earlier turns differently
+            if self.follows and self.base is None:
+                self.follows = False
+                lost = "the text before the first turn, which a saved conversation does not contain"
+                print(f"the template has changed earlier turns: read again, without {lost}", file=sys.stderr)
+                whole = self.render()
             self._forget()
-        begun = self.state is not None or bool(self.tokens)
-        new = whole[len(self.text) :]
-        eos = self.tokenizer.eos_token
-        if self.text and self.ended and isinstance(eos, str):
-            new = new.removeprefix(eos)  # already read as the answer's last token
+        begun, before = self.state is not None or bool(self.tokens), self.state
+        new = whole[len(self.text) :].removeprefix(self.end)
         tokens = self.tokenizer(new, add_special_tokens=False).input_ids
         bos = bos_token(self.model, self.tokenizer)
         if not begun and tokens[: len(bos)] != bos:
@@ -103,15 +122,18 @@ class Conversation:
             self._generate(tokens, printer)
         except KeyboardInterrupt:
             printer.end()
-            # Read the partial answer again from the last state, which the interrupted call has not changed.
-            if is_ours(self.model):
-                self.state = self.model.read(self._ids(tokens + printer.tokens), state=self.state)
+            if not printer.tokens:
+                self.messages.pop()
+                self.state = before
+                return ""
+            if is_ours(self.model):  # the interrupted call has not changed the state
+                self.state = self.model.read(self._ids(printer.tokens), state=self.state)
             else:
                 self.tokens, self.cache = self.tokens + tokens + printer.tokens, None
         seconds = time.perf_counter() - start
-        spoken = str(self.tokenizer.decode(printer.tokens, skip_special_tokens=True))
-        self.text = whole + spoken
-        self.ended = bool(printer.tokens) and printer.tokens[-1] in self.options.get("eos_token_id", ())
+        self.text = whole
+        spoken = str(self.tokenizer.decode(printer.tokens, skip_special_tokens=True)).removesuffix(self.end)
+        self.text += spoken
         answer = spoken.split(self.stop)[0] if self.stop else spoken
         self.messages.append({"role": "assistant", "content": answer})
         cache = self.cache if self.state is None else self.state.cache
@@ -124,7 +146,8 @@ class Conversation:
     def _generate(self, tokens: list[int], printer: Printer) -> None:
         options = self.options | {"streamer": printer, "return_dict_in_generate": True}
         if is_ours(self.model):
-            out = self.model.generate(state=read_with_progress(self.model, tokens, self.state), **options)
+            self.state = read_with_progress(self.model, tokens, self.state)
+            out = self.model.generate(state=self.state, **options)
             self.state = State(self.model, out.past_key_values, out.sequences[:, -1:])
         else:
             ids = self._ids(self.tokens + tokens)
@@ -154,7 +177,7 @@ def chat(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
     network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    conversation = Conversation(network, tokenizer, options | end_tokens(tokenizer), system)
+    conversation = Conversation(network, tokenizer, options, system)
     if state is not None:
         conversation.load(state)
     if seed is not None:
@@ -163,8 +186,8 @@ def chat(
     while True:
         try:
             said = input("> ").strip()
-        except KeyboardInterrupt:
-            print()
+        except (KeyboardInterrupt, UnicodeDecodeError) as error:
+            print("" if isinstance(error, KeyboardInterrupt) else "not UTF-8")
             continue
         except EOFError:
             return

@@ -89,8 +89,10 @@ def load_state(path: str | Path, model: Any) -> State:
     """The saved state. Raises InputError if it cannot be read or belongs to another model."""
     if not is_ours(model):
         raise InputError(f"{model.config.model_type} models have no state to load; leave the state file out")
+    if (path := Path(path).expanduser()).is_dir():
+        raise InputError(f"{path}: a folder; name a file with a state")
     try:
-        return model.load_state(Path(path).expanduser())
+        return model.load_state(path)
     except (OSError, ValueError) as error:
         raise InputError(str(error).splitlines()[0]) from error
 
@@ -159,14 +161,15 @@ def generate(
     if prompt is not None and file is not None:
         raise InputError("give a prompt or a file, not both")
     echoed = prompt if prompt != "-" and stream else None
-    if file is not None:
-        try:
+    try:
+        if file is not None:
             prompt = Path(file).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise InputError(f"cannot read {file}: {reason}") from error
-    elif prompt == "-":
-        prompt = sys.stdin.read()
+        elif prompt == "-":
+            prompt = sys.stdin.read()
+        (prompt or "").encode()  # arguments and stdin may hold bytes that are no text
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"cannot read {file or 'the prompt'}: {reason}") from error
     check_seed(seed, "--seed")
     if save_state is not None:
         save_state = output_file(save_state, "--save-state")
@@ -174,7 +177,7 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
     network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    options |= end_tokens(tokenizer)
+    options |= end_tokens(network, tokenizer)
     if save_state is not None and not is_ours(network):
         raise InputError(f"{network.config.model_type} models have no state to save; leave --save-state out")
     held = None if state is None else load_state(state, network)

@@ -108,10 +108,13 @@ def bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     return [bos] if bos is not None and written else []
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The options of `generate` for the end-of-text and padding tokens."""
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    return {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The options of `generate` for the tokens that end a text, the tokenizer's and the model's, and for
+    padding. Empty without such tokens."""
+    given = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+    ends = sorted({i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None})
+    pad = [i for i in (tokenizer.pad_token_id, *ends) if i is not None]
+    return ({"eos_token_id": ends} if ends else {}) | ({"pad_token_id": pad[0]} if pad else {})
 
 
 def is_ours(model: PreTrainedModel) -> bool:

@@ -1,5 +1,6 @@
 """Checks sampling options. Imports neither torch nor transformers."""
 
+import math
 from typing import Any
 
 from nalanda.common.errors import InputError
@@ -11,8 +12,8 @@ def sampling_options(
     """The options for transformers' `generate`. Raises InputError for values out of range."""
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    if temperature < 0:
-        raise InputError(f"temperature is {temperature}: it must be 0 (greedy) or above")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise InputError(f"temperature is {temperature}: it must be 0 (greedy), or 1e-6 or more")
     if not 0 < top_p <= 1:
         raise InputError(f"top_p is {top_p}: it must be above 0 and at most 1")
     if top_k < 0:
