@@ -1,6 +1,7 @@
 """Conversion from and to other libraries' checkpoints; model cards and uploads of runs."""
 
 import base64
+import copy
 import functools
 import http.server
 import json
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import typer.testing
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import nalanda_cli
@@ -406,6 +408,15 @@ def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(ours).generation_config.max_new_tokens == 17
     assert not (ours / "optimizer.pt").exists()
     assert (ours / "modeling.py").is_file()
+    assert json.loads((ours / "config.json").read_text())["bos_token_id"] == 0  # it is put in front of a text
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+    tokenizer.save_pretrained(tmp_path / "llama")
+    ours = convert(str(tmp_path / "llama"), str(tmp_path / "none"))
+    assert json.loads((ours / "config.json").read_text())["bos_token_id"] is None  # although Llama's has one
+    (tmp_path / "llama" / "tokenizer.json").write_text("{}")
+    ours = convert(str(tmp_path / "llama"), str(tmp_path / "torn"))
+    assert json.loads((ours / "config.json").read_text())["bos_token_id"] == LlamaConfig().bos_token_id
 
 
 @pytest.mark.parametrize(
@@ -472,6 +483,7 @@ def refused(source, tmp_path, to=None):
         ("transformer", {"qk_norm": True, "norm_eps": 1e-6}),
         ("transformer", {"qkv_bias": True}),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        ("llama", {"rope_parameters": [1]}),
         ("llama", {"attention_bias": True}),
         ("llama", {"attention_dropout": 0.1}),
     ],
@@ -548,6 +560,9 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 def test_folders_that_hold_no_model(tmp_path):
     assert "no readable config.json" in refused(tmp_path / "nowhere", tmp_path)
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[1]")
+    assert "config.json is not a table" in refused(tmp_path / "list", tmp_path)
     source = write(tmp_path / "a", config_of("gla"), tensors_of("gla"))
     with pytest.raises(InputError, match="exists; choose another folder"):
         convert(str(source), str(tmp_path))

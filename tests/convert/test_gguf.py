@@ -17,6 +17,7 @@ import nalanda_cli
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
 from nalanda.convert import certificate
+from nalanda.convert import convert as converting
 from nalanda.convert import gguf as writing
 from nalanda.data.tokenizer import _load_sentencepiece
 
@@ -216,6 +217,11 @@ def test_refuses_what_is_not_there(tokenizer, tmp_path):
     (tmp_path / "m.gguf").touch()
     with pytest.raises(InputError, match="exists"):
         write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "kept")
+    (tmp_path / "m" / "config.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"config\.json is not a table"):
+        write_gguf(tmp_path / "m", tmp_path / "n.gguf")
+    (tmp_path / "m" / "kept").rename(tmp_path / "m" / "config.json")
     (tmp_path / "m" / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"no tokenizer\.json in it"):
         write_gguf(tmp_path / "m", tmp_path / "n.gguf")
@@ -244,6 +250,14 @@ def test_byte_level_bpe(tokenizer, tmp_path):
     assert (found["ggml.bos_token_id"], found["ggml.eos_token_id"]) == (0, 0)
     assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (True, False)
     assert found["chat_template"] == "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_model_of_the_hub(tokenizer, tmp_path, monkeypatch):
+    save(tmp_path / "m", tokenizer, num_hidden_layers=1)
+    monkeypatch.setattr(converting, "snapshot_download", lambda name, **_: {"me/small": tmp_path / "m"}[name])
+    monkeypatch.chdir(tmp_path)
+    file = File(write_gguf("me/small", tmp_path / "small.gguf"))
+    assert file.fields["general.name"] == "small"
 
 
 def test_bos_as_in_training(tokenizer, tmp_path):
@@ -352,7 +366,7 @@ def test_llama_cpp_computes_the_same(shape, dtype, below, tokenizer, tmp_path, c
     save(tmp_path / "m", tokenizer, **SHAPES[shape] | TAME)
     capfd.readouterr()
     found = facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype))
-    assert found["compared on"] == "512 tokens, English; on a CPU"
+    assert found["compared on"] == "512 tokens, English; on a CPU, in fp32"
     difference, limit = found["largest difference of log-probabilities"].split(", tolerance ")
     limit = float(limit.split(" ")[0])
     assert float(difference) < below * limit / certificate.TOLERANCES[dtype]

@@ -71,7 +71,7 @@ def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32"
     if unequal and before.margins[equal] > limit:
         raise InputError(f"source and target differ: greedy token {equal + 1} of {CONTINUATION} with a cache")
     facts = {
-        "compared on": f"{len(sample[0])} tokens, {'English' if sample[1] else 'random'}; on a CPU",
+        "compared on": f"{len(sample[0])} tokens, {'English' if sample[1] else 'random'}; on a CPU, in fp32",
         "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
         f"{len(after.logps)} of the tokens",
     }
@@ -104,13 +104,22 @@ def _sample(folder: Path) -> tuple[Tensor, str]:
     them; empty if they are random."""
     config = AutoConfig.from_pretrained(folder)
     vocabulary, count = config.vocab_size, min(TOKENS, config.max_position_embeddings)
-    if any(folder.glob("tokenizer*")):
+    if tokenizer := tokenizer_of(folder):
         text = topics["naming"]  # of Python's manual, as text of any kind will do
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)  # pyrefly: ignore
         ids = tokenizer(text, add_special_tokens=False).input_ids[:count]
         if len(ids) == count and max(ids) < vocabulary:
             return torch.tensor(ids), text
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    """None too for one that cannot be loaded, such as one with code of its own, which is not run."""
+    if not any(folder.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # pyrefly: ignore
+    except Exception:  # tokenizers and transformers share no exception class
+        return None
 
 
 def card(name: str, source: str, libraries: list[str], found: Certificate) -> str:

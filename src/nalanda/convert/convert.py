@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
-from nalanda.convert.certificate import card, compare, unchecked
+from nalanda.convert.certificate import card, compare, tokenizer_of, unchecked
 from nalanda.convert.formats import Config, Tensors, unsupported
 from nalanda.convert.mlx import check_mlx, to_mlx
 from nalanda.data.hub import is_hub_id
@@ -188,21 +188,19 @@ def convert(
         check: compare both models, see `certificate.compare`; one is in memory at a time, in fp32.
         dtype: of mlx's weights, see `mlx.DTYPES`; None and elsewhere they keep theirs.
 
-    Shards stay. The tokenizer and generation config are copied, see `pad_batches`.
+    Shards stay. The tokenizer and generation config are copied, see `pad_batches`. Our config names the
+    bos token that the tokenizer puts in front of a text, or none.
     The model card, README.md, has what the comparison found, which is printed on stderr too.
 
     Raises:
         InputError: names what the target format cannot express, or how far the models differ; nothing is
             written.
     """
-    out, folder = Path(destination), _folder(source)
+    out, folder = Path(destination), local_folder(source)
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another folder")
-    try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: no readable config.json ({error})") from None
-    kind = given.get("model_type")
+    given = read_config(folder)
+    kind = str(given.get("model_type"))
     kind = _MULTIMODAL.get(kind, kind)
     target = ""
     try:
@@ -218,6 +216,8 @@ def convert(
         theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
         if to == "mlx":
             check_mlx(folder, theirs, dtype)
+        if target == "nalanda":
+            config.bos_token_id = _bos(folder, config)
         found = _matched(stored, config, _tensors(kind, given))
     except ValueError as error:
         arrow = f", {kind} to {target}" if target else ""
@@ -245,7 +245,29 @@ def convert(
     return out
 
 
-def _folder(source: str) -> Path:
+def _bos(folder: Path, config: NalandaConfig) -> int | None:
+    """The bos token that the tokenizer puts in front of a text. Other libraries' configs name one that it
+    never writes, ours only one that it does."""
+    tokenizer = tokenizer_of(folder)
+    if tokenizer is None:
+        return config.bos_token_id
+    bos = tokenizer.bos_token_id
+    return bos if tokenizer("a").input_ids[:1] == [bos] else None
+
+
+def read_config(folder: Path) -> Config:
+    """A model folder's config.json. Raises InputError."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: no readable config.json ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{folder}: config.json is not a table of settings")
+    return found
+
+
+def local_folder(source: str) -> Path:
+    """The folder of a model, downloaded if `source` is a hub id."""
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
     with hub_errors(f"there is no folder {source}"):

@@ -177,6 +177,14 @@ def checked(given: Config, fields: dict[str, Field], prefix: str = "") -> Config
     return found
 
 
+def rope_settings(theirs: Config, *names: str) -> Config:
+    """A copy of the first of these fields that has a value."""
+    name = next((name for name in names if theirs[name]), None)
+    if name and not isinstance(theirs[name], dict):
+        raise unsupported(name, theirs[name])
+    return dict(theirs[name]) if name else {}
+
+
 def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
     """Makes those layers of the NalandaConfig's arguments `softmax` with these options.
 

@@ -1,6 +1,5 @@
 """GGUF files for llama.cpp: its architecture `qwen35`, Gated DeltaNet with attention every n-th layer."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import rename_synced
 from nalanda.convert.certificate import compare, unchecked
+from nalanda.convert.convert import local_folder, read_config
 from nalanda.convert.engines import quiet
 from nalanda.convert.gguf_tokenizer import add_tokenizer
 from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
@@ -34,7 +34,8 @@ _NULL_HEAD = 64  # a usual size, for which every backend has kernels
 def write_gguf(
     source: str | os.PathLike, out: str | os.PathLike, dtype: str = "f32", check: bool = True
 ) -> Path:
-    """Writes the model of the folder `source`, with its tokenizer and chat template, to the new file `out`.
+    """Writes the model of `source`, a folder or hub id, with its tokenizer and chat template, to the new file
+    `out`.
 
     dtype: of the matrices, one of `DTYPES`; q8_0 keeps those whose rows are no multiple of 32 in f16. Norms,
     decays and convolutions are always f32.
@@ -52,19 +53,20 @@ def write_gguf(
         import gguf  # pyrefly: ignore[missing-import]  (an extra)
     except ModuleNotFoundError as error:
         raise explained(error) or error from None
-    source, out = Path(source), Path(out)
+    out = Path(out)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another file")
+    title, source = Path(source).resolve().name, local_folder(os.fspath(source))
     for name in ("config.json", "tokenizer.json"):
         if not (source / name).is_file():
             raise InputError(f"{source}: no {name} in it")
-    if json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type") != "nalanda":
+    if read_config(source).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
     part = out.with_name(f".tmp-{out.name}")
     try:
-        _write(source, part, dtype)
+        _write(source, part, dtype, title)
         proof = unchecked("asked for with --no-check")
         if check:
             proof = compare(source, part, ["nalanda", "gguf"], dtype)
@@ -77,7 +79,7 @@ def write_gguf(
     return out
 
 
-def _write(source: Path, part: Path, dtype: str) -> None:
+def _write(source: Path, part: Path, dtype: str, title: str) -> None:
     """Writes the file, with room for the certificate."""
     import gguf  # pyrefly: ignore[missing-import]
 
@@ -96,7 +98,7 @@ def _write(source: Path, part: Path, dtype: str) -> None:
         raise InputError(f"{source}: tensor {min(report['missing_keys'])} is missing")
     writer = gguf.GGUFWriter(part, "qwen35")
     try:
-        writer.add_name(source.resolve().name)
+        writer.add_name(title)
         writer.add_string(_CERTIFICATE, " " * _ROOM)
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

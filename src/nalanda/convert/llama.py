@@ -1,11 +1,20 @@
 """The Llama model of transformers."""
 
-from nalanda.convert.formats import SHARED, Config, Field, Format, only, softmax_options, unsupported
+from nalanda.convert.formats import (
+    SHARED,
+    Config,
+    Field,
+    Format,
+    only,
+    rope_settings,
+    softmax_options,
+    unsupported,
+)
 
 
 def _read_llama(theirs: Config, ours: Config) -> None:
     """Accepts RoPE's base in rope_parameters, and in the older rope_theta and rope_scaling."""
-    rope = dict(theirs["rope_parameters"] or theirs["rope_scaling"] or {})
+    rope = rope_settings(theirs, "rope_parameters", "rope_scaling")
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     if kind != "default":
         raise unsupported("rope_type", kind)

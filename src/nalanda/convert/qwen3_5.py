@@ -17,6 +17,7 @@ from nalanda.convert.formats import (
     add_softmax,
     null_layer,
     only,
+    rope_settings,
     softmax_options,
     stacked,
     unsupported,
@@ -159,7 +160,7 @@ def _read(theirs: Config, ours: Config) -> None:
     K, V = theirs["linear_key_head_dim"], theirs["linear_value_head_dim"]
     ours |= {"head_dim": K, "expand_v": V / K, "feature_map": "silu", "use_gate": True}
     if full := [i for i, kind in enumerate(types) if kind == "full_attention"]:
-        rope = dict(theirs["rope_parameters"] or {})
+        rope = rope_settings(theirs, "rope_parameters")
         if (kind := rope.get("rope_type", "default")) != "default":
             raise unsupported("rope_type", kind)
         factor = rope.get("partial_rotary_factor", theirs["partial_rotary_factor"])
