@@ -8,7 +8,14 @@ import types
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common import progress
@@ -278,6 +285,24 @@ def test_flops():
         flops, source = flops_per_token(llama, 10)
         assert flops == 6 * products + 6 * 2 * 8 * 10
         assert "estimated" in source
+
+
+def test_flops_of_what_a_token_meets():
+    """Two of eight experts, and attention in its own layers, behind its window."""
+    shape = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = MixtralForCausalLM(MixtralConfig(**shape, **experts))
+    layer = 4 * 8 * 8 + 2 * 3 * 8 * 16 + 8 * 8
+    assert flops_per_token(mixtral, 10)[0] == 6 * (2 * layer + 8 * 32) + 6 * 2 * 8 * 10
+    layer = 4 * 8 * 8 + 3 * 8 * 16
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    windowed = Qwen3ForCausalLM(Qwen3Config(**shape, **types, head_dim=4, use_sliding_window=True))
+    keys = 10 / 2 + 4 - 4**2 / (2 * 10)
+    assert flops_per_token(windowed, 10)[0] == 6 * (2 * layer + 8 * 32) + 12 * 8 * keys
+    assert flops_per_token(windowed, 4)[0] == 6 * (2 * layer + 8 * 32) + 6 * 2 * 8 * 4
+    windowed.config.layer_types = ["linear_attention", "full_attention"]
+    assert flops_per_token(windowed, 10)[0] == 6 * (2 * layer + 8 * 32) + 6 * 8 * 10
 
 
 @pytest.mark.parametrize("T", [2048, 8192])

@@ -29,6 +29,9 @@ PEAK_FLOPS = {
 CAUSAL = "causal attention is half of T × T"
 """The convention for FLOPs of softmax attention, for all models."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that configs of transformers have for the number of experts in a layer."""
+
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """The peak of one device in FLOPs per second, and its source: `PEAK_FLOPS` for a known GPU, for all other
@@ -79,21 +82,30 @@ def flops_per_token(model: torch.nn.Module, seq_len: int) -> tuple[float, str]:
 
     Backward is twice forward; causal attention sees half of T × T. Nalanda's models count for themselves,
     with the terms of linear attention. Any other model: 6 per weight of a matrix product, the head included,
-    and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Excludes the
-    embedding's look-up and, by MFU's definition, recomputation under gradient checkpointing.
+    and 6·L·D·T for attention, D = heads × head size (Chowdhery et al., 2022, halved). Of experts, it counts
+    those that a token meets; of `layer_types`, L counts those of attention, with fewer than T keys behind a
+    window. Excludes the embedding's look-up and, by MFU's definition, recomputation under gradient
+    checkpointing.
     """
     config: Any = model.config
     if hasattr(config, "flops_per_token"):
         return 3 * config.flops_per_token(seq_len), f"the model's own count; {CAUSAL}"
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 1)
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
     # Norms and biases are vectors, without matrix products.
-    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
+    weights = sum(count * (share if ".experts." in name else 1) for name, count in matrices.items())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and embedding.weight is not head.weight:
         weights -= embedding.weight.numel()
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 6.0 * weights, "estimated as 6 a weight, the mixers' own terms left out"
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    attention = 6.0 * text.num_hidden_layers * width * seq_len
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    window = min(getattr(text, "sliding_window", None) or seq_len, seq_len)
+    keys = kinds.count("full_attention") * seq_len / 2  # the mean over a row's tokens
+    keys += kinds.count("sliding_attention") * window * (1 - window / (2 * seq_len))
+    attention = 12 * width * keys
     return 6 * weights + attention, f"estimated as 6 a weight and attention; {CAUSAL}"
