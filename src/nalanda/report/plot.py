@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -143,13 +143,19 @@ MARKS = {"skipped": "x", "rollback": "v"}
 
 
 def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
-    """The last validation loss, or the lowest of several."""
+    """The last validation loss, or the lowest of several that compare."""
     ends = [(c.validation[-1][3], i) for i, c in enumerate(curves) if c.validation]
     ends = [end for end in ends if math.isfinite(end[0])]
     if len(ends) < len(curves):
         return f"Training loss of {curves[0].name if len(curves) == 1 else f'{len(curves)} runs'}"
     loss, i = min(ends)
-    if _tokenizers(curves) > 1 and all(c.bits_per_byte is not None for c in curves):
+    tokenizers_differ, bits_known = (
+        _differ(curves, _tokenizer),
+        all(c.bits_per_byte is not None for c in curves),
+    )
+    if _differ(curves, _validation) or (tokenizers_differ and not bits_known):
+        return f"Validation loss of {len(curves)} runs"
+    if tokenizers_differ:
         best, i = min((c.bits_per_byte, i) for i, c in enumerate(curves))
         return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
     if len(curves) > 1:
@@ -163,8 +169,10 @@ def _caption(curves: Sequence[Curve], smooth: bool) -> str:
     parts = [f"Lines: {means if smooth else 'training loss as logged'}."]
     if any(c.validation for c in curves):
         parts.append(f"{'Markers' if len(curves) > 1 else 'Squares'}: validation.")
-    if _tokenizers(curves) > 1:
+    if _differ(curves, _tokenizer):
         parts.append("The runs' tokenizers differ, so their losses a token do not compare.")
+    if _differ(curves, _validation):
+        parts.append("Their validation texts differ, so their validation losses do not compare.")
     found = {kind for c in curves for _, kind in c.events}
     parts += [f"{sign}: {what}." for kind, sign, what in (("skipped", "×", "skipped step"),
               ("rollback", "▼", "rollback")) if kind in found]  # fmt: skip
@@ -173,8 +181,27 @@ def _caption(curves: Sequence[Curve], smooth: bool) -> str:
     return " ".join([*parts, f"{many}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
 
 
-def _tokenizers(curves: Sequence[Curve]) -> int:
-    return len({json.dumps(c.config.get("tokenizer"), sort_keys=True, default=str) for c in curves})
+TEXTS = (
+    *("source", "mixture", "validation_source", "validation_share", "name", "revision", "text_field"),
+    *("train_split", "validation_split"),
+)
+"""Keys of `data` that say which texts a run trains on, and so a trained tokenizer; and which it holds out."""
+
+
+def _differ(curves: Sequence[Curve], key: Callable[[dict], list]) -> bool:
+    return len({json.dumps(key(c.config), sort_keys=True, default=str) for c in curves}) > 1
+
+
+def _tokenizer(config: dict) -> list:
+    texts = TEXTS if _value(config, "tokenizer.train") else ()
+    return [_value(config, "tokenizer"), *(_value(config, f"data.{key}") or None for key in texts)]
+
+
+def _validation(config: dict) -> list:
+    """What decides on the validation texts: their source alone, if they have their own."""
+    own = ("validation_source", "validation_split", "name", "text_field")
+    texts = own if _value(config, "data.validation_source") else TEXTS
+    return [_value(config, f"data.{key}") or None for key in (*texts, "max_validation_rows")]
 
 
 def _value(config: dict, key: str) -> Any:
