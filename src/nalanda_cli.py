@@ -95,6 +95,24 @@ AsJson = Annotated[bool, Option("--json", help="print JSON")]
 SamplingSeed = Annotated[int | None, Option(help="seed of the sampling; by default every call differs")]
 
 
+def _print_versions(asked: bool) -> None:
+    if asked:
+        from nalanda.common.versions import list_versions, versions
+
+        found = versions()
+        own = {"nalanda": found.pop("nalanda")}
+        print(f"{list_versions([own])} ({list_versions([found])})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, Option("--version", help="print versions", callback=_print_versions, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def train(
     recipe: Annotated[str | None, Argument(help="recipe file, or the name of one that ships")] = None,
@@ -277,9 +295,11 @@ def generate(
     nalanda generate runs/demo/final "def main(" --temperature 0.5
     nalanda generate runs/demo/final --file book.txt --save-state book.state
     """
+    from nalanda.config.schema import check_seed
     from nalanda.inference.sampling import sampling_options
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    check_seed(seed, "--seed")
     _check_models([model])
     with _loading():
         from nalanda.inference.generate import generate
@@ -324,9 +344,11 @@ def chat(
 
     Uses its chat template, or plain text. The state is kept between turns, so each turn reads only new text.
     """
+    from nalanda.config.schema import check_seed
     from nalanda.inference.sampling import sampling_options
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    check_seed(seed, "--seed")
     _check_models([model])
     with _loading():
         from nalanda.inference.chat import chat
@@ -382,6 +404,10 @@ def info(
     """
     import json
 
+    from nalanda.config.load import load_config
+
+    if recipe is not None:
+        load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading():
         from nalanda.report import plan, tables
         from nalanda.report.info import info, print_info
@@ -996,15 +1022,15 @@ def recall(
     Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
     accuracy against state size and number of pairs. Resumes after an interruption.
     """
-    with _loading():
-        from nalanda_eval.recall import recall
-
     try:
         sizes, rates = [int(x) for x in several(states) or ()], [float(x) for x in several(lrs) or ()]
     except ValueError:
         raise typer.BadParameter(
             "write numbers with commas between them", param_hint="--states, --lrs"
         ) from None
+    with _loading():
+        from nalanda_eval.recall import recall
+
     recall(
         tasks=several(tasks),
         mixers=several(mixers),

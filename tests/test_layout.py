@@ -151,12 +151,17 @@ print([name for name in heavy if name in sys.modules])
 
 LIGHT = {
     "--help": 0,
+    "--version": 0,
     "runs {folder}": 0,
     "runs {folder}/none": 2,
     "plot {folder}/run --output {folder}/loss.png": 0,
     "train nosuch": 2,
     "train demo train.stepz=3": 2,
     "train demo train.steps=-3": 2,
+    "info demo train.stepz=3": 2,
+    "bench recall --lrs x": 2,
+    "generate {folder} hello --seed -1": 2,
+    "chat {folder} --seed -1": 2,
     "eval": 2,
     "eval /no/such": 2,
     "generate /no/such hello": 2,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.versions import list_versions, versions
+from nalanda_cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +24,13 @@ def test_versions_name_the_commit():
     )
     assert len(commit) >= 9
     assert head.stdout.startswith(commit.removesuffix(".dirty"))
+
+
+def test_the_command_prints_them(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert not stop.value.code
+    assert capsys.readouterr().out.startswith(f"nalanda {versions()['nalanda']} (python ")
 
 
 def test_results_of_several_versions_name_them_all():

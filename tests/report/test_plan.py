@@ -175,7 +175,9 @@ def test_printed(capsys, monkeypatch):
         (("0", ""), "--devices: '0' is no number"),
         (("12", ""), "--devices: 12 devices do not fill nodes of 8"),
         (("8", "mfo=0.3"), "--cluster: no setting 'mfo'; did you mean mfu"),
-        (("8", "mfu=fast"), "--cluster: 'mfu=fast': expected a positive number"),
+        (("8", "mfu=fast"), "--cluster: 'mfu=fast': expected a share from 0 to 1"),
+        (("8", "mfu=40"), "--cluster: 'mfu=40': expected a share from 0 to 1"),
+        (("8", "network=inf"), "--cluster: 'network=inf': expected a positive number"),
         (("8", "node=0"), "--cluster: 'node=0': expected"),
     ],
 )

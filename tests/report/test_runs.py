@@ -5,9 +5,11 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 
 from nalanda.common.errors import InputError
 from nalanda.report import runs
-from nalanda.report.plot import curve, labels, plot, smoothed
+from nalanda.report.plot import _caption, _title, curve, labels, plot, smoothed
 from nalanda.report.runs import RunSummary
 
 
@@ -60,7 +62,7 @@ def dead() -> int:
     return process.pid
 
 
-def test_the_list(tmp_path, monkeypatch):
+def test_the_list(tmp_path, monkeypatch, capsys):
     here, facts = platform.node(), {"parameters": 2_400_000, "step": 40}
     make(tmp_path / "done", lines=losses(40), facts={**facts, "state": "finished"}, model__feature_map="nala")
     make(
@@ -130,6 +132,12 @@ def test_the_list(tmp_path, monkeypatch):
     runs.print_runs(list(found.values()), narrow)
     heading = narrow.export_text().splitlines()[0].split()
     assert heading == [word for word in text.splitlines()[0].split() if word not in ("MFU", "params")]
+    tight = Console(width=46, record=True, file=io.StringIO())
+    runs.print_runs([found["done"]], tight)
+    assert tight.export_text().split()[:6] == ["run", "state", "step", "loss", "val", "ppl"]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    runs.print_runs(list(found.values()))  # to no terminal: every column
+    assert capsys.readouterr().out.splitlines()[0].split() == text.splitlines()[0].split()
     # A run on another machine is judged by its last change.
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert runs.read_run(tmp_path / "gone").state == "running"
@@ -224,6 +232,35 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
     place, height = (float(v[0]) for v in marks["x"].get_data())
     assert place == pytest.approx(ends[x] * 31 / 60, rel=0.02)
     assert height == pytest.approx(3 + 5 * math.exp(-31 / 9), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits", "title"),
+    [
+        ({"optim__lr": 0.01}, [2.0, 1.0], "Lowest last validation loss: lr 0.01, 1.000 nats a token"),
+        ({"tokenizer": {"train": "bpe", "vocab_size": 9}}, [1.0, 2.0], "Lowest .*size 8.*1.000 bits a byte"),
+        ({"tokenizer": {"train": "bpe", "vocab_size": 9}}, [None, 2.0], "Validation loss of 2 runs"),
+        ({"data__source": "b"}, [1.0, 2.0], "Validation loss of 2 runs"),
+        ({"data__source": "b", "data__validation_source": "v"}, [1.0, 2.0], "Lowest .*a.*1.000 bits a byte"),
+        ({"data__max_validation_rows": 2}, [1.0, 2.0], "Validation loss of 2 runs"),
+        ({"data__seq_len": 2}, [2.0, 1.0], "Lowest last validation loss: .* 1.000 nats a token"),
+    ],
+)
+def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
+    """A trained tokenizer is one of its corpus. The second run has the lower loss a token."""
+    own = {"validation_source": "v"} if "data__validation_source" in settings else {}
+    base = {"tokenizer": {"train": "bpe", "vocab_size": 8}, "data": {"source": "a"} | own}
+    curves = [
+        replace(curve(make(tmp_path / f"run{i}", lines=losses(1), **base | more)), bits_per_byte=bits[i],
+                validation=[(1, 1, 1, 2.0 - i)])
+        for i, more in enumerate(({}, settings))
+    ]  # fmt: skip
+    assert re.fullmatch(title, _title(curves, labels(curves)))
+    texts = {"data__source", "data__max_validation_rows"} & settings.keys() and not own
+    assert ("validation texts differ" in _caption(curves, True)) == bool(texts)
+    assert ("tokenizers differ" in _caption(curves, True)) == bool(
+        {"tokenizer", "data__source"} & settings.keys()
+    )
 
 
 def test_one_runs_picture(tmp_path):

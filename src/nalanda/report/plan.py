@@ -25,7 +25,7 @@ from nalanda.model.context import SCAN_FROM
 from nalanda.model.delta import DeltaNet
 from nalanda.model.ops import delta_rule_flops
 from nalanda.report.info import described
-from nalanda.report.runs import narrowed
+from nalanda.report.runs import narrowed, stdout
 from nalanda.train import parallel
 from nalanda.train.estimate import activation_bytes, held_bytes
 
@@ -356,8 +356,10 @@ def clusters(devices: str, settings: str = "") -> list[Cluster]:
         except ValueError:
             given[name] = -1
         least = 0 if name in ("latency", "overlap") else 1e-9
-        if not least <= given[name] < math.inf:
-            raise InputError(f"--cluster: {setting!r}: expected a positive number")
+        share = name in ("mfu", "overlap")
+        if not least <= given[name] <= (1 if share else 1e99):
+            wanted = "a share from 0 to 1" if share else "a positive number"
+            raise InputError(f"--cluster: {setting!r}: expected {wanted}")
     found = []
     for number in devices.split(","):
         if not number.strip().isdecimal() or not int(number):
@@ -380,7 +382,7 @@ def fastest(costs: list[Cost]) -> Cost | None:
 
 def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
-    console = console or Console()
+    console = console or stdout()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
         table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)

@@ -100,7 +100,7 @@ def overview(directory: str | Path) -> list[RunSummary]:
 
 def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> None:
     """Prints a table of the runs, then their problems. A narrow terminal gets fewer columns."""
-    console = console or Console()
+    console = console or stdout()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in ("run", "state", "model"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
@@ -125,10 +125,18 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             *("–" if value is None else form(value) for value, form in figures),
             _when(run.changed),
         )
-    console.print(narrowed(table, console, ("MFU", "params", "bits/B", "tok/s")))
+    console.print(narrowed(table, console, ("MFU", "params", "bits/B", "tok/s", "model", "val ppl")))
     for run in runs:
         if run.problem:
             console.print(f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def stdout() -> Console:
+    """The terminal. Where there is none, nor COLUMNS, lines may be as long as they need."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 1000
+    return console
 
 
 def narrowed(table: Table, console: Console, dispensable: Sequence[str]) -> Table:
