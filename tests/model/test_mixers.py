@@ -366,6 +366,40 @@ def test_delta_rules_refuse_a_state_that_grows(options, map_options, words):
         build("deltanet", mixer_options=options, feature_map_options=map_options)
 
 
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("deltanet", {"mixer_options": {"allow_neg_eigval": True}}),
+        (
+            "deltanet",
+            {
+                "mixer_options": {"allow_neg_eigval": True, "num_v_heads": 32, "qk_norm": "none"},
+                "feature_map_options": {"norm": "l2"},
+            },
+        ),
+        ("gated_deltanet2", {"mixer_options": {"allow_neg_eigval": True}}),
+        ("delta_product", {"mixer_options": {"use_forget_gate": True}}),
+    ],
+)
+def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
+    """In bf16, with β near 2 and no decay: the length of a rounded key is not 1."""
+    model = tiny(mixer, dtype=torch.float32, hidden_size=64, num_heads=16, head_dim=8, conv_size=0, **options)
+    layer = model.model.layers[0].mixer
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer.b_proj.weight.copy_(8 * x[0] / x.square().sum())
+        if layer.decays:
+            layer.decay.A_log.fill_(-20)
+        layer, x = layer.bfloat16(), x.bfloat16()
+        _, state = layer(x.expand(1, 2048, -1), Sequences(), {})
+        _, decoded = layer(x.expand(1, 4, -1), Sequences(), {})
+        for t in range(4, 516):
+            _, decoded = layer(x, Sequences(past=torch.tensor([t])), decoded)
+        longest = F.silu(layer.v_proj(x)).unflatten(-1, (-1, 8)).float().norm(dim=-1).max()
+    for found in (state, decoded):
+        assert found["recurrent"].norm(dim=(2, 3)).max() < 4 * longest
+
+
 def test_values_pass_a_convolution_and_silu():
     module = build("linear_attention", conv_size=4)
     _, y, (q, k, v) = run(module)

@@ -8,7 +8,7 @@ from .base import Heads, Mixer, State, StateSpec
 from .context import recurrence
 from .epilogues import norm_gate
 from .feature_maps import EPS, Elementwise
-from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, no_autocast
+from .layers import Fp32Module, RMSNorm, at_least_fp32, direction, excess, no_autocast
 from .ops import delta_rule, delta_rule_flops, map_features
 from .sequences import Sequences
 
@@ -61,7 +61,8 @@ class DeltaNet(Mixer):
     A short convolution precedes q, k and v. SiLU follows for v; the feature map, in place of SiLU, and an L2
     norm for q and k. β = σ(W_b x). The output is RMS-normed per head, and gated if `use_gate` (default: no).
 
-    Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1.
+    Options: `allow_neg_eigval` doubles β, so that the transition's eigenvalue 1 − β reaches −1; in bf16 and
+    fp16, β is then divided by the squared length of keys that rounding made longer than 1.
     `num_v_heads`, a multiple of `num_heads`, gives each query/key head several value heads (default: one).
 
     The L2 norm erases the lengths of φ(q) and φ(k), and the output norm that of o. Two options bring the
@@ -143,10 +144,18 @@ class DeltaNet(Mixer):
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         q, k, beta, features = heads["q"], heads["k"], heads["beta"], self.feature_map
+        erase, norm = heads.get("erase"), "l2" if self.qk_norm == "l2" else None
         if self.norm_write:
             beta = -torch.expm1(-beta * self.per_value(at_least_fp32(k).square().mean(-1)))
             if self.qk_norm != "l2":
                 (q, k, beta), features = self.unnormed(q, k, beta), None
+        elif self.beta_scale > 1 and k.dtype.itemsize < 4:
+            # A rounded key may be longer than 1. Near β = 2 each token would then lengthen the state.
+            with no_autocast(q):
+                q, k = map_features(q, k, features, norm)
+            features, norm = None, None
+            length = self.per_value(excess(k))
+            beta, erase = (beta / length, None) if erase is None else (beta, erase / length[..., None])
         o, final = recurrence(
             delta_rule,
             seq,
@@ -155,9 +164,9 @@ class DeltaNet(Mixer):
             heads["v"],
             beta,
             heads.get("g"),
-            heads.get("erase"),
+            erase,
             feature_map=features,
-            qk_norm="l2" if self.qk_norm == "l2" else None,
+            qk_norm=norm,
             initial_state=state.get("recurrent"),
             output_final_state=new is not None,
             mode="recurrent" if q.shape[1] <= self.steps else "chunk",

@@ -70,6 +70,13 @@ def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return run(_Direction, x, eps)
 
 
+@torch.no_grad()  # rounding has no gradient
+def excess(k: Tensor) -> Tensor:
+    """max(1, Σk²) over the last dimension, in fp32 at least: what a step β of keys of length 1 is divided by,
+    so that β‖k‖² ≤ 2 for the rounded ones too."""
+    return at_least_fp32(k).square().sum(-1).clamp_min(1)
+
+
 class Fp32Module(nn.Module):
     """A module whose parameters stay fp32 when the model is cast, and have no weight decay.
 

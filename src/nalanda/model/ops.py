@@ -70,7 +70,8 @@ def delta_rule(
         q: `[B, T, H, K]`, before the map and the norm.
         k: as q.
         v: `[B, T, HV, V]`, HV a multiple of H: each head of q and k serves HV/H consecutive heads of v.
-        beta: `[B, T, HV]`. The state cannot grow while `0 ≤ β‖k‖² ≤ 2`, erase aside.
+        beta: `[B, T, HV]`. The state cannot grow while `0 ≤ β‖k‖² ≤ 2`, erase aside. In 16 bits ‖k‖² may be
+            1.004 after the norm: for β up to 2 norm keys first, and divide β by what exceeds 1.
         g: natural logarithm of the decay, ≤ 0: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel
             (K after the map). None for no decay.
         erase: `[B, T, HV, K]` (K after the map), the share of each key channel in what is erased; None for 1.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .feature_maps import EPS
-from .layers import at_least_fp32
+from .layers import at_least_fp32, excess
 from .ops import l2norm
 
 
@@ -72,11 +72,15 @@ def step(
         q, k = feature_map(q.expand_as(k), k)
     if qk_norm is not None:
         q, k = l2norm(torch.stack([q.expand_as(k), k])).unbind()
+    length = None
     if q.dtype != narrow:
         q, k = (at_least_fp32(y.to(narrow)) for y in (q, k))
+        length = excess(k)[..., None] if beta_scale > 1 else None
     q = q[:, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if num_v_heads > num_heads:
-        q, k = (y.repeat_interleave(num_v_heads // num_heads, -2) for y in (q, k))
+        group = num_v_heads // num_heads
+        q, k = (y.repeat_interleave(group, -2) for y in (q, k))
+        length = None if length is None else length.repeat_interleave(group, -2)
     if denominator:
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
 
@@ -95,6 +99,7 @@ def step(
     beta, erased = None, k
     if delta:
         beta = beta_scale * at_least_fp32(x["b"]).sigmoid().view(len(v), steps, num_v_heads, -1)
+        beta = beta if length is None else beta / length
         erased = beta * k if "w" in x else k
     for j in range(steps):
         k_j, v_j = (y[:, j].reshape(len(S), 1, -1) for y in (k, v))
