@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -439,13 +440,33 @@ def test_loss_follows_transformers(small):
     assert small(tokens).logits.shape == (2, 11, VOCAB)
 
 
-def test_loss_is_that_of_the_unpadded_rows(small):
-    """Nothing predicts a left-padded row's first token."""
+def test_loss_is_that_of_the_texts_alone(small):
+    """Nothing predicts a text's first token, nor padding: on either side, or packed."""
+    texts = [ids(5, seed=1), ids(9, seed=2)]
+    total = sum(small(row[None], labels=row[None]).loss * (len(row) - 1) for row in texts)
+    for side in ((4, 0), (0, 4)):
+        rows = torch.stack([F.pad(texts[0], side), texts[1]])
+        mask = torch.stack([F.pad(torch.ones_like(texts[0]), side), torch.ones_like(texts[1])])
+        close(small(rows, attention_mask=mask, labels=rows).loss, total / 12, 1e-5)
+        close(small(rows, attention_mask=mask, labels=rows, num_items_in_batch=3).loss, total / 3, 1e-5)
+    row = torch.cat(texts)[None]
+    bounds, places = torch.tensor([0, 5, 5, 14, 14]), torch.cat([torch.arange(5), torch.arange(9)])[None]
+    for described in ({"cu_seqlens": bounds}, {"position_ids": places}):
+        close(small(row, labels=row, **described).loss, total / 12, 1e-5)
+    whole = torch.stack([row[0], row[0]])
+    close(small(whole, labels=whole, position_ids=places).loss, total / 12, 1e-5)
+
+
+def test_loss_is_that_of_the_heads_call(small, tmp_path):
+    """Not of its bare weight, where a hook changes the result or the weight is not in memory."""
     tokens = ids(2, 9)
-    mask = torch.ones_like(tokens)
-    mask[0, :4] = 0
-    alone = [small(row[None], labels=row[None]).loss * (len(row) - 1) for row in (tokens[0, 4:], tokens[1])]
-    close(small(tokens, attention_mask=mask, labels=tokens).loss, sum(alone) / (4 + 8), 1e-5)
+    expected = small(tokens, labels=tokens).loss
+    small.save_pretrained(tmp_path)
+    places = {"model": "cpu", "lm_head": "disk"}
+    away = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    close(away.eval()(tokens, labels=tokens).loss, expected, 1e-5)
+    small.lm_head.register_forward_hook(lambda module, inputs, out: 0 * out)
+    close(small(tokens, labels=tokens).loss, torch.tensor(float(VOCAB)).log(), 1e-5)
 
 
 def test_evaluation_forms_no_gradient(small):
@@ -707,7 +728,7 @@ def process_group(tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group):
+def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group, monkeypatch):
     """Wrapped before anything is allocated, then initialised, then trained a step in bf16 compute."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -730,8 +751,12 @@ def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group):
     check_decay(plain)
     decay.register_forward_hook(lambda m, args, out: seen.append((m.A_log.dtype, out.dtype)))
     wrapped.train()
+    # Nor do they make the head more than a matrix, whose loss needs all logits at once.
+    fused = mock.Mock(side_effect=linear_cross_entropy)
+    monkeypatch.setattr("nalanda.model.modeling.linear_cross_entropy", fused)
     with torch.autocast("cpu", torch.bfloat16, enabled=wrapper == "ddp"):
         wrapped(ids(2, 9) % 8, labels=ids(2, 9) % 8).loss.backward()
+    fused.assert_called_once()
     assert seen == [(torch.float32, torch.float32)]
     assert decay.A_log.grad.dtype == torch.float32
 

@@ -24,8 +24,8 @@ from .layers import PatchEmbedding, RMSNorm, ShortConv, at_least_fp32, rotary_an
 from .loss import linear_cross_entropy
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
-from .projections import FusedLinears
-from .sequences import Layout, Rows, Sequences
+from .projections import FusedLinears, matrix_of
+from .sequences import Layout, Rows, Sequences, next_tokens
 from .state import State
 
 
@@ -360,10 +360,11 @@ class LanguageModel(NalandaPreTrainedModel):
         self.post_init()
 
     def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if an adapter wraps the
-        head, because its weight lacks what the adapter adds."""
-        if isinstance(self.lm_head, nn.Linear):
-            return linear_cross_entropy(h, self.lm_head.weight, targets, z_loss=z_loss)
+        """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if the head is more than a
+        matrix in memory: an adapter, a hook, a quantised or an offloaded weight."""
+        weight = matrix_of(self.lm_head)
+        if weight is not None:
+            return linear_cross_entropy(h, weight, targets, z_loss=z_loss)
         logits = at_least_fp32(self.lm_head(h))
         total = F.cross_entropy(logits, targets, reduction="sum")
         if z_loss:
@@ -530,8 +531,10 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side.
         cu_seqlens: int `[N+1]`, bounds in the B·T tokens of documents that must not see each other, best on
             the host. position_ids that restart are equivalent.
-        labels: `[B, T]`, aligned with input_ids (shifted here); −100 is ignored.
-        num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored.
+        labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
+            first token of a row or document, which nothing predicts.
+        num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
+            must count none of those either.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
         logits_to_keep: the last n positions, or the given positions; 0 for all.
         row_states: those of an earlier call's output, for documents that continue in the same row; only for
@@ -588,10 +591,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            targets = labels.to(h.device)[:, 1:]
-            if attention_mask is not None:  # a left-padded row's first token has no predecessor
-                real = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :][:, :-1].to(h.device)
-                targets = targets.masked_fill(real == 0, -100)
+            targets = next_tokens(labels.to(h.device), attention_mask, position_ids, cu_seqlens)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             predicting = h[:, :-1]
             if context is not None:  # a row's last token predicts none

@@ -401,6 +401,25 @@ class Layout:
         return rows, past
 
 
+def next_tokens(
+    labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The targets `[B, T − 1]` of a batch: the label of the next column, or −100 where that is no token,
+    or none of the same document comes before it. The batch is described as for `Layout`."""
+    B, T = labels.shape
+    targets = labels[:, 1:]
+    if attention_mask is not None:
+        real = last_columns(attention_mask, B, T).to(labels.device)
+        targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
+    if cu_seqlens is not None:
+        first = torch.zeros(B * T + 1, dtype=torch.bool, device=labels.device)
+        first = first.index_fill(0, cu_seqlens.to(labels.device, torch.int64, non_blocking=True), True)
+        targets = targets.masked_fill(first[:-1].view(B, T)[:, 1:], -100)
+    elif position_ids is not None and position_ids.dim() == 2:
+        targets = targets.masked_fill(position_ids.to(labels.device).diff(dim=1) != 1, -100)
+    return targets
+
+
 def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
     """The mask of this call's tokens, bool `[B, T]`."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
