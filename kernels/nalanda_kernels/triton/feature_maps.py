@@ -93,6 +93,8 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
         return Map("nala", l2=l2, halves=2, **options), ()
     if name == "pola":
         w, s = fused["parameters"]
+        if w.is_meta:
+            raise Unsupported("the weights of the feature map are offloaded")
         pola = Map("pola", alpha=fused["alpha"], scaled=s is not None, l2=l2, halves=2)
         return pola, (w,) if s is None else (w, s)
     return Map(name, l2=l2), ()

@@ -83,14 +83,15 @@ def convolve(
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
     weights = [conv.weight.squeeze(1) for conv in convs]
     weights = [w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)]
-    served = by_kernel(
-        *("short_convs", "auto", xs[0], xs, weights, states),
-        cu_seqlens=seq.cu_seqlens,
-        activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
-        output_final_state=carry,
-    )
-    if served is not None:
-        return served
+    if not weights[0].is_meta:  # an offloaded one is in memory only while its own module runs
+        served = by_kernel(
+            *("short_convs", "auto", xs[0], xs, weights, states),
+            cu_seqlens=seq.cu_seqlens,
+            activations=[None] * (len(xs) - 1) + ["silu" if silu else None],
+            output_final_state=carry,
+        )
+        if served is not None:
+            return served
     past = states or [None] * len(xs)
     done = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
     *outputs, last = [y for y, _ in done]
@@ -218,8 +219,9 @@ class Mixer(FusedLinears):
         if self.unmasked or not self.both:
             return self.mix(heads, seq, state, new)
         one_way = seq.one_way()
-        # What only `read_out` reads need not turn.
-        back = {name: seq.turned(x) for name, x in heads.items() if name not in ("gate", "local")}
+        # What only `read_out` reads need not turn, nor what is the same for all tokens.
+        kept = ("gate", "local", "skip")
+        back = heads | {name: seq.turned(x) for name, x in heads.items() if name not in kept}
         return self.mix(heads, one_way, {}, None) + seq.turned(self.mix(back, one_way, {}, None))
 
     def scatter_states(self, state: State, seq: Sequences) -> State:
@@ -296,6 +298,9 @@ class Mixer(FusedLinears):
             options["norm"] = (self.o_norm.weight, self.o_norm.eps)
         if self.conv_size:
             options["filters"] = {n: getattr(self, f"{n}_conv1d").weight for n in self.projections()}
+        read = (*options.get("filters", {}).values(), *(options.get("decay") or ()))
+        if any(weight.is_meta for weight in (*read, *options.get("norm", ())[:1])):
+            return None  # offloaded: in memory only while its own module runs
 
         rest: Heads = {}
 

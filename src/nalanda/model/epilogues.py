@@ -24,7 +24,7 @@ def add_norm(x: Tensor, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor
     Whoever goes on with the sum should take the one returned here: the kernel's backward adds the gradients
     of both.
     """
-    served = _by_kernel("rms_norm", x, norm.weight, norm.eps, add=y, dtype=linear_dtype(x))
+    served = _norm_by_kernel(x, norm, add=y, dtype=linear_dtype(x))
     if served is not None:
         return served
     x = x if y is None else x + y
@@ -40,11 +40,16 @@ def norm_gate(
     """
     if gate is not None and activation == "sigmoid":
         return norm_gate(o, norm, None, dtype) * gate.sigmoid().to(dtype)
-    served = _by_kernel("rms_norm", o, norm.weight, norm.eps, gate=gate, dtype=dtype)
+    served = _norm_by_kernel(o, norm, gate=gate, dtype=dtype)
     if served is not None:
         return served[1].flatten(-2)
     y = norm(o).flatten(-2).to(dtype)
     return y if gate is None else y * F.silu(gate)
+
+
+def _norm_by_kernel(x: Tensor, norm: RMSNorm, **options):
+    weight = norm.weight  # an offloaded one is in memory only while its own module runs
+    return None if weight.is_meta else _by_kernel("rms_norm", x, weight, norm.eps, **options)
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):

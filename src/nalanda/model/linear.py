@@ -466,9 +466,9 @@ class Discretization(Decay):
         super().__init__(num_heads)
         self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
 
-    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:  # [B, T, H]
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H]; D: [H]
         dt = F.softplus(at_least_fp32(a) + self.dt_bias)
-        return dt, -self.A_log.exp() * dt
+        return dt, -self.A_log.exp() * dt, self.D.clone()  # what shards or offloads it frees its own
 
     def initial(self) -> dict[str, Tensor]:
         """Those of `Decay` with A ~ U(1, 16); D = 1."""
@@ -506,13 +506,13 @@ class Mamba2(LinearAttention):
 
     def heads(self, x: Tensor, seq: Sequences, state: State, new: State | None) -> Heads:
         heads = super().heads(x, seq, state, new)
-        dt, g = self.discretization(heads["a"])
-        return heads | {"dt": dt, "g": g}
+        dt, g, skip = self.discretization(heads["a"])
+        return heads | {"dt": dt, "g": g, "skip": skip}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         v = at_least_fp32(heads["v"])
         o = self.recur(heads | {"v": heads["dt"][..., None] * v}, seq, state, new, scale=1.0)
-        return o + self.discretization.D[:, None] * v
+        return o + heads["skip"][:, None] * v
 
     def read_out(self, o: Tensor, heads: Heads, x: Tensor) -> Tensor:
         o = o.flatten(-2)
