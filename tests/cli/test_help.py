@@ -1,5 +1,6 @@
 """What a person reads: help, examples, the commands after a command, mistyped names."""
 
+import json
 import os
 import re
 import shlex
@@ -133,6 +134,9 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
     plain, *loading = next_steps("train", of=tmp_path, run="r")
     assert "trust" not in plain
     assert all(line.endswith(" --trust-remote-code") for line in loading)
+    for done in ("write a model", "write an encoder"):
+        python = shlex.split(next_steps(done, of=tmp_path, folder=tmp_path)[-1])
+        assert python[-1].endswith(f"from_pretrained({json.dumps(str(tmp_path))}, trust_remote_code=True))")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nalanda.common.progress import first_process
 
-LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}))"
+LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pretrained({folder}{trust}))"
 """Python that loads a model; ours and flash-linear-attention's after the import of their library."""
 
 NEXT = {
@@ -66,7 +66,9 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     if "folder" in values:
         library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"
-        values["load"] = library + LOAD.format(folder=json.dumps(str(values["folder"])), head=head)
+        folder = json.dumps(str(values["folder"]))
+        allowed = ", trust_remote_code=True" * (trust and done.startswith("write"))
+        values["load"] = library + LOAD.format(folder=folder, head=head, trust=allowed)
     several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
     commands = [
         shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))
