@@ -1,6 +1,7 @@
 """Generation with every mixer: states that are cropped, kept, saved and continued; the commands."""
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -324,12 +325,13 @@ assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}))
 
 def test_a_state_is_of_the_weights_at_any_precision(tmp_path):
     path, text = tmp_path / "state", ids(1, 9)
-    wide, narrow = (build(dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    for reader, other in ((wide, narrow), (narrow, wide)):
+    wide = build(dtype=torch.float32)
+    narrow, double = (copy.deepcopy(wide).to(dtype) for dtype in (torch.bfloat16, torch.float64))
+    for reader, other in itertools.permutations((wide, narrow, double), 2):
         reader.read(text).save(path)
         loaded = other.load_state(path)
         assert other.generate(state=loaded, max_new_tokens=3, do_sample=False).shape == (1, 3)
-    assert torch.equal(loaded.last, text[:, -1:])
+        assert torch.equal(loaded.last, text[:, -1:])
     narrow.lm_head.weight.data[0, 0] += 1
     narrow.read(text).save(path)
     with pytest.raises(ValueError, match=r"other weights, \w+ in bfloat16, than this model has in float32"):

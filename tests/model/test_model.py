@@ -201,6 +201,16 @@ def test_generate_cached_equals_uncached(small):
     assert torch.equal(a, small.generate(ids(2, 9), do_sample=True, use_cache=False, **kwargs))
 
 
+def test_generate_continues_embeddings(small):
+    embeddings = small.get_input_embeddings()(ids(1, 9))
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for strategy in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        expected = small.generate(ids(1, 9), **kwargs, **strategy)[:, 9:]
+        assert torch.equal(small.generate(inputs_embeds=embeddings, **kwargs, **strategy), expected)
+    with pytest.raises(ValueError, match="input_ids, not inputs_embeds"):
+        small.generate(inputs_embeds=embeddings, state=small.read(ids(1, 5)), **kwargs)
+
+
 def test_generate_left_padded_rows_as_alone(small):
     prompts = [ids(1, n, seed=n) for n in (2, 5, 9)]
     kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -219,6 +229,17 @@ def test_padding_that_is_read_token_by_token(small):
     whole = small.generate(tokens, **kwargs)
     for size in (1, 2, 3):
         assert torch.equal(small.generate(tokens, prefill_chunk_size=size, **kwargs), whole)
+    # A single column that is padding, after the text has begun.
+    gap = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
+    whole = logits(small, ids(2, 6), attention_mask=gap)[:, -1]
+    for sizes in ([3, 3], [3, 2, 1], [3, 1, 1, 1]):
+        cache, end = NalandaCache(2), 0
+        for size in sizes:
+            start, end = end, end + size
+            options = {"attention_mask": gap[:, :end], "past_key_values": cache}
+            last = logits(small, ids(2, 6)[:, start:end], **options)[:, -1]
+        close(last, whole, 1e-4)
+        assert cache.lengths.tolist() == [6, 4]
 
 
 def test_decoding_does_not_look_at_the_mask(small):
@@ -303,6 +324,14 @@ def test_streamer(small):
     streamer = TextIteratorStreamer(Words(), skip_prompt=True)
     out = small.generate(ids(1, 5), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=None)
     assert "".join(streamer).split() == [str(int(t)) for t in out[0, 5:]]
+    state, options = small.read(ids(1, 5)), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    for more in (
+        ids(1, 2),
+        None,
+    ):  # behind a state it gets what `generate` returns, not the state's last token
+        streamer = TextIteratorStreamer(Words())
+        out = small.generate(more, state=state, streamer=streamer, **options)
+        assert "".join(streamer).split() == [str(int(t)) for t in out[0]]
 
 
 def test_other_caches_are_refused(small):
@@ -316,6 +345,11 @@ def test_other_caches_are_refused(small):
         small(ids(3, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="packed"):
         small(ids(1, 4), past_key_values=NalandaCache(2), cu_seqlens=torch.tensor([0, 2, 4]))
+    for layers in (1, 3):
+        with pytest.raises(ValueError, match=f"{layers} layers, the model 2"):
+            small(ids(2, 1), past_key_values=NalandaCache(layers))
+    with pytest.raises(ValueError, match=r"another model: .*holds conv_q, .*recurrent, this one's k, v"):
+        build("softmax", dtype=torch.float32)(ids(2, 1), past_key_values=cache)
 
 
 def test_two_ways_to_say_the_same_are_refused(small):
@@ -765,6 +799,20 @@ def test_device_map(small, tmp_path):
     small.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
     assert torch.equal(logits(again, ids(2, 9)), logits(small, ids(2, 9)))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_offloaded_weights(mixer):
+    """They are in memory only while the module that has them runs."""
+    from accelerate import cpu_offload
+
+    model, kwargs = build(mixer), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        expected, loss = model.generate(ids(2, 9), **kwargs), model(ids(2, 9), labels=ids(2, 9)).loss
+        cpu_offload(model, torch.device("cpu"))
+        assert all(p.is_meta for p in model.parameters())
+        assert torch.equal(model.generate(ids(2, 9), **kwargs), expected)
+        close(model(ids(2, 9), labels=ids(2, 9)).loss, loss)
 
 
 def test_tied_embeddings_stay_tied(tmp_path):

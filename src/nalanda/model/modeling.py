@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -201,6 +202,21 @@ class Decoder(NalandaPreTrainedModel):
                 f"the model has {len(self.layers)} and the input {B}"
             )
 
+    def _check_cache(self, cache: NalandaCache, B: int) -> None:
+        if not isinstance(cache, NalandaCache):
+            raise ValueError(f"past_key_values must be a NalandaCache, got {type(cache).__name__}")
+        cache.check_batch(B)
+        # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
+        if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
+            raise ValueError(f"past_key_values has {len(cache)} layers, the model {len(self.layers)}")
+        first: Any = self.layers[0]
+        names = first.mixer.state_spec(1).keys()
+        if cache.is_initialized and cache.states[0].keys() != names:
+            raise ValueError(
+                f"past_key_values is of another model: its first layer holds {', '.join(cache.states[0])}, "
+                f"this one's {', '.join(names)}"
+            )
+
     @torch.no_grad()
     def catch_up(self, cache: NalandaCache) -> None:
         """Reads the tokens that `cache.crop` left unread."""
@@ -275,14 +291,13 @@ class Decoder(NalandaPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         if cache is not None:
-            if not isinstance(cache, NalandaCache):
-                raise ValueError(f"past_key_values must be a NalandaCache, got {type(cache).__name__}")
-            cache.check_batch(B)
+            self._check_cache(cache, B)
             self.catch_up(cache)
 
         past = None if cache is None else cache.lengths
-        if attention_mask is not None and T == 1 and past is not None and bool((past > 0).all()):
-            attention_mask = None  # decoding: all sequences have begun, and padding is on the left
+        decoding = attention_mask is not None and T == 1 and past is not None and bool((past > 0).all())
+        if decoding and (attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())):
+            attention_mask = None  # all sequences have begun: a token each, if padding is on the left
         described = position_ids is not None or cu_seqlens is not None
         stateful = carrying or use_cache or cache is not None
         plain = not (described or stateful or both)
@@ -373,6 +388,20 @@ class LanguageModel(NalandaPreTrainedModel):
         return total
 
 
+class _Behind(BaseStreamer):
+    """Hands a streamer all but the first token, which is the last one of a state."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self.streamer, self.before = streamer, 1
+
+    def put(self, value: Tensor) -> None:
+        self.streamer.put(value[..., self.before :])
+        self.before = 0
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
 class NalandaForCausalLM(LanguageModel, GenerationMixin):
     """The decoder with a language-model head."""
 
@@ -433,6 +462,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             raise ValueError(f"input_ids must be [batch, length] with a token, not {list(input_ids.shape)}")
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError("a state ends with its last token: pad on the left")
+        if attention_mask is not None:  # on the host, so that a piece of one column is not taken for a token
+            attention_mask = attention_mask.cpu()
         if context is not None:
             if attention_mask is not None and not bool(attention_mask.all()):
                 raise ValueError("processes cannot share texts with padding: read each length apart")
@@ -465,18 +496,23 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """transformers' `generate`, optionally continuing a state with `inputs` or directly.
 
         The state is not changed. A state of one row serves all rows of `inputs`; attention_mask is that of
-        `inputs`. Returns `inputs` and the new tokens. Logits processors, prompt lookup and `max_length` see
-        these and the state's last token, not the text before. On CUDA it decodes by graphs (`graphs.py`).
+        `inputs`. Returns `inputs` and the new tokens, which a streamer gets too. Logits processors, prompt
+        lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
+        by graphs (`graphs.py`).
         """
         if state is None:
             with decoding_graphs(self):
                 return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("a state continues with input_ids, not inputs_embeds")
         cache, ids, mask = state.resumed(
             self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         )
         cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
         kwargs |= {"attention_mask": mask, "past_key_values": cache}
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = _Behind(kwargs["streamer"])
         with decoding_graphs(self):
             out: Any = super().generate(ids, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if isinstance(out, Tensor):
@@ -484,10 +520,14 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         out.sequences = out.sequences[:, 1:]
         return out
 
-    def prepare_inputs_for_generation(self, *args, tokenizer: Any = None, **kwargs) -> dict:
-        """Drops the tokenizer that `generate` passes on where it has stop strings."""
+    def prepare_inputs_for_generation(
+        self, input_ids, *args, inputs_embeds: Tensor | None = None, tokenizer: Any = None, **kwargs
+    ) -> dict:
+        """Drops the tokenizer that `generate` passes on where it has stop strings. `generate` takes
+        inputs_embeds only where they are named here."""
+        kwargs |= {"inputs_embeds": inputs_embeds}
         # pyrefly: ignore[bad-argument-type]
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     @property
     def init_continuous_batching(self):
@@ -528,7 +568,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """Next-token logits and, with labels, their loss.
 
         input_ids: `[B, T]`, or inputs_embeds `[B, T, D]`.
-        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side.
+        attention_mask: `[B, T]`, or with a cache `[B, past + T]`; zeros are padding, on either side. A single
+            column behind rows that have all begun is read as tokens, except by a mask on the host: to look
+            at one on a device would wait for it, every token.
         cu_seqlens: int `[N+1]`, bounds in the B·T tokens of documents that must not see each other, best on
             the host. position_ids that restart are equivalent.
         labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the

@@ -150,12 +150,14 @@ class State:
             cache.seen(int(lengths.max()) - 1, lengths - 1)
         for i, layer in enumerate(model.model.layers if tensors else ()):
             device = next(layer.parameters()).device
-            for name, (shape, _) in layer.mixer.state_spec(cache.seen_tokens).items():
+            for name, (shape, dtype) in layer.mixer.state_spec(cache.seen_tokens).items():
                 tensor = tensors.pop(f"layers.{i}.{name}", None)
                 if tensor is None or tensor.shape != (len(last), *shape):
                     has = "nothing" if tensor is None else list(tensor.shape)
                     raise ValueError(f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}")
-                cache.states[i][name] = tensor.to(device)
+                if tensor.is_floating_point():  # a double model computes in float64 what others have in fp32
+                    dtype = model.dtype if dtype is None else torch.promote_types(dtype, model.dtype)
+                cache.states[i][name] = tensor.to(device, dtype)
         if tensors:
             raise ValueError(f"{path} has tensors that are not in the model: {', '.join(tensors)}")
         state = cls(model, cache, last.to(model.device))
