@@ -261,11 +261,12 @@ def cached_is_uncached(model: Any) -> None:
         cache, out = NalandaCache(len(layers)), []
         for piece in tokens.split(pieces, 1):
             out.append(logits(model, piece, past_key_values=cache))
+            for layer, state in zip(layers, cache.states, strict=True):
+                spec = layer.mixer.state_spec(cache.get_seq_length())
+                shapes = {name: shape for name, (shape, _) in spec.items()}
+                assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
         close(torch.cat(out, 1), whole)
         assert cache.get_seq_length() == 70
-        for layer, state in zip(layers, cache.states, strict=True):
-            shapes = {name: shape for name, (shape, _) in layer.mixer.state_spec(70).items()}
-            assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
 
 
 def packed_is_separate(model: Any) -> None:

@@ -348,7 +348,7 @@ def test_other_caches_are_refused(small):
     for layers in (1, 3):
         with pytest.raises(ValueError, match=f"{layers} layers, the model 2"):
             small(ids(2, 1), past_key_values=NalandaCache(layers))
-    with pytest.raises(ValueError, match=r"another model: .*holds conv_q, .*recurrent, this one's k, v"):
+    with pytest.raises(ValueError, match=r"not fit: .*holds conv_q, .*recurrent, the model's k, v"):
         build("softmax", dtype=torch.float32)(ids(2, 1), past_key_values=cache)
 
 

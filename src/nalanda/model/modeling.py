@@ -213,8 +213,8 @@ class Decoder(NalandaPreTrainedModel):
         names = first.mixer.state_spec(1).keys()
         if cache.is_initialized and cache.states[0].keys() != names:
             raise ValueError(
-                f"past_key_values is of another model: its first layer holds {', '.join(cache.states[0])}, "
-                f"this one's {', '.join(names)}"
+                f"past_key_values does not fit: its first layer holds {', '.join(cache.states[0])}, the "
+                f"model's {', '.join(names)}"
             )
 
     @torch.no_grad()
