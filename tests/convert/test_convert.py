@@ -530,6 +530,7 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
         (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
+        (None, {"mixer": "gated_deltanet"}, "can become fla or qwen3_5 or mlx or gguf: choose one with --to"),
         ("fla", {"mixer": ["gla", "retention"]}, "mixer ['gla', 'retention'] can become nothing else"),
         ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
         ("gguf", {"mixer": "gla"}, "can become fla: not gguf"),

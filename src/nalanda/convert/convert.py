@@ -288,7 +288,8 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
         to = next(iter(kinds))
     if to not in kinds:
         which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
-        raise InputError(f"mixer {config.mixer!r} can become {' or '.join(kinds) or 'nothing else'}: {which}")
+        known = [*kinds, *(["gguf"] if to is None and "qwen3_5" in kinds else [])]  # which `write_gguf` makes
+        raise InputError(f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}")
     return kinds[to]
 
 
