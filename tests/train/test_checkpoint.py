@@ -1,5 +1,6 @@
 """Checkpoints that are whole, or are passed over by name."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -498,6 +499,38 @@ def test_muons_moments_are_held_to_their_own_shape(tmp_path):
     )
     with pytest.raises(InputError, match=r"0\.weight\.momentum_buffer is float32 of \[4, 5\]"):
         checkpoint.load(path, model=model, optimizer=optimizer)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps with a Python number."""
+
+    def step(self, closure=None):
+        for state in map(self.state.__getitem__, self.param_groups[0]["params"]):
+            state["step"] = state.get("step", 0) + 1
+
+
+class Demanding(torch.optim.SGD):
+    def __init__(self, params, lr, secret):
+        super().__init__(params, lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda groups: torch.optim.Adafactor(groups),
+            r"Adafactor keeps row_var .* as torch.float32 of \[2, 1\]",
+        ),
+        (lambda groups: Counting(groups), "Counting keeps step .* as int: checkpoints hold float tensors"),
+        (lambda groups: Demanding(groups, 1.0, 2.0), "Demanding cannot be made again from a group's keys"),
+        (lambda groups: torch.optim.SGD(groups, momentum=0.9), None),
+        (lambda groups: torch.optim.NAdam(groups), None),
+    ],
+)
+def test_optimizers_whose_moments_no_checkpoint_holds_are_refused(make, words):
+    optimizer = make([{"params": [torch.nn.Parameter(torch.zeros(4, 4))]}])
+    with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
+        checkpoint.check_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])

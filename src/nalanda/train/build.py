@@ -172,6 +172,7 @@ def set_up(
     flops, flops_source = flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)
+    checkpoint.check_optimizer(optimizer)
     set_seed(config.seed, device_specific=True)
     masking = Masking(tokenizer, config.data, config.seed) if is_encoder(model.config) else None
     say("checking the model")

@@ -381,7 +381,10 @@ def check_moments(
     """
 
     def refuse(problem: str) -> None:
-        raise InputError(f"{source}: moments of another optimizer or model: {problem}")
+        raise InputError(
+            f"{source}: moments of another optimizer or model: {problem}; set optim.name back, or begin a "
+            "new run with model.init_from"
+        )
 
     found: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for key, kind in saved.items():
@@ -408,19 +411,38 @@ def check_moments(
         refuse(f"this model trains no {next(iter(found))}")
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `InputError` for an optimizer whose moments a checkpoint cannot hold."""
+    for group in optimizer.param_groups:
+        _moments_of(optimizer, group)
+
+
 def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
     """Names of the moments that `optimizer` keeps per parameter of `group`, and whether each is a scalar.
 
-    Found by a step with a parameter of shape 2 × 2."""
-    probe = torch.nn.Parameter(torch.zeros(2, 2))
-    probe.grad = torch.zeros(2, 2)
+    Found by a step with a parameter of shape 2 × 3. Raises `InputError` if they are no such tensors."""
+    probe = torch.nn.Parameter(torch.zeros(2, 3))
+    probe.grad = torch.zeros(2, 3)
     bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     parts = getattr(bare, "parts", [bare])  # of `optim.Joined`
     kind = next(type(part) for part in parts if any(own is group for own in part.param_groups))
     settings = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "capturable"}
-    fresh = kind([probe], **{key: group[key] for key in settings})
-    fresh.step()
-    return {key: tensor.ndim == 0 for key, tensor in fresh.state[probe].items()}
+    try:
+        fresh = kind([probe], **{key: group[key] for key in settings})
+        fresh.step()
+    except Exception as error:  # of a plugin
+        raise InputError(
+            f"optim.name: {kind.__name__} cannot be made again from a group's keys: {first_line(error)}"
+        ) from None
+    for key, moment in fresh.state[probe].items():
+        is_tensor = isinstance(moment, torch.Tensor)
+        if not (is_tensor and moment.is_floating_point() and moment.shape in ((), probe.shape)):
+            what = f"{moment.dtype} of {list(moment.shape)}" if is_tensor else type(moment).__name__
+            raise InputError(
+                f"optim.name: {kind.__name__} keeps {key} of a matrix {list(probe.shape)} as {what}: "
+                "checkpoints hold float tensors of the parameter's shape or without dimensions"
+            )
+    return {key: moment.ndim == 0 for key, moment in fresh.state[probe].items()}
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
