@@ -306,13 +306,52 @@ def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
 def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 7, signum))
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signum))
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run"))
     assert stop.value.code == 128 + signum
+    assert (tmp_path / "run" / "checkpoints" / "step-10").exists()  # whose validation the next start makes
+    assert not any("val_loss" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
+
+
+@pytest.mark.parametrize("step", [10, 24])
+def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(recipe, tmp_path, whole, monkeypatch, step):
+    beats: list[str] = []
+
+    def killed(*arguments):
+        values = validate(*arguments)
+        if beats[-1] == f"step {step}, validation":
+            raise KeyboardInterrupt
+        return values
+
+    validate, run = loop.validate, tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "validate", killed)
+        patch.setattr(guards.Watchdog, "beat", lambda watchdog, what: beats.append(what))
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(configured(recipe, run, "checkpoint.every=10"))
+    assert beats.count(f"step {step}, validation") == 2  # one for each batch
+    assert beats.count("step 1, forward and backward") == 2
+    assert step_of(latest_checkpoint(run / "checkpoints")) == step
+    loop.train(configured(recipe, run, "checkpoint.every=10"))
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(recipe, tmp_path, monkeypatch):
+    run, settings = tmp_path / "run", ("train.steps=13", *NO_VALIDATION)
+    with monkeypatch.context() as patch:
+        poisoned(patch, {5: "nan loss", 10: "nan loss", 11: "nan loss"})
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            loop.train(configured(recipe, run, *settings))
+    assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [6, 10]  # 10: stopped there
+    with monkeypatch.context() as patch:
+        poisoned(patch, {1: "nan loss"})
+        loop.train(configured(recipe, run, *settings))
+    assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [6, 10, 12, 13]
 
 
 def test_data_that_stops_saves_what_was_learnt(recipe, tmp_path, whole, monkeypatch):

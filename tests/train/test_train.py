@@ -427,6 +427,40 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() != model
 
 
+def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):
+    """Its settings never ran: the next start says what changed since those that did."""
+    run, settings = tmp_path / "run", ("train.steps=4", "validation.every=0")
+    loop.train(configured(recipe, run, "train.steps=2", "validation.every=0", "schedule.name=constant"))
+    before = contents(run)
+    with pytest.raises(InputError, match=r"moments of another optimizer .*; set optim\.name back, or begin"):
+        loop.train(configured(recipe, run, *settings, "optim.name=muon"))
+    with pytest.raises(InputError, match=r"no-such-folder"):
+        loop.train(configured(recipe, run, *settings, "optim.lr=1e-3", "data.source=no-such-folder"))
+    assert contents(run) == before
+    assert [verdict.good for verdict in verify(run)] == [True]
+    capsys.readouterr()
+    loop.train(configured(recipe, run, *settings, "optim.lr=1e-3"))
+    assert "optim.lr: 0.003 → 0.001" in capsys.readouterr().out
+    assert load_config(run / "config.yaml").optim.lr == 1e-3
+    assert read_facts(run)["changes"][0]["optim.lr"] == [0.003, 0.001]
+
+
+def test_steps_that_are_lowered(stopped, recipe, capsys):
+    """To the step that was reached: the model is validated and written. Below it: refused."""
+    run, _ = stopped
+    shutil.rmtree(run / "checkpoints" / "step-24")
+    before = contents(run)
+    with pytest.raises(InputError, match=r"train\.steps: 15, but .* goes on from step-20: set 20 or more"):
+        loop.train(configured(recipe, run, "train.steps=15"))
+    assert contents(run) == before
+    loop.train(configured(recipe, run, "train.resume=15", "train.steps=15"))
+    said = capsys.readouterr().out
+    assert "24 → 15 (already at step 15: nothing is trained, the learning rate did not fall)" in said
+    assert "validation at step 15" in said
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "val_loss" in line] == [10, 15]
+    assert "at step 15" in (run / "final" / "README.md").read_text()
+
+
 @pytest.fixture
 def stopped(recipe, whole, tmp_path) -> tuple[Path, RunConfig]:
     """A copy of the whole run, as if it had been killed behind its last checkpoint."""

@@ -1,6 +1,7 @@
 """The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import SIGNALS, Watchdog, interruptible
-from nalanda.train.log import RunLog
+from nalanda.train.log import RunLog, last_metrics
 from nalanda.train.loss import (
     count_labels,
     describe_perplexity,
@@ -69,7 +70,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     main, device, processes = accelerator.is_main_process, accelerator.device, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    config, (changes, facts, resume) = use_mirror(config), from_main_process(claimed)
+    recipe, config, (changes, facts, resume) = config, use_mirror(config), from_main_process(claimed)
     done = step_of(resume) if resume else 0
     if facts.get("state") == "finished" and done >= config.train.steps and is_exported(run_dir / "final"):
         if main:
@@ -82,7 +83,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    log, oversized, epochs = open_log(step=run.at.step), batches.skipped(), batches.epochs_read()
+    oversized, epochs = batches.skipped(), batches.epochs_read()
     seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(interruptible())
@@ -91,22 +92,25 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
         )
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(contextlib.closing(run.sums))
-        stack.callback(lambda: log.close())
         if main:
-            stack.enter_context(record_state(run_dir, run.facts))
+            stack.enter_context(record_state(run_dir, run.facts, recipe))
+        log = open_log(step=run.at.step)
+        stack.callback(lambda: log.close())
         announce(log, run, accumulation, changes)
         set_random_state(generators)
 
         while run.at.step < config.train.steps:
+            validate_if_due(run, log, watchdog)
             at, step, began = run.at, run.at.step + 1, time.perf_counter()
+            good = at.step - len(at.bad)  # the last good step
             watchdog.beat(f"step {step}, reading data")
             micro_batches, labels = next_step(run, accumulation, log, watchdog)
 
             # The loss is the mean over all label tokens of the step, on all processes. A mean of means would
             # give the tokens of short micro-batches more weight.
-            watchdog.beat(f"step {step}, forward and backward")
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(micro_batches):
+                watchdog.beat(f"step {step}, forward and backward")
                 with parallel.accumulating(run.wrapped, last=i == accumulation - 1):
                     carried = row_states, i
                     part = summed_loss(
@@ -137,7 +141,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
             seconds += took
 
             end = step == config.train.steps
-            saving = stop or end or (is_due(step, config.checkpoint.every) and not at.bad)
+            saving = stop or end or (is_due(step, config.checkpoint.every, good) and not at.bad)
             # Unsound weights are never saved: they would displace a sound checkpoint.
             unsound = run.saver.unsound(model, optimizer) if saving else None
             if unsound:
@@ -164,10 +168,6 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                     log.event(step, "oversized", reason=reason, documents=oversized)
             before, epochs = epochs, batches.epochs_read()
             report_epochs(before, epochs, log, step)
-            if run.validation and (end or is_due(step, config.validation.every)):
-                watchdog.beat(f"step {step}, validation")
-                log.doing("validating")
-                report_validation(run, log)
             if saving and not unsound:
                 watchdog.beat(f"step {step}, saving")
                 log.doing("saving")
@@ -178,6 +178,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                 log.say(f"interrupted: {saved}; the same command resumes from {start}")
                 raise SystemExit(128 + stop)
 
+        validate_if_due(run, log, watchdog)
         watchdog.beat("writing the model")
         log.doing("writing the model")
         finish(run, log)
@@ -195,6 +196,8 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
     )
     for key, (old, new) in changes.items():
         note = " (the schedule follows it from here on)" if key == "train.steps" else ""
+        if note and run.at.step >= c.steps:
+            note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
         log.say(f"changed    {key}: {old} → {new}{note}")
     log.say(
         f"model      {run.model.config.model_type}, {facts['parameters']:,} parameters, "
@@ -294,8 +297,9 @@ def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int 
     return total, stop
 
 
-def is_due(step: int, every: int | None) -> bool:
-    return bool(every) and step % every == 0
+def is_due(step: int, every: int | None, after: int | None = None) -> bool:
+    """Whether a multiple of `every` lies behind step `after`, by default the one before, and up to `step`."""
+    return bool(every) and step // every > (step - 1 if after is None else after) // every
 
 
 def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
@@ -316,15 +320,37 @@ def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
     return {"reason": reason, "to": run.at.step, "at": step, "reasons": bad or [why]}
 
 
-def report_validation(run: Run, log: RunLog) -> None:
-    """Validates the model, and writes the result to the log."""
-    values = validate(run.accelerator, run.model, run.validation, run.text_bytes, run.sharing.context)
+def validate_if_due(run: Run, log: RunLog, watchdog: Watchdog) -> None:
+    """Validates the model, and writes the result to the log, if this step's is due and not yet there: a
+    checkpoint is saved first, so a run that ended in between makes it up when it resumes."""
+    step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
+    if not run.validation or not step or not (step >= steps or is_due(step, every)):
+        return
+    file = Path(run.config.output_dir) / "metrics.jsonl"
+    if from_main_process(run.accelerator.is_main_process and is_validated(file, step)):
+        return
+    log.doing("validating")
+    values = validate(
+        run.accelerator,
+        run.model,
+        run.validation,
+        run.text_bytes,
+        run.sharing.context,
+        lambda: watchdog.beat(f"step {step}, validation"),
+    )
     loss = values["val_loss"]
     values |= negative_share(run.model, next(iter(run.validation.values()))[0]["input_ids"])
-    log.write(step=run.at.step, tokens=run.at.tokens, **values)
-    log.say(f"validation at step {run.at.step}: loss {loss:.4f}, {describe_perplexity(values)}")
+    log.write(step=step, tokens=run.at.tokens, **values)
+    log.say(f"validation at step {step}: loss {loss:.4f}, {describe_perplexity(values)}")
     if not math.isfinite(loss):
         log.say("WARNING    the validation loss is not finite: this model is of no use")
+    log.doing("step")
+
+
+def is_validated(file: Path, step: int) -> bool:
+    """Whether the metrics.jsonl `file`, whose last lines are those of `step`, has its validation."""
+    newest = itertools.takewhile(lambda line: line.get("step", 0) >= step, last_metrics(file))
+    return any("val_loss" in line for line in newest)
 
 
 def finish(run: Run, log: RunLog) -> None:

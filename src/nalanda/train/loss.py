@@ -1,7 +1,7 @@
 """Losses of a training micro-batch and of the validation batches."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -86,8 +86,10 @@ def validate(
     batches: dict[str, list[dict[str, Tensor]]],
     text_bytes: TextBytes | None = None,
     context: Context | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Mean losses over the label tokens of all processes, in total and per source. model: the bare one.
+    beat: called before each batch.
 
     With `text_bytes` also bits per byte, `val_bpb`: the summed loss in bits over the bytes of the label
     tokens' text, which does not depend on the tokenizer.
@@ -96,7 +98,7 @@ def validate(
         text_bytes and sum(count_bytes(b, text_bytes, context) for b in part) for part in batches.values()
     ]
     sums = [
-        (*loss_sums(model, part, context), size or 0)
+        (*loss_sums(model, part, context, beat), size or 0)
         for part, size in zip(batches.values(), counted, strict=True)
     ]
     model.train()
@@ -133,13 +135,17 @@ def describe_perplexity(values: dict[str, float]) -> str:
 
 @torch.no_grad()
 def loss_sums(
-    model: Any, batches: Iterable[dict[str, Tensor]], context: Context | None = None
+    model: Any,
+    batches: Iterable[dict[str, Tensor]],
+    context: Context | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
     """(sum of the label tokens' losses, number of label tokens), in this process's part of the rows; leaves
-    the model in evaluation mode."""
+    the model in evaluation mode. beat: called before each batch."""
     model.eval()
     total, count = 0.0, 0
     for batch in batches:
+        beat()
         total += summed_loss(model, batch, model.device, context=context).item()
         count += count_labels(batch, context)
     return total, count

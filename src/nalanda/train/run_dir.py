@@ -79,8 +79,10 @@ def is_exported(final: Path) -> bool:
 
 
 @contextlib.contextmanager
-def record_state(run_dir: Path, facts: dict) -> Iterator[None]:
-    """Writes `facts` to run.json, and at the end the state: finished, interrupted or failed."""
+def record_state(run_dir: Path, facts: dict, recipe: RunConfig) -> Iterator[None]:
+    """Writes `recipe` to config.yaml and `facts` to run.json, and at the end the state: finished, interrupted
+    or failed."""
+    write_atomically(run_dir / "config.yaml", recipe.to_yaml())
     write_facts(run_dir, facts)
     try:
         yield
@@ -128,6 +130,11 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         resume = choose_checkpoint(folder, config.train.resume)
     else:
         resume = latest_checkpoint(folder)
+    if resume and step_of(resume) > (steps := config.train.steps) and facts.get("state") != "finished":
+        raise InputError(
+            f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
+            "or train.resume to an earlier checkpoint"
+        )
     if resume is None and (saved or ever_saved(run_dir, facts)):
         raise InputError(no_checkpoint_message(run_dir))
     if not saved and changes.keys() & {*others, *MOVABLE}:
@@ -137,10 +144,11 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     for name, version in versions().items():  # other code may round otherwise
         if (before := facts.get("versions", {}).get(name, version)) != version:
             changes[f"version of {name}"] = (before, version)
-    try:
-        write_atomically(file, config.to_yaml())
-    except OSError as error:
-        raise InputError(f"output_dir: {explained(error) or error}") from None
+    if not saved:  # else once this start is set up: a refused one leaves no trace
+        try:
+            write_atomically(file, config.to_yaml())
+        except OSError as error:
+            raise InputError(f"output_dir: {explained(error) or error}") from None
     return {key: list(values) for key, values in changes.items()}, facts, resume
 
 
