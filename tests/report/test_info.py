@@ -19,7 +19,14 @@ from nalanda.model.sequences import Sequences
 from nalanda.report import tables
 from nalanda.report.info import info, print_info
 from nalanda.report.keys import key_rows
-from nalanda.train.estimate import activation_bytes, estimate, exchanged_bytes, saved_bytes
+from nalanda.train.estimate import (
+    activation_bytes,
+    estimate,
+    exchanged_bytes,
+    logits_bytes,
+    saved_bytes,
+    shards,
+)
 from nalanda.train.log import UTILISATION
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -123,7 +130,7 @@ def test_saved_bytes_are_counted():
 
 def test_attention_keeps_no_matrix_of_probabilities():
     config = NalandaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax")
-    counts = [activation_bytes(config, 1, T, torch.float32, False) - 2 * 4 * 2**26 for T in (512, 1024)]
+    counts = [activation_bytes(config, 1, T, torch.float32, False) for T in (512, 1024)]
     assert counts[1] == 2 * counts[0]
 
 
@@ -132,6 +139,13 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     counts = [activation_bytes(config, rows, 128, torch.float32, False) for rows in (1, 2, 3)]
     assert counts[1] - counts[0] == pytest.approx(counts[2] - counts[1], rel=0.01)
     assert activation_bytes(config, 2, 128, torch.float32, True) < counts[1]
+
+
+def test_the_block_of_logits_is_no_larger_than_all_logits():
+    config = NalandaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_heads=2)
+    assert logits_bytes(config, 128) == 2 * 4 * 128 * 64
+    assert logits_bytes(config, 2**30) == 2 * 4 * 2**26
+    assert activation_bytes(config, 1, 128, torch.float32, False) < 2 * 4 * 2**26
 
 
 def test_a_context_divides_activations_and_sends_states():
@@ -149,7 +163,7 @@ def test_a_context_divides_activations_and_sends_states():
     assert sent(512, 4) == 2 * 2 * 3 * (HV * F * (F + V) * 4 + halo)
     assert sent(512, 4, True) == 1.5 * sent(512, 4)
     whole, half, fourth = (
-        activation_bytes(config, 1, 4096, torch.float32, False, parts) - 2 * 4 * 2**26 for parts in (1, 2, 4)
+        activation_bytes(config, 1, 4096, torch.float32, False, parts) for parts in (1, 2, 4)
     )
     assert whole / 2 < half < 0.65 * whole
     assert whole / 4 < fourth < 0.35 * whole
@@ -185,6 +199,9 @@ def test_weights_and_moments_by_how_they_are_shared():
     )  # whole gradients, until they are reduced
     hybrid = held("train.parallel=hybrid", "train.shard_size=2", once, processes=4)
     assert split < hybrid < 16 * n
+    config = load_config("gla_340m", ["train.parallel=hybrid"])
+    assert [shards(config, processes) for processes in (4, 32)] == [4, 8]  # a node's
+    assert shards(load_config("gla_340m"), 32, "fsdp") == 32
 
 
 def test_the_estimate_before_a_run(tmp_path):

@@ -23,7 +23,7 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import duration
 from nalanda.config.schema import LogConfig
 from nalanda.train import log as module
-from nalanda.train.flops import flops_per_token, peak_flops
+from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 from nalanda.train.log import RunLog, cut_metrics, last_metrics, read_metrics
 from nalanda.train.loss import negative_share
 
@@ -34,7 +34,7 @@ def line(step: int, **more) -> dict:
 
 
 def facts(step: int = 1, **more) -> dict:
-    return {key: value for key, value in line(step, **more).items() if key != "step"}
+    return {key: value for key, value in line(step, **more).items() if key not in ("step", "tokens")}
 
 
 def test_a_resume_repeats_no_line(tmp_path, capsys):
@@ -65,12 +65,12 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=3)
-    log.advance(1, 0.1, **facts(loss=2.5, tokens_per_second=12_345.0, mfu=0.25))
+    log.advance(1, 0.1, 8.0, **facts(loss=2.5, tokens_per_second=12_345.0, mfu=0.25))
     log.say("a line [bold] above")
     log.doing("validating")
     log.close()
     text = terminal.getvalue()
-    for part in ("a line [bold] above", "2.5000", "12.3 K tokens/s", "MFU 25.0%", "ETA", "validating"):
+    for part in ("a line [bold] above", "2.5000", "12.3 K tokens/s", "MFU 25.0%", "ETA 8 s", "validating"):
         assert part in text
 
 
@@ -82,7 +82,7 @@ def test_a_log_file_gets_a_line_now_and_then_and_at_the_end(tmp_path, monkeypatc
     log = RunLog(tmp_path, LogConfig(tensorboard=False), step=0, steps=1000)
     for step in range(1, 1001):
         now += 20.0 if step == 400 else 0.0625
-        log.advance(step, 0.05, **facts(tokens=step * 10, loss=2.5, tokens_per_second=200.0))
+        log.advance(step, 0.05, (1000 - step) / 20, **facts(loss=2.5, tokens_per_second=200.0))
     log.close()
     end = "MFU 50.0%  grad norm 1.00  lr 1.00e-01"
     assert capsys.readouterr().out.splitlines() == [
@@ -258,7 +258,7 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
         if expected:
             log.expect(1000 - begun, expected)
         for step, took in enumerate(seconds, begun + 1):
-            log.advance(step, took, **facts(step))
+            log.advance(step, took, 0.0, **facts(step))
         log.close()
         return capsys.readouterr().out.splitlines()
 
@@ -332,6 +332,27 @@ def test_peak_of_known_and_unknown_devices(monkeypatch):
     assert peak_flops(torch.device("cuda"), "bf16")[0] == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert peak_flops(torch.device("cuda"), "fp32")[0] == 19.5e12
+    names = {
+        "A100": ["Tesla A100", "NVIDIA A100 80GB PCIe"],
+        "H100": ["NVIDIA H100 80GB HBM3", "h100"],
+        "GH200": ["NVIDIA GH200 480GB"],
+        "RTX 4090": ["NVIDIA GeForce RTX 4090"],
+        "MI300X": ["AMD Instinct MI300X OAM"],
+        "L40S": ["NVIDIA L40S"],
+    }
+    for key, known in names.items():
+        assert [known_peak(name, "bf16")[0] for name in known] == [PEAK_FLOPS[key][0]] * len(known)
+    other = (
+        "L40",
+        "RTX A1000",
+        "A10G",
+        "H100 NVL",
+        "H200 NVL",
+        "GeForce RTX 4090 Laptop GPU",
+        "GeForce RTX 3090 Ti",
+    )
+    for name in (*other, "GeForce RTX 4090 D", "A100-SXM4-40GB MIG 1g.5gb"):
+        assert known_peak(f"NVIDIA {name}", "bf16") is None, name
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     rate, source = peak_flops(torch.device("cpu"), "fp32")
     assert torch.get_num_threads() == threads

@@ -397,7 +397,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, caps
     assert outcome(run_dir) == outcome(whole)
 
 
-def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_path, capsys):
+def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_path, capsys, monkeypatch):
     short = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
     loop.train(short)
     model = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
@@ -408,8 +408,18 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     assert facts["versions"] == versions()
     facts["versions"]["torch"] = "2.0.1"
     (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
-    loop.train(configured(recipe, tmp_path / "run", "train.steps=6", "validation.every=0", "optim.lr=1e-3"))
+    tokens_left, advance = [], loop.RunLog.advance
+
+    def noted(log, step, seconds, left, **values):
+        tokens_left.append(left * values["tokens_per_second"])
+        advance(log, step, seconds, left, **values)
+
+    monkeypatch.setattr(loop.RunLog, "advance", noted)
+    other = ("validation.every=0", "optim.lr=1e-3", "train.tokens_per_step=512")
+    loop.train(configured(recipe, tmp_path / "run", "train.steps=6", *other))
     out = capsys.readouterr().out
+    assert f"steps      6 = {4 * 256 + 2 * 512:,} tokens" in out
+    assert tokens_left == pytest.approx([512, 0])
     assert f"version of torch: 2.0.1 → {torch.__version__}" in out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out

@@ -27,7 +27,7 @@ from nalanda.model.ops import delta_rule_flops
 from nalanda.report.info import described
 from nalanda.report.runs import narrowed, stdout
 from nalanda.train import parallel
-from nalanda.train.estimate import activation_bytes, held_bytes
+from nalanda.train.estimate import activation_bytes, held_bytes, logits_bytes
 
 USABLE = 0.9
 """Share of a device's memory that tensors may take; the rest is the context's, the collectives' and lost."""
@@ -177,11 +177,13 @@ def count(recipe: str, overrides: list[str]) -> Counts:
     measured: dict[bool, tuple[float, float]] = {}
 
     def kept(tokens: float, recompute: bool) -> float:
-        if recompute not in measured:  # bytes are linear in the tokens
-            one, two = (activation_bytes(c, 1, n, dtype, recompute) for n in (2048, 4096))
+        if recompute not in measured:  # bytes are linear in the tokens, but for the logits
+            one, two = (
+                activation_bytes(c, 1, n, dtype, recompute) - logits_bytes(c, n) for n in (2048, 4096)
+            )
             measured[recompute] = (2 * one - two, (two - one) / 2048)
         fixed, each = measured[recompute]
-        return fixed + each * tokens
+        return fixed + each * tokens + logits_bytes(c, int(tokens))
 
     layers = {name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()}
     sums = sum((layers[name] for name in c.layer_mixers), Counter())

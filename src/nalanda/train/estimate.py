@@ -1,6 +1,7 @@
 """Estimates parameters, memory and time before anything is allocated."""
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,10 +39,12 @@ def time_left(config: Any, facts: dict) -> tuple[float, float]:
     return run_time(tokens * facts["training_flops_per_token"], facts["peak_flops"])
 
 
-def shards(config: RunConfig, processes: int) -> int:
-    """Processes that share one copy of the weights, as far as the recipe says."""
-    kind = config.train.parallel
-    return {"fsdp": processes, "hybrid": config.train.shard_size or processes}.get(kind, 1)
+def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
+    """Processes that share one copy of the weights. kind: of `choose_parallel`; without it as far as the
+    recipe says. Without a launcher, a node is taken to have 8 processes."""
+    node = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", "8")))
+    shared = {"fsdp": processes, "hybrid": config.train.shard_size or node}
+    return shared.get(kind or config.train.parallel, 1)
 
 
 def held_bytes(
@@ -172,8 +175,12 @@ def activation_bytes(
         kept = stream * config.num_hidden_layers + max(blocks.values())
     else:
         kept = sum(blocks[name] for name in config.layer_mixers)
-    logits = 2 * 4 * 2**26  # the loss's block of logits and its gradient, fp32
-    return kept + 3 * stream + logits
+    return kept + 3 * stream + logits_bytes(config, rows * seq_len // parts)
+
+
+def logits_bytes(config: NalandaConfig, tokens: int) -> int:
+    """Bytes of the loss's block of logits and its gradient, fp32."""
+    return 2 * 4 * min(2**26, tokens * config.vocab_size)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import time
 from typing import Any
 
@@ -45,9 +46,12 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def known_peak(name: str, precision: str) -> tuple[float, str] | None:
-    """`peak_flops` of a GPU by its name; None if it is not in `PEAK_FLOPS`."""
+    """`peak_flops` of a GPU by its name; None if it is not in `PEAK_FLOPS`.
+
+    The whole name must be known: an A10G, RTX 4090 Laptop, H100 NVL or a MIG part is another device."""
     for key in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if key.lower() in name.lower():
+        makers, variants = "NVIDIA|AMD|Tesla|GeForce|Instinct", r"SXM\d?|PCIe|\d+GB?|HBM\d\w?|OAM"
+        if re.fullmatch(rf"(({makers}) )*{key}([ -]({variants}))*", name, re.IGNORECASE):
             return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
     return None
 

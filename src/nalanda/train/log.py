@@ -95,21 +95,22 @@ class RunLog:
         self,
         step: int,
         seconds: float,
+        left: float,
         *,
-        tokens: int,
         loss: float,
         grad_norm: float,
         lr: float,
         tokens_per_second: float,
         mfu: float,
     ) -> None:
-        """Moves the progress bar, and writes a line now and then. seconds: of this step."""
+        """Moves the progress bar, and writes a line now and then. seconds: of this step, and `left` of all
+        that are left."""
         self.doing("step")
         self.progress.to(
             step,
             f"loss {loss:.4f}  {si(tokens_per_second)} tokens/s  MFU {mfu:.1%}",
             details=f"grad norm {grad_norm:.2f}  lr {lr:.2e}",
-            left=(self.steps - step) * tokens / step / tokens_per_second,
+            left=left,
             end=step == self.steps,
         )
         if self.expected:

@@ -56,7 +56,7 @@ def train(config: RunConfig) -> Path:
     config.check()
     transformers.logging.disable_progress_bar()  # saving a few files needs none
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
-    with memory.explain_out_of_memory(config):
+    with memory.explain_out_of_memory(config, kind):
         accelerator = launch(config)
         if not accelerator.is_main_process:
             return _train(config, accelerator, kind, None)
@@ -156,11 +156,12 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
 
             rate = (at.tokens - since) / seconds
             mfu = rate * run.facts["training_flops_per_token"] / run.facts["peak_flops"]
-            values: dict[str, Any] = {"tokens": at.tokens, "loss": loss, "grad_norm": norm, "lr": lr}
+            values: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": lr}
             values |= {"tokens_per_second": rate, "mfu": mfu}
-            log.advance(step, took, **values)
+            left = (config.train.steps - step) * config.train.tokens_per_step / rate
+            log.advance(step, took, left, **values)
             if problem is None and (end or is_due(step, config.log.every)):
-                log.write(step=step, **values)
+                log.write(step=step, tokens=at.tokens, **values)
                 seconds, since = 0.0, at.tokens
                 if (count := batches.skipped() - oversized) > 0:
                     oversized += count
@@ -213,7 +214,8 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
         f"step       {c.tokens_per_step:,} tokens = {c.micro_batch_size} rows × {config.data.seq_len} tokens"
         f" × {accumulation} accumulated × {sharers}"
     )
-    log.say(f"steps      {c.steps:,} = {c.steps * c.tokens_per_step:,} tokens")
+    tokens = run.at.tokens + (c.steps - run.at.step) * c.tokens_per_step  # of other steps before a resume
+    log.say(f"steps      {c.steps:,} = {tokens:,} tokens")
     log.say(
         f"device     {facts['device']}, {c.precision}, {'compiled' if facts['compiled'] else 'eager'}"
         f", peak {facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak']})"

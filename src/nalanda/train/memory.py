@@ -55,8 +55,9 @@ def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
-    """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit."""
+def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
+    """Turns out-of-memory errors of a run into `OutOfMemory`: one line, with advice on what would fit.
+    kind: of `choose_parallel`."""
     try:
         yield
     except Exception as error:
@@ -68,13 +69,13 @@ def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
             torch.cuda.empty_cache()
         advice = f"lower train.micro_batch_size, {config.train.micro_batch_size} now"
         with contextlib.suppress(Exception):  # the estimate needs memory too
-            advice = would_fit(config)
+            advice = would_fit(config, kind)
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
         rest = f"the same command resumes from {saved[-1].name}" if saved else "no checkpoint was saved yet"
         raise OutOfMemory(f"{asked_for(error)}; {advice}; {rest}") from None
 
 
-def would_fit(config: RunConfig) -> str:
+def would_fit(config: RunConfig, kind: str) -> str:
     """Names the largest `train.micro_batch_size` that fits in free memory, counted as by `nalanda info`."""
     keys, train = config.model, config.train
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
@@ -85,27 +86,21 @@ def would_fit(config: RunConfig) -> str:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = language_model(model_config).from_config(model_config, dtype=torch.float32)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    held = held_bytes(model, config, processes, shards(config, processes))
+    held = held_bytes(model, config, processes, shards(config, processes, kind))
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
-    def kept(rows: int) -> int:
+    def needed(rows: int) -> int:
         shape = model_config, rows, config.data.seq_len
-        return activation_bytes(*shape, dtype, train.gradient_checkpointing, train.context_parallel)
+        return held + activation_bytes(*shape, dtype, train.gradient_checkpointing, train.context_parallel)
 
-    one, two = kept(1), kept(2)  # memory is linear in the number of rows
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host()
     rows_a_step = train.tokens_per_step // config.data.seq_len
     share = rows_a_step * train.context_parallel // processes  # rows of a process and step
-    fitting = [
-        rows
-        for rows in range(1, train.micro_batch_size)
-        if share % rows == 0 and held + one + (rows - 1) * (two - one) <= free
-    ]
-    if fitting:
-        needed = size(held + kept(fitting[-1]))
-        return f"train.micro_batch_size={fitting[-1]} needs {needed} of {size(free)} free"
+    for rows in range(train.micro_batch_size - 1, 0, -1):
+        if share % rows == 0 and needed(rows) <= free:
+            return f"train.micro_batch_size={rows} needs {size(needed(rows))} of {size(free)} free"
     less = "" if train.gradient_checkpointing else "train.gradient_checkpointing=true, "
     return (
-        f"one row needs {size(held + one)} of {size(free)} free: take {less}a shorter data.seq_len or a "
+        f"one row needs {size(needed(1))} of {size(free)} free: take {less}a shorter data.seq_len or a "
         "smaller model"
     )
