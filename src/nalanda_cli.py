@@ -460,7 +460,8 @@ def export(
             made = work.push(Path(run), Path(out), push, step=step, private=private)
     print(made)
     encoder = architecture(Path(out)).endswith("MaskedLM")
-    _next("write an encoder" if encoder else "write a model", of=out, folder=out)
+    if (Path(out) / "tokenizer_config.json").is_file():  # not of a checkpoint that was copied out of its run
+        _next("write an encoder" if encoder else "write a model", of=out, folder=out)
 
 
 @app.command()

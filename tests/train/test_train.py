@@ -238,6 +238,22 @@ def test_the_exported_tokenizer_pads_and_the_runs_own_does_not(whole, recipe, tm
     assert build_model_config(config, tokenizer).eos_token_id == tokenizer.eos_token_id == 0
 
 
+def test_a_checkpoint_without_its_run_is_exported_without_tokenizer_and_recipe(whole, tmp_path, capsys):
+    from nalanda_cli import app
+
+    copied = shutil.copytree(whole / "checkpoints" / "step-24", tmp_path / "backup" / "step-24")
+    for source, alone in ((whole, False), (copied, True)):
+        with pytest.raises(SystemExit) as ended:
+            app(["export", str(source), str(out := tmp_path / f"{source.name}-out")])
+        assert not ended.value.code
+        said, card = capsys.readouterr(), (out / "README.md").read_text()
+        assert ("has no tokenizer and no config.yaml" in said.err) == alone
+        for promised in ("config.yaml", "AutoTokenizer", "tokenizer ="):
+            assert (promised in card) != alone
+        assert ("nalanda generate" in said.err) != alone
+        assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "nalanda"
+
+
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
     model = "model={auto: mamba, hidden_size: 32, num_hidden_layers: 2, state_size: 16, expand: 2}"
     run_dir = loop.train(configured(recipe, tmp_path / "run", model, "train.steps=4"))

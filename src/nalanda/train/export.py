@@ -44,7 +44,10 @@ def export(
 
     It has the weights in safetensors, config, the model's code, generation config, tokenizer, the recipe
     (config.yaml), run.json (`facts`, by default the run's) and a model card. `out` appears once it is
-    complete. name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
+    complete. A checkpoint that was copied out of its run gets neither tokenizer nor recipe, which a line on
+    stderr says.
+
+    name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
@@ -52,6 +55,12 @@ def export(
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
     config = load_model_config(found)
+    if absent := [name for name in ("tokenizer", "config.yaml") if not (run_dir / name).exists()]:
+        print(
+            f"{found}: {run_dir} has no {' and no '.join(absent)}, so the model is written without; export "
+            "from the run's folder, or copy its tokenizer and config.yaml there",
+            file=sys.stderr,
+        )
     with in_one_line(str(found)), torch.device("meta"):  # for the files beside the weights, and tied names
         model = language_model(config).from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
@@ -273,6 +282,11 @@ def model_card(
         f"| {task} | {metric} | {value:.4f} | {'' if error is None else f'{error:.4f}'} |\n"
         for task, metric, value, error in scores
     )
+    again = tokens = ""
+    if recipe:
+        again = " Its recipe is `config.yaml`; `nalanda train config.yaml\noutput_dir=RUN` trains it again."
+    if (run_dir / "tokenizer").is_dir():
+        tokens = f'tokenizer = AutoTokenizer.from_pretrained("{source}")\n'
     if zero_shot:
         zero_shot = "\n| zero-shot | | | standard error |\n|---|---|---:|---:|\n" + zero_shot
     return f"""---
@@ -281,19 +295,17 @@ def model_card(
 
 # {title}
 
-A {kind} language model, pretrained with Nalanda. Its recipe is `config.yaml`; `nalanda train config.yaml
-output_dir=RUN` trains it again.
+A {kind} language model, pretrained with Nalanda.{again}
 
 | | |
 |---|---|
 {table}
 {zero_shot}
 ```python
-from transformers import {auto}, AutoTokenizer
+from transformers import {auto}{", AutoTokenizer" if tokens else ""}
 
 model = {auto}.from_pretrained("{source}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{source}")
-```
+{tokens}```
 
 It was only trained to {purpose}: it follows no instructions, and repeats the errors and prejudices of its
 corpus.
