@@ -48,6 +48,7 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "garbled" / "model.safetensors.index.json").write_text('{"weight_map": [')
     text = recipe.read_text()
     settings = yaml.safe_load(text) | {"output_dir": "run", "tokenizer": "model"}
+    settings["data"]["max_validation_rows"] = 999  # all: a line would say that it is cut
     (place / "r.yaml").write_text(yaml.safe_dump(settings))
     (place / "latin.yaml").write_bytes(text.encode() + "# Größe\n".encode("latin-1"))
     (place / "deep.yaml").write_text("model: " + "{a: " * 5000)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -416,9 +417,10 @@ def test_validation_takes_documents_in_order_until_the_rows_are_full(folder, tok
     assert len(found) == 3
 
 
-def test_validation_of_a_mixture(folder, tokenizer):
+def test_validation_of_a_mixture(folder, tokenizer, tmp_path):
     settings = config(folder, "mixture", max_validation_rows=20)
-    settings.mixture[2].validation_source = str(folder / "files")
+    held_out = shutil.copytree(folder / "files", tmp_path / "files")
+    settings.mixture[2].validation_source = str(held_out)
     found = validation_batches(settings, tokenizer, batch_size=1)
     assert list(found) == ["files", "tokens", "web", "web/Book", "web/Github"]
     rows = {name: len(batches) for name, batches in found.items()}

@@ -92,7 +92,8 @@ def test_bits_per_byte_of_validation(tokenized, tmp_path):
     )
     texts = [TEXTS[0], TEXTS[1], "größer 漢字 " * 9]
     path = str(tmp_path / "validation.jsonl")
-    data = DataConfig(source=path, validation_source=path, seq_len=32, workers=0)
+    (tmp_path / "train.jsonl").write_text('{"text": "other"}\n')
+    data = DataConfig(source=str(tmp_path / "train.jsonl"), validation_source=path, seq_len=32, workers=0)
     batches = validation_batches(data, tokenized, batch_size=2)
     sizes = text_bytes(tokenized)
     values = validate(Alone(), Uniform(len(tokenized)), batches, sizes)

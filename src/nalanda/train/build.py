@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from nalanda.common.allocator import keep_freed_memory
 from nalanda.common.errors import InputError
-from nalanda.common.progress import first_process
 from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import weight_files
@@ -304,9 +303,6 @@ def open_batches(
     batches = PackedBatches(
         config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, slots=slots, **share
     )
-    if first_process():
-        for line in batches.describe_files():
-            print(f"nalanda: {line}", file=sys.stderr, flush=True)
     if config.validation.every == 0:
         return batches, {}
     rows = config.validation.batch_size or rows
