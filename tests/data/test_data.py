@@ -963,26 +963,27 @@ def test_validation_source(tmp_path):
     assert parts == [["one", "two"], ["three"]]
 
 
-def test_a_cut_validation_says_what_it_covers(tmp_path, byte_tokenizer, capsys, monkeypatch):
+def test_a_cut_validation_says_what_it_covers(tmp_path, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(data, "STREAM_GROUP", 20)
     for name in ("a", "b", "c"):
         write_jsonl(tmp_path / f"val/{name}.jsonl", ["x" * 18] * 10)
     write_jsonl(tmp_path / "train/a.jsonl", ["one"])
-    config = DataConfig(source=str(tmp_path), seq_len=10, max_validation_rows=61)
-    data.validation_batches(config, byte_tokenizer, batch_size=1)
-    last = capsys.readouterr().err
-    config.max_validation_rows = 4
-    for rank in (0, 1):
-        data.validation_batches(config, byte_tokenizer, batch_size=1, rank=rank, world_size=2)
+    config = DataConfig(source=str(tmp_path), seq_len=10)
+    said: list[str] = []
+
+    def read(rows: int) -> list[str]:
+        said.clear()
+        config.max_validation_rows = rows
+        data.validation_batches(config, byte_tokenizer, batch_size=1, say=said.append)
+        return said
+
     cut = "the first 2 documents, of at most 1 of 3 files (data.max_validation_rows: 4)"
-    assert capsys.readouterr().err.splitlines() == [f"nalanda: validation reads {cut}"]
+    assert read(61) == []
+    assert read(4) == [f"validation reads {cut}"]
     prepare(config, TokenizerConfig(path=byte_tokenizer.name_or_path), tmp_path / "set")
     config.source = str(tmp_path / "set")
-    data.validation_batches(config, byte_tokenizer, batch_size=1)
-    assert "validation reads the first 2 of 30 documents (" in capsys.readouterr().err
-    config.max_validation_rows = 61
-    data.validation_batches(config, byte_tokenizer, batch_size=1)
-    assert last == capsys.readouterr().err == ""
+    assert read(4)[0].startswith("validation reads the first 2 of 30 documents (")
+    assert read(61) == []
 
 
 def test_a_validation_source_that_is_trained_on_is_refused(tmp_path, byte_tokenizer):

@@ -32,6 +32,7 @@ from nalanda_eval.studies.report import (
     calibrated,
     contrasts,
     decided,
+    endpoint_table,
     norm_matters,
     report,
     verdicts,
@@ -586,6 +587,8 @@ def test_an_unfinished_study_decides_nothing(finished, planned):
     assert not less.finished()
     assert decided(less) is None
     assert system not in less.runs
+    assert "| – |" in endpoint_table(less), "Holm's family is not complete"
+    assert "| – |" not in endpoint_table(results).replace("| – | softmax", "")
 
 
 # ------------------------------ the report

@@ -302,7 +302,9 @@ def endpoint_table(results: Results) -> str:
         cells = ["", "", ""]
         if reference := references.get(system):
             gap, slope = results.at(system, reference), results.slope(system, reference)
-            cells = [gap.text(), chance(results.adjusted[system]), slope.text()]
+            # Holm's family is all gaps: until they are there, p would be too small.
+            p = chance(results.adjusted[system]) if results.finished() else "–"
+            cells = [gap.text(), p, slope.text()]
         mixer = "–" if system.group == BESIDE else system.group
         rate = f"{results.rates[system]:g}"
         lines.append([system.size, mixer, system.form, rate, *map(number, losses), *cells])

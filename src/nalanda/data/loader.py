@@ -274,13 +274,14 @@ def validation_batches(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """One rank's batches of the validation documents by source; "" for documents that name none.
 
     Documents are taken in order until they fill `data.max_validation_rows`. Each component of a mixture fills
     its share by weight, and at least one row. The documents of a source are packed apart from the others;
     joined ones are one group. The last batches of a source are padded as in `PackedBatches`, so every rank
-    has the same number.
+    has the same number. say: gets a line if documents are left out.
 
     Raises:
         InputError: as in `PackedBatches`; or a component has no validation documents.
@@ -297,7 +298,7 @@ def validation_batches(
             found = {"": list(batches)}
         _print_skipped(batches.skipped(), rank)
         if batches.state_dict()["rows"] >= data.max_validation_rows:
-            _print_cut("the beginning of the text", data, rank)
+            say(_describe_cut("the beginning of the text", data))
         return found
     parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
@@ -309,7 +310,7 @@ def validation_batches(
             groups.setdefault("/".join(filter(None, (name, source))), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
-                _print_cut(f"{name}: " * bool(name) + describe(count), data, rank)
+                say(_describe_cut(f"{name}: " * bool(name) + describe(count), data))
                 break
     share, padding = (batch_size, rank, world_size), tokenizer.eos_token_id or 0
     found = {}
@@ -352,13 +353,8 @@ def _validation_documents(
     return read(), describe
 
 
-def _print_cut(what: str, data: DataConfig, rank: int) -> None:
-    if rank == 0:
-        print(
-            f"nalanda: validation reads {what} (data.max_validation_rows: {data.max_validation_rows})",
-            file=sys.stderr,
-            flush=True,
-        )
+def _describe_cut(what: str, data: DataConfig) -> str:
+    return f"validation reads {what} (data.max_validation_rows: {data.max_validation_rows})"
 
 
 def _print_skipped(count: int, rank: int) -> None:

@@ -152,7 +152,8 @@ def set_up(
         if main and not is_whole(run_dir / "tokenizer"):
             save_tokenizer(tokenizer, run_dir / "tokenizer")
     say("opening the data")
-    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size)
+    note = partial(print, "nalanda:", file=sys.stderr, flush=True) if main else lambda line: None
+    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size, note)
     contents = None
     if main:  # one process hashes the files
         contents = batches.contents | (
@@ -295,7 +296,11 @@ def from_main_process(value: Any) -> Any:
 
 
 def open_batches(
-    config: RunConfig, tokenizer: Any, rank: int = 0, processes: int = 1
+    config: RunConfig,
+    tokenizer: Any,
+    rank: int = 0,
+    processes: int = 1,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
     """One process's training batches, and its validation batches by source; {} without validation."""
     share: Any = {"rank": rank, "world_size": processes}
@@ -306,7 +311,7 @@ def open_batches(
     if config.validation.every == 0:
         return batches, {}
     rows = config.validation.batch_size or rows
-    return batches, validation_batches(config.data, tokenizer, batch_size=rows, **share)
+    return batches, validation_batches(config.data, tokenizer, batch_size=rows, say=say, **share)
 
 
 def build_model(
