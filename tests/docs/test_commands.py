@@ -179,7 +179,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "(nalanda train|pretrain.py) (recipes/)?demo(?!.*tokenizer=)": TINY,
     "train demo .*tokenizer=": f"{STEPS} data.seq_len=128 data.max_validation_rows=4"
     " model.hidden_size=32 model.intermediate_size=64",
-    "train hybrid_30m$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
+    "train hybrid_30m(.*runs/hybrid_400)?$": f"{TINY} model.vocab_size=512 model.num_hidden_layers=4",
     "train hybrid_30m .*init_from": f"{DATA} train.steps=1 train.tokens_per_step=128 train.micro_batch_size=1"
     " schedule.warmup_steps=1",
     "my_mixer/recipe.yaml": "data.source=corpus train.steps=4",
