@@ -107,9 +107,10 @@ def test_pages_train_in_folders_of_their_own():
     trained: dict[str, dict[str, set[str]]] = {}
     for name, page in PAGES.items():
         for command in page.commands:
-            recipe, *keys = rest_of(command.words)
-            if command.needs or not recipe:
+            words = trained_by(command.words)
+            if command.needs or not words:
                 continue
+            recipe, *keys = words
             folder = next((key.partition("=")[2] for key in keys if key.startswith("output_dir=")), "")
             folder = folder or str(read_sections(find_recipe(recipe), [])["output_dir"])
             trained.setdefault(folder, {}).setdefault(name, set()).add(" ".join([recipe, *keys]))
@@ -122,14 +123,14 @@ def test_pages_train_in_folders_of_their_own():
     assert not shared
 
 
-def rest_of(words: list[str]) -> list[str]:
-    """The recipe and the keys of a command that trains; else one empty word."""
+def trained_by(words: list[str]) -> list[str]:
+    """The recipe and the keys of a command that trains; else nothing."""
     for program in ("train", "recipes/pretrain.py"):
         if program in words:
-            rest = words[words.index(program) + 1 :]
-            recipe = [] if not rest or rest[0].startswith("-") else rest
-            return [word for word in recipe if not word.startswith("-")] or [""]
-    return [""]
+            recipe = words[words.index(program) + 1 :]
+            listing = not recipe or recipe[0].startswith("-")  # `nalanda train --keys lr`
+            return [] if listing else [x for x in recipe if not x.startswith("-")]
+    return []
 
 
 def check_python(arguments: list[str], needs: str) -> str:

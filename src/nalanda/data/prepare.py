@@ -460,6 +460,7 @@ def begin(
 
     corpora = {split: open_corpus(data, split) for split in SPLITS}
     sources = _sources(data)
+    redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     separate = prints["train"] != prints["validation"]
     if data.validation_source:
@@ -519,13 +520,13 @@ def begin(
         "settings": settings,
         "tokenizer": made_with,
         "dtype": token_dtype(made_with["vocab_size"]).name,
-        "data": asdict(data) | {key: _redacted(value) for key, value in sources.items()},
+        "data": asdict(data) | redacted,
         "jobs": jobs,
         **({"plugins": imported} if imported else {}),
     }
     write_whole(work / "plan.json", json.dumps(plan).encode())
     (work / URLS).unlink(missing_ok=True)
-    if any(_redacted(value) != value for value in sources.values()):
+    if redacted != sources:
         with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(sources, file)
     return Preparation(directory)
@@ -538,7 +539,7 @@ def token_settings(
     keys = ["text_field", "source_field", "bos", "eos", "documents"]
     if prints["train"] == prints["validation"]:
         keys.append("validation_share")
-    found = {key: _identity(source) for key, source in _sources(data).items()}
+    found = {key: _with_urls(identity_of, source) for key, source in _sources(data).items()}
     found |= {key: getattr(data, key) for key in keys}
     if data.oversized == "skip":
         found["max_document_bytes"] = data.max_document_bytes
@@ -549,23 +550,17 @@ def _sources(data: DataConfig) -> dict[str, Any]:
     return {"source": data.source, "validation_source": data.validation_source}
 
 
-def _identity(source: Any) -> Any:
-    """A source without the passwords and signatures of its URLs."""
+def _with_urls(change: Callable[[str], str], source: Any) -> Any:
+    """A source, or each of several, with its URLs changed by `identity_of` or `redact`."""
     if isinstance(source, list):
-        return [_identity(each) for each in source]
-    return identity_of(source) if is_url(source) else source
-
-
-def _redacted(source: Any) -> Any:
-    if isinstance(source, list):
-        return [_redacted(each) for each in source]
-    return redact(source) if is_url(source) else source
+        return [_with_urls(change, each) for each in source]
+    return change(source) if is_url(source) else source
 
 
 def _without_secrets(begun: dict, settings: dict) -> dict:
     """The settings of an earlier version, which stored URLs as they were given."""
     found = {key: begun.get(key) for key in ("source", "validation_source")}
-    return begun | {key: _identity(old) for key, old in found.items() if old != settings[key]}
+    return begun | {key: _with_urls(identity_of, old) for key, old in found.items() if old != settings[key]}
 
 
 def _json(path: Path) -> Any:
