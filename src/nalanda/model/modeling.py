@@ -26,7 +26,7 @@ from .loss import linear_cross_entropy
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears, matrix_of
-from .sequences import Layout, Rows, Sequences, next_tokens
+from .sequences import Layout, Sequences, next_tokens
 from .state import State
 
 
@@ -217,6 +217,17 @@ class Decoder(NalandaPreTrainedModel):
                 f"model's {', '.join(names)}"
             )
 
+    def _check_cut(
+        self, cache: NalandaCache | None, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> None:
+        if cache is not None or attention_mask is not None or position_ids is not None:
+            raise ValueError(
+                "rows that are cut over processes take cu_seqlens and row_states: give no cache, "
+                "attention_mask or position_ids"
+            )
+        for name in uncut_mixers(self.config):
+            raise ValueError(f"mixer {name!r} does not serve rows that are cut over processes")
+
     @torch.no_grad()
     def catch_up(self, cache: NalandaCache) -> None:
         """Reads the tokens that `cache.crop` left unread."""
@@ -253,58 +264,32 @@ class Decoder(NalandaPreTrainedModel):
         """
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
-        grid = None
-        if (pixel_values is None) != (self.config.image_size is None):
-            there = "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
-            raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
-        if pixel_values is not None:
-            if attention_mask is not None or position_ids is not None or cu_seqlens is not None:
-                raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
-            inputs_embeds, grid = self.embed_tokens(pixel_values, interpolate_pos_encoding)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+        cache, both = past_key_values, not self.config.is_decoder
         carrying = return_row_states or row_states is not None or carried is not None
-        both = not self.config.is_decoder
-        if both and (carrying or use_cache or past_key_values is not None or context is not None):
+        if both and (carrying or use_cache or cache is not None or context is not None):
             raise ValueError("is_decoder is false: an encoder has no states, caches or contexts")
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        B, T = given.shape[:2]
-        if carrying:
-            if context is None:  # which reads one text: its states may grow
-                self.check_carries()
-            self._check_rows(row_states, carried, past_key_values, B)
         if context is not None:
-            if past_key_values is not None or attention_mask is not None or position_ids is not None:
-                raise ValueError(
-                    "rows that are cut over processes take cu_seqlens and row_states: give no cache, "
-                    "attention_mask or position_ids"
-                )
-            for name in uncut_mixers(self.config):
-                raise ValueError(f"mixer {name!r} does not serve rows that are cut over processes")
-            given = context.part(given)
-        x = self.embed_tokens(given) if inputs_embeds is None else given
+            self._check_cut(cache, attention_mask, position_ids)
+        elif carrying:  # a context reads one text: its states may grow
+            self.check_carries()
+        x, grid = self._embed(input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context)
+        if grid is not None and any(x is not None for x in (attention_mask, position_ids, cu_seqlens)):
+            raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
+        B, T = x.shape[0], x.shape[1] * (1 if context is None else context.size)
+        if carrying:
+            self._check_rows(row_states, carried, cache, B)
         if carrying or context is not None:
             use_cache = False
-        if use_cache is None:
+        elif use_cache is None:
             use_cache = self.config.use_cache and not (self.training or both)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        cache = past_key_values
         if cache is not None:
             self._check_cache(cache, B)
             self.catch_up(cache)
 
         past = None if cache is None else cache.lengths
-        decoding = attention_mask is not None and T == 1 and past is not None and bool((past > 0).all())
-        if decoding and (attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())):
-            attention_mask = None  # all sequences have begun: a token each, if padding is on the left
-        described = position_ids is not None or cu_seqlens is not None
-        stateful = carrying or use_cache or cache is not None
-        plain = not (described or stateful or both)
-        if torch.compiler.is_compiling() and attention_mask is not None and plain:
-            layout = Layout.padding_last(x, attention_mask)
-        else:
-            layout = Layout(x, attention_mask, position_ids, None if context else cu_seqlens)
+        stateful = bool(carrying or use_cache or cache is not None)
+        bounds = None if context is not None else cu_seqlens
+        layout = self._layout(x, attention_mask, position_ids, bounds, past, stateful)
         if cache is not None:
             if layout.packed:
                 raise ValueError(
@@ -313,53 +298,108 @@ class Decoder(NalandaPreTrainedModel):
             cache.record(x, layout.mask)
         elif use_cache and not layout.packed:
             cache = NalandaCache(len(self.layers))
-        rows: Rows | None = None
-        states: list[Any] = [] if cache is None else cache.states
+
+        rows = parts = None
         read = None if row_states is None else row_states.lengths
-        parts = None if context is None else Parts(context, B, T, cu_seqlens, carried, read)
-        if parts is not None:
+        if context is not None:
+            parts = Parts(context, B, T, cu_seqlens, carried, read)
             layout.cu_seqlens, rows, past = parts.cu_seqlens, parts.rows, parts.past
         elif carrying:
             rows, past = layout.rows(carried, read)
+        states: list[Any] = [] if cache is None else cache.states
         if carrying:
-            assert rows is not None
-            none = row_states is None or past is None or (carried is not None and not bool(carried.any()))
-            held = [{} for _ in self.layers] if none else row_states.states
+            continuing = row_states is not None and carried is not None and bool(carried.any())
+            held = row_states.states if continuing else [{} for _ in self.layers]
             states = [RowState(tensors) for tensors in held]
         x = layout.pack(x)
         static = cache is not None and cache.static
         seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both, grid)
+
+        hidden: list[Tensor] | None = None
+        if output_hidden_states or (output_hidden_states is None and self.config.output_hidden_states):
+            hidden = []
+        x = self.dropout(self._scaled(x, seq))
+        # transformers' early exit lowers num_hidden_layers for drafts
+        for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
+            if hidden is not None:
+                hidden.append(layout.unpack(x))
+            x, state = layer(x, seq, states[i] if states else None)
+            if states:
+                states[i] = state
+        if cache is not None:
+            cache.seen(T, torch.full((B,), T) if seq.cu_seqlens is None else seq.lengths)
+        x = layout.unpack(add_norm(x, None, self.norm)[1])
+        return DecoderOutput(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=None if hidden is None else (*hidden, x),
+            row_states=self._ended(states, seq) if carrying else None,
+        )
+
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        pixel_values: Tensor | None,
+        interpolate_pos_encoding: bool,
+        context: Context | None,
+    ) -> tuple[Tensor, tuple[int, int] | None]:
+        """Embeddings `[B, T, D]`, of this process's part of the rows; images come with their grid."""
+        if (pixel_values is None) != (self.config.image_size is None):
+            there = "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
+            raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
+        if sum(x is not None for x in (input_ids, inputs_embeds, pixel_values)) != 1:
+            raise ValueError("give either input_ids or inputs_embeds")
+        if pixel_values is not None:
+            return self.embed_tokens(pixel_values, interpolate_pos_encoding)
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if context is not None:
+            given = context.part(given)
+        return (self.embed_tokens(given) if inputs_embeds is None else given), None
+
+    def _layout(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        past: Tensor | None,
+        stateful: bool,
+    ) -> Layout:
+        """Where the tokens are. past: int64 `[B]`, tokens of earlier calls; stateful: whether any state is
+        read or made."""
+        decoding = (
+            attention_mask is not None and x.shape[1] == 1 and past is not None and bool((past > 0).all())
+        )
+        if decoding and (attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())):
+            attention_mask = None  # all sequences have begun: a token each, if padding is on the left
+        described = position_ids is not None or cu_seqlens is not None
+        plain = self.config.is_decoder and not (described or stateful)
+        if torch.compiler.is_compiling() and attention_mask is not None and plain:
+            return Layout.padding_last(x, attention_mask)
+        return Layout(x, attention_mask, position_ids, cu_seqlens)
+
+    def _scaled(self, x: Tensor, seq: Sequences) -> Tensor:
+        """What the first layer reads: embeddings at their scale, with fixed positions."""
         if self.config.scale_embeddings:
             x = x * self.config.hidden_size**0.5
         if self.config.position_embedding == "sinusoidal":
             positions = seq.positions(x.shape[1], x.device)
             angles = rotary_angles(positions, self.config.hidden_size, 10000.0, x.dtype)
             x = x + torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
-        x = self.dropout(x)
-        hidden = []
-        # transformers' early exit lowers num_hidden_layers for drafts
-        for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
-            if output_hidden_states:
-                hidden.append(layout.unpack(x))
-            x, state = layer(x, seq, states[i] if states else None)
-            if states:
-                states[i] = state
-        ended = None
-        if cache is not None:
-            cache.seen(T, torch.full((B,), T) if seq.cu_seqlens is None else seq.lengths)
-        elif carrying and rows is not None:
-            ended = NalandaCache(len(self.layers))
-            ended.states = [state.tensors for state in states]
-            lengths = (seq.lengths if past is None else seq.lengths + past)[rows.last]
-            lengths = lengths if parts is None else parts.lengths
-            ended.seen(int(lengths.max()), lengths)
-        x = layout.unpack(add_norm(x, None, self.norm)[1])
-        return DecoderOutput(
-            last_hidden_state=x,
-            past_key_values=cache,
-            hidden_states=(*hidden, x) if output_hidden_states else None,
-            row_states=ended,
-        )
+        return x
+
+    def _ended(self, states: list[RowState], seq: Sequences) -> NalandaCache:
+        """The states of the rows' last documents, after this call."""
+        assert seq.rows is not None
+        ended = NalandaCache(len(self.layers))
+        ended.states = [state.tensors for state in states]
+        if seq.parts is None:
+            lengths = (seq.lengths if seq.past is None else seq.lengths + seq.past)[seq.rows.last]
+        else:
+            lengths = seq.parts.lengths
+        ended.seen(int(lengths.max()), lengths)
+        return ended
 
 
 class LanguageModel(NalandaPreTrainedModel):
