@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nalanda.common.errors import InputError
+from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
 from nalanda.train.log import read_metrics
 
@@ -113,6 +114,7 @@ def trained(jobs: list[Callable[[], Record]], workers: int) -> Generator[Record]
 
 
 def _begin_worker() -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # only the parent reports an interrupt,
     warnings.simplefilter("ignore")  # and warnings of feature maps
     torch.set_flush_denormal(True)

@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -511,6 +513,29 @@ def test_a_second_command_in_a_folder_is_refused_and_loses_no_run(tmp_path):
     file.write_text(file.read_text().rstrip("\n"))  # as some editors leave it
     list(sweep(second, file, 1))
     assert [json.loads(line)["settings"] for line in file.read_text().splitlines()] == [0, 1, 2, 9, 10]
+
+
+WAITING = """
+import functools, os, pathlib, threading
+from nalanda_eval.sweep import sweep
+
+def job(name):
+    print(name, flush=True)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    list(sweep({name: functools.partial(job, name) for name in "ab"}, pathlib.Path("runs.jsonl"), 2))
+"""
+
+
+def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    process = subprocess.Popen(
+        [sys.executable, "waiting.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert {process.stdout.readline().strip() for _ in range(2)} == {"a", "b"}
+    process.kill()
+    process.communicate(timeout=60)  # ends when no worker holds the pipe
 
 
 @pytest.mark.slow

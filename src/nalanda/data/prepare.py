@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -18,15 +17,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import rename_synced
 from nalanda.common.plugins import import_plugins, imported
+from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration, is_url, redact
 from nalanda.config.schema import DataConfig, TokenizerConfig
@@ -685,13 +684,7 @@ def _start(directory: str, board: Any) -> None:
     global _mine
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    parent = multiprocessing.parent_process()
-
-    def leave_with_parent() -> None:
-        wait_for([cast(Any, parent).sentinel])
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    end_with_parent()
     _mine = Preparation(directory), board
 
 
