@@ -349,6 +349,17 @@ def test_a_finished_study_trains_nothing_and_a_killed_one_goes_on(finished, tmp_
     assert len(file.read_text().splitlines()) == len(lines)
 
 
+def test_another_processor_is_said(finished, tmp_path, capsys):
+    folder = tmp_path / "moved"
+    shutil.copytree(finished, folder)
+    run_study(folder, workers=1)
+    assert "made on" not in capsys.readouterr().out
+    file = folder / "runs.jsonl"
+    file.write_text(file.read_text().replace(json.dumps(paired.cpu_model()), '"Abacus 9"', 1))
+    run_study(folder, workers=1)
+    assert f"runs made on Abacus 9; this is {paired.cpu_model()}" in capsys.readouterr().out
+
+
 def test_another_text_is_refused_before_anything_is_trained(finished, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(finished, folder)

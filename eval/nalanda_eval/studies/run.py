@@ -64,8 +64,15 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
     planned = systems(study, lm)
     file, work = directory / "runs.jsonl", directory / "work"
     prepared = prepare_text(lm, text, work, workers)
-    mine = text_facts(prepared)
-    for record in records(file).values():
+    mine, recorded = text_facts(prepared), records(file)
+    others = {record.get("machine") for record in recorded.values()} - {None, here := cpu_model()}
+    if others:
+        print(
+            f"{file}: has runs made on {', '.join(sorted(map(str, others)))}; this is {here}. Processors "
+            "differ in rounding, which moves a run's loss almost as much as another seed does",
+            flush=True,
+        )
+    for record in recorded.values():
         if (other := record.get("text", mine))["fingerprint"] != mine["fingerprint"]:
             raise InputError(
                 f"{file}: has runs on another text, {other['name']}, than {mine['name']}; give that one with "
