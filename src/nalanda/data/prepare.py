@@ -442,6 +442,55 @@ def begin(
             begun with other settings.
     """
     directory = Path(directory).expanduser()
+    _check(data, tokenizer, shard_bytes)
+    corpora = {split: open_corpus(data, split) for split in SPLITS}
+    sources = _sources(data)
+    redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
+    prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
+    separate = prints["train"] != prints["validation"]
+    if data.validation_source:
+        check_apart(corpora["train"], corpora["validation"])
+    parts = SPLITS if separate else SPLITS[:1]
+    if shard_bytes is None:
+        total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
+        shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
+    settings = token_settings(data, tokenizer, prints, shard_bytes)
+    work = directory / "preparing"
+    _check_begun(directory, work, settings)
+    if is_token_set(directory):
+        shutil.rmtree(work, ignore_errors=True)
+        return None
+
+    if line := describe_files(data, corpora["train"].counts):
+        say(line)
+    work.mkdir(parents=True, exist_ok=True)
+    write_whole(work / "settings.json", json.dumps(settings).encode())  # before what depends on them
+    for split in SPLITS:
+        (directory / split).mkdir(exist_ok=True)
+    made_with = _save_tokenizer(data, tokenizer, directory / "tokenizer", work, say)
+    jobs = [
+        group
+        for split in parts
+        for group in group_units(plan_units(corpora[split], split, shard_bytes), shard_bytes)
+    ]
+    _check_unchanged(jobs, directory, work)
+    plan = {
+        "settings": settings,
+        "tokenizer": made_with,
+        "dtype": token_dtype(made_with["vocab_size"]).name,
+        "data": asdict(data) | redacted,
+        "jobs": jobs,
+        **({"plugins": imported} if imported else {}),
+    }
+    write_whole(work / "plan.json", json.dumps(plan).encode())
+    (work / URLS).unlink(missing_ok=True)
+    if redacted != sources:
+        with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            json.dump(sources, file)
+    return Preparation(directory)
+
+
+def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
     if getattr(data, "mixture", None):
         raise InputError("data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer")
     data.check()
@@ -457,20 +506,9 @@ def begin(
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
-    corpora = {split: open_corpus(data, split) for split in SPLITS}
-    sources = _sources(data)
-    redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
-    prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
-    separate = prints["train"] != prints["validation"]
-    if data.validation_source:
-        check_apart(corpora["train"], corpora["validation"])
-    parts = SPLITS if separate else SPLITS[:1]
-    if shard_bytes is None:
-        total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
-        shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
-    settings = token_settings(data, tokenizer, prints, shard_bytes)
 
-    work = directory / "preparing"
+def _check_begun(directory: Path, work: Path, settings: dict[str, Any]) -> None:
+    """Raises `InputError` if the directory holds something else, or was begun with other settings."""
     finished = is_token_set(directory)
     begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
     if begun is None:
@@ -482,17 +520,12 @@ def begin(
             f"{directory}: was prepared with {key} {json.dumps(begun.get(key))}, and this is "
             f"{json.dumps(settings.get(key))}; name another directory, or remove it"
         )
-    if finished:
-        shutil.rmtree(work, ignore_errors=True)
-        return None
 
-    if line := describe_files(data, corpora["train"].counts):
-        say(line)
-    work.mkdir(parents=True, exist_ok=True)
-    write_whole(work / "settings.json", json.dumps(settings).encode())  # before what depends on them
-    for split in SPLITS:
-        (directory / split).mkdir(exist_ok=True)
-    saved = directory / "tokenizer"
+
+def _save_tokenizer(
+    data: DataConfig, tokenizer: TokenizerConfig, saved: Path, work: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Builds the tokenizer and saves it whole, unless an earlier call did. Returns `describe_tokenizer`."""
     if tokenizer.train and not saved.exists():
         say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
     built = build_tokenizer(tokenizer, data, saved)  # a trained one is saved there
@@ -500,14 +533,13 @@ def begin(
         partial = work / "tokenizer"
         built.save_pretrained(partial)
         partial.replace(saved)
-    found = load_tokenizer(saved)
-    if (made_with := describe_tokenizer(found)) != describe_tokenizer(built):
+    if (made_with := describe_tokenizer(load_tokenizer(saved))) != describe_tokenizer(built):
         raise InputError(f"tokenizer: not the one in {saved}; restore it, or name another directory")
-    jobs = [
-        group
-        for split in parts
-        for group in group_units(plan_units(corpora[split], split, shard_bytes), shard_bytes)
-    ]
+    return made_with
+
+
+def _check_unchanged(jobs: list[list[Unit]], directory: Path, work: Path) -> None:
+    """Raises `InputError` if a file's content is not that of the plan in `work`."""
     earlier = [Unit(*unit) for unit in itertools.chain(*(_json(work / "plan.json") or {"jobs": []})["jobs"])]
     known = {(unit.corpus, unit.identity): unit.content for unit in earlier if unit.content}
     for unit in itertools.chain(*jobs):
@@ -515,20 +547,6 @@ def begin(
             raise InputError(
                 f"{unit.identity}: changed since {directory} was begun; restore it, or name another directory"
             )
-    plan = {
-        "settings": settings,
-        "tokenizer": made_with,
-        "dtype": token_dtype(made_with["vocab_size"]).name,
-        "data": asdict(data) | redacted,
-        "jobs": jobs,
-        **({"plugins": imported} if imported else {}),
-    }
-    write_whole(work / "plan.json", json.dumps(plan).encode())
-    (work / URLS).unlink(missing_ok=True)
-    if redacted != sources:
-        with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            json.dump(sources, file)
-    return Preparation(directory)
 
 
 def token_settings(

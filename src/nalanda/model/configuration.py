@@ -159,18 +159,7 @@ class NalandaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if isinstance(self.mixer, dict):
             self.mixer = repeated(self.mixer, self.num_hidden_layers)
-        types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
-        given = {name: getattr(self, name) for name in types}
-        for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):
-            if given[name] is None:  # resolved below
-                del given[name]
-        check_types(given, types)
-        for name in _POSITIVE:
-            value = 1 if given.get(name) is None else given[name]
-            if value <= 0:
-                raise ValueError(f"{name}={value!r} must be positive")
-            if value > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
-                raise ValueError(f"{name}={value!r} must be at most {most}")
+        self._check_types()
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -182,38 +171,8 @@ class NalandaConfig(PreTrainedConfig):
             self.intermediate_size = 256 * -(-self.hidden_size * 8 // (3 * 256))
         self.mixer_options = dict(self.mixer_options or {})
         self.feature_map_options = dict(self.feature_map_options or {})
-        for name in ("expand_k", "expand_v"):
-            size = self.head_dim * getattr(self, name)
-            if size < 1 or size != int(size):
-                raise ValueError(
-                    f"head_dim·{name} = {self.head_dim}·{getattr(self, name)} must be a positive integer"
-                )
-        for name in ("conv_size", "value_conv"):
-            taps = getattr(self, name)
-            if taps is not None and (taps < 0 or taps == 1):
-                raise ValueError(f"{name}={taps!r} must be 0 (no convolution) or at least 2")
-            if self.image_size and taps and taps % 2 == 0:
-                raise ValueError(f"{name}={taps} must be odd: convolutions of images are centred")
-        if self.image_size and self.is_decoder:
-            raise ValueError("image_size: patches have no order; set is_decoder: false")
-        if self.image_size and self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}"
-            )
-        if self.position_embedding == "learnt" and not self.image_size:
-            raise ValueError(
-                "position_embedding=learnt is a table for images; set image_size, or take sinusoidal"
-            )
-        for name, allowed in (
-            ("position_embedding", ("none", "sinusoidal", "learnt")),
-            ("initializer", ("normal", "xavier")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
-        if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
-            raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
+        self._check_sizes()
+        self._check_images()
         if isinstance(self.mixer, (list, tuple)):
             self.mixer = list(self.mixer)
             if len(self.mixer) != self.num_hidden_layers:
@@ -226,6 +185,61 @@ class NalandaConfig(PreTrainedConfig):
         mixers = self.distinct_mixers()  # building them refuses what cannot work
         if plugins := plugins_of(mixers):
             self.plugins = plugins
+        self._check_mixers(mixers)
+
+    def _check_types(self) -> None:
+        types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
+        given = {name: getattr(self, name) for name in types}
+        for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):
+            if given[name] is None:  # resolved below
+                del given[name]
+        check_types(given, types)
+        for name in _POSITIVE:
+            value = 1 if given.get(name) is None else given[name]
+            if value <= 0:
+                raise ValueError(f"{name}={value!r} must be positive")
+            if value > (most := 10**5 if name == "num_hidden_layers" else 2**31 - 1):
+                raise ValueError(f"{name}={value!r} must be at most {most}")
+
+    def _check_sizes(self) -> None:
+        for name in ("expand_k", "expand_v"):
+            size = self.head_dim * getattr(self, name)
+            if size < 1 or size != int(size):
+                raise ValueError(
+                    f"head_dim·{name} = {self.head_dim}·{getattr(self, name)} must be a positive integer"
+                )
+        for name in ("conv_size", "value_conv"):
+            taps = getattr(self, name)
+            if taps is not None and (taps < 0 or taps == 1):
+                raise ValueError(f"{name}={taps!r} must be 0 (no convolution) or at least 2")
+        for name, allowed in (
+            ("position_embedding", ("none", "sinusoidal", "learnt")),
+            ("initializer", ("normal", "xavier")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
+        if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
+
+    def _check_images(self) -> None:
+        for name in ("conv_size", "value_conv"):
+            taps = getattr(self, name)
+            if self.image_size and taps and taps % 2 == 0:
+                raise ValueError(f"{name}={taps} must be odd: convolutions of images are centred")
+        if self.image_size and self.is_decoder:
+            raise ValueError("image_size: patches have no order; set is_decoder: false")
+        if self.image_size and self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}"
+            )
+        if self.position_embedding == "learnt" and not self.image_size:
+            raise ValueError(
+                "position_embedding=learnt is a table for images; set image_size, or take sinusoidal"
+            )
+
+    def _check_mixers(self, mixers: dict[str, Mixer]) -> None:
         for field, wanted, part in (
             ("feature_map", self.feature_map or self.feature_map_options, "map_name"),
             ("conv_size", self.conv_size, "conv_size"),
