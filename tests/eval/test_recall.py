@@ -528,6 +528,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path):
     (tmp_path / "waiting.py").write_text(WAITING)
     process = subprocess.Popen(

@@ -89,8 +89,8 @@ def launch(processes: int, folder: Path, *jobs: list, fails: bool = False) -> st
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Runs on one process, on two, and on two from step 2 of that on one."""
+def prepared(tmp_path_factory) -> Path:
+    """A folder with a recipe and its token set."""
     folder = tmp_path_factory.mktemp("context")
     words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
     draw = random.Random(0)
@@ -112,6 +112,13 @@ def folder(tmp_path_factory) -> Path:
     prepare(config.data, config.tokenizer, folder / "set")
     settings["data"]["source"], settings["tokenizer"] = str(folder / "set"), str(folder / "set" / "tokenizer")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(prepared) -> Path:
+    """Runs on one process, on two, and on two from step 2 of that on one."""
+    folder = prepared
     for kind in KINDS:
         perform(folder, *job(f"{kind} one"))
     jobs = [(f"{kind} two", None) for kind in KINDS] + [(f"{kind} one two", f"{kind} one") for kind in KINDS]
@@ -173,9 +180,9 @@ def test_fp32_and_compiled(folder):
         (TWO, "train.context_parallel: 1 process"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_in_a_line(folder, settings, says):
+def test_what_cannot_be_cut_is_refused_in_a_line(prepared, settings, says):
     with pytest.raises(InputError, match=says):
-        perform(folder, "refused", None, settings)
+        perform(prepared, "refused", None, settings)
 
 
 @pytest.mark.slow
