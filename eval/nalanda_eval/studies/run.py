@@ -69,7 +69,7 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
     if others:
         print(
             f"{file}: has runs made on {', '.join(sorted(map(str, others)))}; this is {here}. Processors "
-            "differ in rounding, which moves a run's loss almost as much as another seed does",
+            "differ in rounding, which can move a run's loss by a good part of what another seed does",
             flush=True,
         )
     for record in recorded.values():

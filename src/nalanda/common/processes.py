@@ -3,7 +3,6 @@
 import os
 import threading
 from multiprocessing import parent_process
-from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
@@ -17,7 +16,7 @@ def end_with_parent() -> None:
         return
 
     def follow() -> None:
-        wait([parent.sentinel])
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()

@@ -456,8 +456,7 @@ def begin(
         shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
     settings = token_settings(data, tokenizer, prints, shard_bytes)
     work = directory / "preparing"
-    _check_begun(directory, work, settings)
-    if is_token_set(directory):
+    if _is_finished(directory, work, settings):
         shutil.rmtree(work, ignore_errors=True)
         return None
 
@@ -507,8 +506,9 @@ def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
 
-def _check_begun(directory: Path, work: Path, settings: dict[str, Any]) -> None:
-    """Raises `InputError` if the directory holds something else, or was begun with other settings."""
+def _is_finished(directory: Path, work: Path, settings: dict[str, Any]) -> bool:
+    """Whether the directory holds this set whole. Raises `InputError` if it holds something else, or was
+    begun with other settings."""
     finished = is_token_set(directory)
     begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
     if begun is None:
@@ -520,6 +520,7 @@ def _check_begun(directory: Path, work: Path, settings: dict[str, Any]) -> None:
             f"{directory}: was prepared with {key} {json.dumps(begun.get(key))}, and this is "
             f"{json.dumps(settings.get(key))}; name another directory, or remove it"
         )
+    return finished
 
 
 def _save_tokenizer(

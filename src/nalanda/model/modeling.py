@@ -273,7 +273,9 @@ class Decoder(NalandaPreTrainedModel):
         elif carrying:  # a context reads one text: its states may grow
             self.check_carries()
         x, grid = self._embed(input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context)
-        if grid is not None and any(x is not None for x in (attention_mask, position_ids, cu_seqlens)):
+        if pixel_values is not None and any(
+            x is not None for x in (attention_mask, position_ids, cu_seqlens)
+        ):
             raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
         B, T = x.shape[0], x.shape[1] * (1 if context is None else context.size)
         if carrying:
