@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-API = 2  # increased when callers must change; copies of the ops with another number use their torch path
+API = 3  # increased when callers must change; copies of the ops with another number use their torch path
 ENVIRONMENT = "NALANDA_BACKEND"  # what `backend="auto"` means in this process
 
 
@@ -157,17 +157,20 @@ def _named(backend: str) -> bool:
     return _meant(backend) != "auto"
 
 
+_UNMEASURED = ("erase", "write", "allow_neg_eigval")
+
+
 def _measured(op: str, *inputs, **options) -> str | None:
     """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any.
 
-    It measures 16-bit calls without gates by channel.
+    It measures 16-bit calls without gates by channel and with β up to 1.
     """
     if not (rows := _rows()):
         return None
     q, _, v, *gates = inputs
     if gates[-1] is not None and gates[-1].ndim == 4:
         return None
-    if q.dtype.itemsize > 2 or any(options.get(name) is not None for name in ("erase", "write")):
+    if q.dtype.itemsize > 2 or any(options.get(name) is not None for name in _UNMEASURED):
         return None
     bounds, map = options.get("cu_seqlens"), options.get("feature_map")
     length = q.shape[1] if bounds is None else q.shape[1] // max(1, bounds.shape[0] - 1)

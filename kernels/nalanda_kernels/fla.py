@@ -30,6 +30,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    allow_neg_eigval: bool = False,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
     """`nalanda.ops.delta_rule` by `chunk_delta_rule`; with g by `chunk_gated_delta_rule`; with g by key
@@ -39,9 +40,10 @@ def delta_rule(
     write `[B, T, HV, V]`, states `[N, HV, K, V]` in fp32.
 
     Raises:
-        Unsupported: precision above 16 bits, more than 256 features, chunks below 16 tokens, no tokens, or a
-            Triton that compiles fla's gated backward wrongly for this GPU.
+        Unsupported: β above 1, precision above 16 bits, more than 256 features, chunks below 16 tokens, no
+            tokens, or a Triton that compiles fla's gated backward wrongly for this GPU.
     """
+    no_negative(allow_neg_eigval)
     dtype = _common_dtype(q, v, allowed=(torch.bfloat16, torch.float16))
     _check(q, v, g, chunk_size)
     theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast
@@ -131,6 +133,13 @@ def _common_dtype(q: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> tor
     if dtype not in allowed:
         raise Unsupported(f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}")
     return dtype
+
+
+def no_negative(allow_neg_eigval: bool) -> None:
+    """For a delta rule's kernel that keeps (I + A)⁻¹ in 16 bits, as fla's and FlashQLA's do: where a token
+    repeats and β nears 2, its rounding lengthens the state. Raises Unsupported if β may exceed 1."""
+    if allow_neg_eigval:
+        raise Unsupported("it keeps a chunk's inverse in 16 bits, too few for β above 1")
 
 
 def no_channels(g: Tensor | None, erase: Tensor | None, write: Tensor | None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.fla import features_of, no_channels, options_of
+from nalanda_kernels.fla import features_of, no_channels, no_negative, options_of
 from nalanda_kernels.triton.common import architecture, without_autocast
 
 WIDTH = 128  # of keys after their map, and of values
@@ -29,6 +29,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    allow_neg_eigval: bool = False,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
     """`nalanda.ops.delta_rule` by `chunk_gated_delta_rule`; shapes as in `nalanda_kernels.fla.delta_rule`.
@@ -37,8 +38,8 @@ def delta_rule(
     state, which bf16 rounds by 4e-3. chunk_size is ignored.
 
     Raises:
-        Unsupported: no decay, gates by channel, other widths than 128, precision above 16 bits, an empty
-            sequence, another card, or torch.compile, whose graph its call would break.
+        Unsupported: no decay, gates by channel, β above 1, other widths than 128, precision above 16 bits,
+            an empty sequence, another card, or torch.compile, whose graph its call would break.
     """
     if torch.compiler.is_compiling():
         raise Unsupported("torch.compile would break the graph at its call")
@@ -47,6 +48,7 @@ def delta_rule(
     if g is None:
         raise Unsupported("it has no delta rule without a decay")
     no_channels(g, erase, write)
+    no_negative(allow_neg_eigval)
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"it computes in 16 bits, not in {str(dtype)[6:]}")

@@ -61,7 +61,7 @@ class Case:
     gated: bool = False
     norm: str | None = None
     dtype: torch.dtype = torch.bfloat16
-    options: tuple[tuple[str, object], ...] = ()  # keyword arguments of a readout
+    options: tuple[tuple[str, object], ...] = ()  # further keyword arguments of the op
     channels: bool = False
     erase: bool = False
 
@@ -83,6 +83,9 @@ CASES = {
     "linear_attention": Case(**LINEAR, V=128, map="elu1"),
     "retnet": Case("linear_attention", K=256, V=512, H=4, gated=True),
     "gated_deltanet 256": Case(**DELTA, K=256, V=512, H=6, map="silu", gated=True),
+    "delta_product": Case(
+        "delta_rule", K=128, V=128, H=8, gated=True, options=(("allow_neg_eigval", True),)
+    ),  # the mixer forms the features
     "kda": Case(**DELTA, K=128, V=128, H=8, map="silu", gated=True, channels=True),
     "kda fp32": Case(**DELTA, K=128, V=128, H=8, gated=True, channels=True, dtype=torch.float32),
     "nala gated_deltanet2": Case(
@@ -122,6 +125,7 @@ class StandIn:
 
 
 NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+NALA |= {"query_power": None, "key_power": 2.0}
 
 
 def feature_map(case: Case) -> StandIn | None:
@@ -152,6 +156,7 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
     map, gate = feature_map(case), g if case.gated else None
     if case.op == "delta_rule":
         gates = {"erase": g.to(case.dtype), "write": torch.zeros_like(v)} if case.erase else {}
+        gates |= dict(case.options)
         return lambda: op(q, k, v, beta, gate, feature_map=map, qk_norm=case.norm, **gates)[:1]
     if case.op == "linear_attention":
         return lambda: op(q, k, v, gate, feature_map=map, qk_norm=case.norm)[:1]

@@ -187,6 +187,7 @@ def test_flash_qla_keeps_the_contract(name, bounds, stand_in):
         ({"T": 4}, {"cu_seqlens": torch.tensor([0, 4, 4])}, "empty"),
         ({}, {"erase": torch.ones(1)}, "gates by channel"),
         ({}, {"write": torch.ones(1)}, "gates by channel"),
+        ({}, {"allow_neg_eigval": True}, "above 1"),
     ],
 )
 def test_flash_qla_refuses(call, options, reason, stand_in):

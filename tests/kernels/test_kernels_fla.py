@@ -168,6 +168,7 @@ def direct(kind, dtype, **options):
         ("gated_delta", torch.bfloat16, {"key_dim": 258}, "K = 258 features are more than 256"),
         ("linear", torch.bfloat16, {"key_dim": 15}, "an even K and V, not 15 and 16"),
         ("delta", torch.bfloat16, {"chunk_size": 8}, "chunk_size=8 is below 16"),
+        ("delta", torch.bfloat16, {"allow_neg_eigval": True}, "too few for β above 1"),
         (
             "delta",
             torch.bfloat16,

@@ -400,6 +400,20 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
         assert found["recurrent"].norm(dim=(2, 3)).max() < 4 * longest
 
 
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product"])
+@pytest.mark.parametrize("negative", [True, False])
+def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
+    told, real = [], delta.delta_rule
+
+    def spy(*inputs, **options):
+        told.append(options["allow_neg_eigval"])
+        return real(*inputs, **options)
+
+    monkeypatch.setattr(delta, "delta_rule", spy)
+    run(build(mixer, mixer_options={"allow_neg_eigval": negative}))
+    assert told == [negative]
+
+
 def test_values_pass_a_convolution_and_silu():
     module = build("linear_attention", conv_size=4)
     _, y, (q, k, v) = run(module)

@@ -260,6 +260,20 @@ def unit_lower_inverse(a, BT: tl.constexpr):
     return tl.reshape(inverse, [BT, BT])
 
 
+@triton.jit
+def apply(inverse, x, PREC: tl.constexpr):
+    """(I + A)⁻¹ x in fp32. An inverse in fp32 beside 16-bit x is taken as a sum of two of x's type.
+
+    Its rows of alternating ±β cancel where a token repeats and β is near 2. Rounded to 16 bits they cancel
+    only in part, and the rest would lengthen the state from chunk to chunk.
+    """
+    high = inverse.to(x.dtype)
+    if inverse.dtype == x.dtype:
+        return tl.dot(high, x, input_precision=PREC)
+    low = (inverse - high.to(tl.float32)).to(x.dtype)
+    return tl.dot(high, x, tl.dot(low, x))
+
+
 # --------------------------------------------------------------------------------------------------- forward
 
 
@@ -387,7 +401,7 @@ def states(
             if MAP.halves == 2:
                 read = tl.dot(r2, s2.to(dtype), read, input_precision=PREC)
             r = (w.to(tl.float32) - into[:, None] * read).to(dtype)
-            error = tl.dot(tl.load(square(inverse, chunk + i, h, HV, BT)), r, input_precision=PREC)
+            error = apply(tl.load(square(inverse, chunk + i, h, HV, BT)), r, PREC)
             if not AFFINE:
                 store_rows(e, error, row, rows, h, HV, V, i_v, BT, BV)
             out *= load_gate(beta, row, rows, h, HV, BT)
@@ -632,7 +646,7 @@ def state_gradients(
         w = tl.dot(tl.trans(p), y, w, input_precision=PREC)
         if DELTA:
             w = (w * load_gate(beta, row, rows, h, HV, BT)[:, None]).to(dtype)
-            w = tl.dot(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, input_precision=PREC)
+            w = apply(tl.trans(tl.load(square(inverse, chunk + i, h, HV, BT))), w, PREC)
         if not AFFINE:
             store_rows(d_v, w, row, rows, h, HV, V, i_v, BT, BV)
         whole1, whole2 = whole, whole

@@ -94,10 +94,10 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     The backward reads P, S before each chunk, (I + A)⁻¹, E, z and Σv before each chunk, and the denominators.
 
     ctx: autograd's; None under torch.compile, whose operator calls `_setup_context` itself.
-    inputs: as in the operator's schema, `_INPUTS`; map and read are text.
+    inputs: as in the operator's schema; map and read are text. wide: whether (I + A)⁻¹ is kept in fp32.
     """
-    (q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale,
-     final) = inputs  # fmt: skip
+    (q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final,
+     wide) = inputs  # fmt: skip
     map, read = Map.parse(map), Readout.parse(read)
     H, HV, K, V = q.shape[2], v.shape[2], q.shape[3] // _stored_halves(map), v.shape[3]
     F, delta, mean, mala = K * map.halves, beta is not None, read.name != "", read.name == "mala"
@@ -106,7 +106,7 @@ def _forward(ctx, *inputs) -> tuple[Tensor, ...]:
     BT = blocks("chunk_channels" if channels else "chunk", **common)["BT"]
     chunks = chunks_of((v.shape[0], v.shape[1]), cu_seqlens, BT, v.device)
     scores = v.new_empty(chunks.total, HV, BT, BT)
-    inverse = torch.empty_like(scores) if delta else v.new_empty(0)
+    inverse = torch.empty_like(scores, dtype=torch.float32 if wide else None) if delta else v.new_empty(0)
     s = v.new_empty(chunks.total, HV, F, V)
     e = torch.empty_like(v) if delta else v.new_empty(0)
     o = torch.empty_like(v)
@@ -270,7 +270,7 @@ _TENSORS, _FINALS = 11, slice(1, 4)  # number of input tensors; where the result
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.map, ctx.read, ctx.scale, _ = inputs
+    *tensors, ctx.map, ctx.read, ctx.scale, _, _ = inputs
     ctx.finals = [x.shape for x in output[_FINALS]]
     ctx.mark_non_differentiable(*output[_FINALS.stop :])
     ctx.set_materialize_grads(False)
@@ -290,7 +290,7 @@ def _gradients(function, ctx, d_o, *others) -> tuple[Tensor | None, ...]:
         others = [None] * len(ctx.finals)
     grads = function(d_o, *others, *saved, ctx.map, ctx.read, ctx.scale)
     grads = (None if x is None else dx for x, dx in zip(tensors, grads, strict=False))
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 # torch.compile sees forward and backward as one operator each, whose schema has maps and readouts as text.
@@ -307,7 +307,7 @@ def _tensors(count: int) -> str:
 
 _forward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise", partial(_forward, None), mutates_args=(),
-    schema=f"({_INPUTS}, str map, str read, float scale, bool final) -> {_tensors(11)}",
+    schema=f"({_INPUTS}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
 )  # fmt: skip
 _backward_op = torch.library.custom_op(
     "nalanda_kernels::chunkwise_backward", _backward, mutates_args=(),
@@ -318,7 +318,10 @@ _backward_op = torch.library.custom_op(
 
 
 @_forward_op.register_fake
-def _(q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final):
+def _(
+    q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seqlens, map, read, scale, final,
+    wide,
+):  # fmt: skip
     map, read = Map.parse(map), Readout.parse(read)
     (B, T, HV, V), F = v.shape, q.shape[3] // _stored_halves(map) * map.halves
     delta, mean, mala = beta is not None, read.name != "", read.name == "mala"
@@ -338,7 +341,7 @@ def _(q, k, v, beta, g, erase, initial, z_initial, u_initial, positions, cu_seql
         torch.empty_like(v),
         made(last, HV, F, V), made(last, HV, F, there=mean), made(last, HV, V, there=mala),
         scores, made(total, HV, F, V, dtype=v.dtype),
-        torch.empty_like(scores) if delta else v.new_empty(0),
+        torch.empty_like(scores, dtype=torch.float32 if wide else None) if delta else v.new_empty(0),
         torch.empty_like(v) if delta else v.new_empty(0),
         made(total, HV, F, there=mean), made(total, HV, V, there=mala),
         made(B, T, HV) if mean else made(0),
@@ -420,7 +423,7 @@ def normalized_attention(
 def _chunkwise(
     q, k, v, beta, g, erase=None, *, feature_map=None, qk_norm=None, scale=None, initial_state=None,
     z_initial=None, u_initial=None, output_final_state=False, cu_seqlens=None, chunk_size=64, read=_PLAIN,
-    positions=None,
+    positions=None, allow_neg_eigval=False,
 ):  # fmt: skip
     """o in v's dtype, and the final S, z and Σv, or None. Without beta it is linear attention.
 
@@ -453,7 +456,8 @@ def _chunkwise(
     tensors = q, k, v.to(dtype), beta, g, erase, initial_state, z_initial, u_initial, positions
     tensors = (x if x is None else x.contiguous() for x in tensors)
     call = _forward_op if torch.compiler.is_compiling() else _Chunkwise.apply
-    o, *finals = call(*tensors, cu_seqlens, map.text(), read.text(), scale, output_final_state)[:4]
+    options = map.text(), read.text(), scale, output_final_state, allow_neg_eigval
+    o, *finals = call(*tensors, cu_seqlens, *options)[:4]
     return o.to(v.dtype), *(finals if output_final_state else [None] * 3)
 
 

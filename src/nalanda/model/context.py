@@ -264,7 +264,7 @@ class _Incoming(torch.autograd.Function):
 def recurrence(
     op: Callable, seq: Sequences, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, mode: str,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    feature_map: Callable | None = None, qk_norm: str | None = None, scale: float | None = None,
+    feature_map: Callable | None = None, qk_norm: str | None = None, scale: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`ops.delta_rule` or `ops.linear_attention` over the sequences of `seq`, whose rows may be cut.
 
@@ -273,15 +273,18 @@ def recurrence(
     computes that by a second pass, over the tokens of documents that began before the part: of width F where
     the state passes through to a next part, since it gives M too, else of width V. Linear attention
     multiplies exp(Σ g) q with the state, without a pass.
+
+    more: options of one of the two ops.
     """
     if seq.parts is None:
         options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "mode": mode}
         options |= {"initial_state": initial_state, "output_final_state": output_final_state}
-        return op(q, k, v, *gates, cu_seqlens=seq.cu_seqlens, **options)
+        return op(q, k, v, *gates, cu_seqlens=seq.cu_seqlens, **options, **more)
     with no_autocast(q):
         q, k = map_features(q, k, feature_map, qk_norm)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _cut(partial(op, scale=scale, output_final_state=True), seq, (q, k, v, *gates), initial_state)
+    op = partial(op, scale=scale, output_final_state=True, **more)
+    return _cut(op, seq, (q, k, v, *gates), initial_state)
 
 
 @torch.compiler.disable  # which tokens continue a document depends on values

@@ -169,6 +169,7 @@ class DeltaNet(Mixer):
             qk_norm=norm,
             initial_state=state.get("recurrent"),
             output_final_state=new is not None,
+            allow_neg_eigval=self.beta_scale > 1,
             mode="recurrent" if q.shape[1] <= self.steps else "chunk",
         )
         if new is not None and final is not None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
 from .layers import at_least_fp32, direction, no_autocast
 
-_API = 2
+_API = 3
 try:  # checkpoints carry a copy of this file; the kernels there may be missing or newer
     import nalanda_kernels as _kernels
 except ImportError:
@@ -53,6 +53,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    allow_neg_eigval: bool = False,
     chunk_size: int = 64,
     mode: str = "chunk",
     backend: str = "auto",
@@ -83,6 +84,9 @@ def delta_rule(
         output_final_state: whether to return the state after each sequence's last token.
         cu_seqlens: `[N + 1]` integers, the bounds of independent sequences packed into one row (B = 1).
             Sequences may be empty. A CPU tensor avoids a synchronisation.
+        allow_neg_eigval: whether β‖k‖² may exceed 1, so that a token turns what it erases into its negative.
+            In 16 bits kernels then keep more digits, since rounding would lengthen the state where a token
+            repeats. On the torch path it changes nothing.
         chunk_size: the most tokens in a chunk, a power of two.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
             literal formula. All are differentiable.
@@ -105,6 +109,7 @@ def delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        allow_neg_eigval=allow_neg_eigval,
         chunk_size=chunk_size,
         mode=mode,
         backend=backend,
@@ -159,7 +164,7 @@ def linear_attention(
 
 def _recurrence(
     q, k, v, beta, g, erase, write, *, feature_map, qk_norm, scale, initial_state, output_final_state,
-    cu_seqlens, chunk_size, mode, backend,
+    cu_seqlens, chunk_size, mode, backend, allow_neg_eigval=False,
 ):  # fmt: skip
     """Either op, by a kernel or in torch. Without beta it is linear attention."""
     _check(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
@@ -168,6 +173,7 @@ def _recurrence(
         options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
         options |= {"initial_state": initial_state, "output_final_state": output_final_state}
         options |= {name: x for name, x in (("erase", erase), ("write", write)) if x is not None}
+        options |= {"allow_neg_eigval": True} if allow_neg_eigval else {}
         served = by_kernel(op, backend, q, *inputs, cu_seqlens=cu_seqlens, **options)
         if served is not None:
             return served
