@@ -41,6 +41,7 @@ CHOICES = {
 }
 GAIN = 0.01  # the least share of the op's time to gain; less is noise
 NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+NALA |= {"query_power": None, "key_power": 2.0}
 TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes
 
 

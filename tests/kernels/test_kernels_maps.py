@@ -23,6 +23,10 @@ NALA += [
     ("nala", {"power": 1.0, "angle": "relu_split"}),
     ("nala_paper", {}),
     ("nala_released", {}),
+    ("angle", {}),
+    ("nala", {"query_power": 1.74, "direction_scale": "unit"}),
+    ("nala", {"query_power": 3.0, "key_power": 1.5, "angle": "relu_split"}),
+    ("nala", {"key_power": 1.0, "angle": "raw"}),
 ]
 POLA = [("pola", {}), ("pola", {"scale": False, "alpha": 3.0})]
 each = {
@@ -184,6 +188,8 @@ def test_a_norm_of_the_maps_own():
     ("feature_map", "qk_norm"),
     [
         (build_feature_map("soft", num_heads=1, head_dim=8), None),
+        (build_feature_map("nala_learned", num_heads=1, head_dim=8), None),
+        (build_feature_map("nala", num_heads=1, head_dim=8, signs="keep"), None),
         (build_feature_map("exp", num_heads=1, head_dim=8, norm="sum"), None),
         (build_feature_map("relu", num_heads=1, head_dim=8, norm="l2"), "l2"),
         (lambda q, k: (q, k), None),

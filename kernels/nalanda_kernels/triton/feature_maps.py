@@ -3,7 +3,8 @@
 Each entry of a row x [K] has a magnitude M and, in NaLa, an angle θ = π/4·tanh a. The features are
 [M cos θ; M sin θ], or M in the half of x's sign and 0 in the other. Both have Σφ² = ΣM², so the norm needs
 one sum. Let r = 1/√(Σx² + ε), a = κrx (or x) and M = |b|^p. Queries have b = s·x·r and p = λ(½ + tanh(ν/r)),
-keys b = x and p = λ. With ρ = 1/√(ΣM² + ε) and the gradient (d1, d2) of φ in the frame of θ,
+or a constant p; keys have b = x and a constant p. With ρ = 1/√(ΣM² + ε) and the gradient (d1, d2) of φ in the
+frame of θ,
 
     G = cos θ d1 + sin θ d2,    A = π/4 (1 − tanh² a) M (cos θ d2 − sin θ d1),    c = ρ² ΣMG,
 
@@ -11,8 +12,9 @@ the gradient with respect to ln |b| is p E with E = ρ M (G − cM), and
 
     dx = p E/x + κ r ρ A − x r² (p ΣE + ρ ΣAa) + x r λν (1 − tanh²(ν/r)) ΣE ln |b|,
 
-without the terms of r if none of b, p and a contains r. All sums but Σx² take one sweep, because ΣE = ρεc and
-the others are linear in sums without ρ and c. Without the norm, ρ = 1, c = 0 and ΣE = ΣMG.
+without the terms of r if none of b, p and a contains r, and without the last if p is constant. All sums but
+Σx² take one sweep, because ΣE = ρεc and the others are linear in sums without ρ and c. Without the norm,
+ρ = 1, c = 0 and ΣE = ΣMG.
 (NaLa: arXiv 2506.21137. PolaFormer: arXiv 2501.15061.)
 """
 
@@ -42,7 +44,8 @@ class Map:
     """A feature map, a compile-time constant of kernels.
 
     name: identity, silu, relu, elu, elu1, exp, nala or pola.
-    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): of NaLa.
+    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): of NaLa. query_power, key_power: the
+        exponents of q and k; for q 0 stands for p(n).
     alpha, scaled: of Pola, the span of exponents and whether it has a scale.
     l2: whether features are divided by √(Σφ² + 1e-6).
     halves: the number of tiles of width K that the features fill, 1 or 2.
@@ -58,6 +61,8 @@ class Map:
     scaled: bool = False
     l2: bool = False
     halves: int = 1
+    query_power: float = 0.0
+    key_power: float = 1.0
 
     def text(self) -> str:
         """The map as an argument of an operator."""
@@ -90,6 +95,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
         options = {"angle": fused["angle"], "power": float(fused["power"]), "root": root}
         options["n_scale"] = 1 / root if fused["power_norm"] == "rms" else 1.0
         options["scale"] = root if fused["direction_scale"] == "sqrt" else 1.0
+        options |= {"query_power": fused["query_power"] or 0.0, "key_power": fused["key_power"]}
         return Map("nala", l2=l2, halves=2, **options), ()
     if name == "pola":
         w, s = fused["parameters"]
@@ -183,14 +189,18 @@ def over_base(b, log_b, p):
 @triton.jit
 def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
     """The signed base b, M/b, ln |b| (used for queries only) and the exponent p; r is `inverse_length(x)`."""
-    p = tl.full(r.shape, MAP.power, tl.float32)
+    FIXED: tl.constexpr = MAP.query_power if IS_Q else MAP.key_power
+    p = tl.full(r.shape, FIXED, tl.float32)
+    if FIXED == 0:
+        p = MAP.power * (2 * sigmoid((2 * MAP.n_scale) / r) - 0.5)
     if IS_Q:
-        p *= 2 * sigmoid((2 * MAP.n_scale) / r) - 0.5
         x *= MAP.scale * r
     log_b = guarded_log(x)
-    if not IS_Q and MAP.power == 2.0:
+    if FIXED == 1.0:
+        over = tl.where(tl.abs(x) > EPS, tl.where(x > 0, 1.0, -1.0), 0.0)
+    elif FIXED == 2.0:
         over = tl.where(tl.abs(x) > EPS, x, 0.0)
-    elif not IS_Q and MAP.power == 3.0:
+    elif FIXED == 3.0:
         over = tl.where(tl.abs(x) > EPS, x * tl.abs(x), 0.0)
     else:
         over = over_base(x, log_b, p)
@@ -264,6 +274,7 @@ def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 @triton.jit
 def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
+    BENT: tl.constexpr = IS_Q and MAP.query_power == 0  # p depends on ‖q‖
     r = inverse_length(x)
     b, over, log_b, p = nala_base(x, r, MAP, IS_Q)
     M = over * b
@@ -281,8 +292,7 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         if MAP.angle != "raw":
             coef = (r * r) * tl.sum(x * turn, 1)[:, None]
     G *= M
-    bend = 0.0
-    if IS_Q:
+    if BENT:
         n = (2 * MAP.n_scale) / r
         # 1 − tanh² as a product keeps its digits where tanh saturates.
         bend = r * (4 * MAP.power * MAP.n_scale) * (sigmoid(n) * sigmoid(-n))
@@ -291,8 +301,10 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         square = M * M
         square_rho = 1 / (tl.sum(square, 1)[:, None] + EPS)
         c = square_rho * tl.sum(G, 1)[:, None]
+        if BENT:
+            coef += c * bend * tl.sum(square * log_b, 1)[:, None]
         if IS_Q:
-            coef += c * (bend * tl.sum(square * log_b, 1)[:, None] + (r * r) * p * EPS)
+            coef += c * (r * r) * p * EPS
         dx = tl.sqrt(square_rho) * (dx - c * (slope * M) - coef * x)
     else:
         if IS_Q:

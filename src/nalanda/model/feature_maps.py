@@ -270,9 +270,9 @@ class NaLa(FeatureMap):
 
     @property
     def fused(self) -> dict | None:
-        if self.signs != "drop" or self.key_power != self.power or self.query_power is not None:
-            return None  # kernels know the paper's map only
-        options = ("angle", "power", "power_norm", "direction_scale")
+        if self.signs != "drop":
+            return None
+        options = ("angle", "power", "power_norm", "direction_scale", "query_power", "key_power")
         return {"name": "nala"} | {option: getattr(self, option) for option in options}
 
     @staticmethod
@@ -304,6 +304,10 @@ class LearnedNaLa(Fp32Module, NaLa):
 
     def initial(self) -> dict[str, Tensor]:
         return {"a": torch.full_like(self.a, -4), "b": torch.zeros_like(self.b)}
+
+    @property
+    def fused(self) -> None:
+        return None
 
     def exponents(self, n: Tensor) -> tuple[Tensor, Tensor]:
         a, b = (x.to(n.dtype)[:, None] for x in (self.a, self.b))
