@@ -17,6 +17,7 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
+from nalanda.model.configuration import as_saved
 from nalanda.train.log import read_metrics
 
 try:
@@ -36,7 +37,11 @@ def key(settings: dict[str, Any]) -> str:
 
 def records(file: Path) -> dict[str, Record]:
     """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
-    return {key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())}
+    found = list(read_metrics(file)) if file.is_file() else []
+    for record in found:
+        if "model" in (settings := record["settings"]):
+            settings["model"] = as_saved(settings["model"])
+    return {key(record["settings"]): record for record in found}
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:

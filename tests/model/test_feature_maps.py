@@ -27,7 +27,7 @@ def build(name: str, head_dim: int = K, **options):
 
 
 def nala(options: dict):
-    return build("nala", **options)
+    return build("nala_powers", **options)
 
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))
@@ -94,6 +94,16 @@ def test_a_constant_exponent_of_q(angle):
     assert constant.fused["query_power"] == 2.7
     assert "tanh(‖q‖" not in constant.equation
     assert "^2.7" in constant.equation
+
+
+@pytest.mark.parametrize("name", ["nala", "nala_powers", "nala_paper", "nala_released"])
+def test_without_a_power_exponents_are_one(name):
+    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
+    plain, ones = build(name, power=None), build(name, query_power=1.0, key_power=1.0)
+    for a, b in zip(plain(q, k), ones(q, k), strict=True):
+        assert torch.equal(a, b)
+    assert plain.equation == ones.equation
+    assert not {"^", "λ"} & {*plain.equation}
 
 
 def test_the_angle_alone():

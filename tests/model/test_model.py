@@ -29,6 +29,7 @@ from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.attention import SoftmaxAttention
 from nalanda.model.configuration import AUTO_MAP
 from nalanda.model.delta import Decay
+from nalanda.model.feature_maps import NaLa
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.sequences import Sequences
 from nalanda.testing import MIXER_PROPERTIES
@@ -332,6 +333,27 @@ def test_streamer(small):
         streamer = TextIteratorStreamer(Words())
         out = small.generate(more, state=state, streamer=streamer, **options)
         assert "".join(streamer).split() == [str(int(t)) for t in out[0]]
+
+
+@pytest.mark.parametrize(
+    ("saved", "read"),
+    [
+        ({"feature_map": "nala"}, "nala_powers"),  # by a version that did not save the power
+        ({"feature_map": "nala", "feature_map_options": {"query_power": 1.74}}, "nala_powers"),
+        ({"feature_map": "nala", "feature_map_options": {"power": None}}, "nala"),
+        ({"feature_map": "nala", "feature_map_options": {"power": 2.0}}, "nala"),
+        ({"feature_map": "silu"}, "silu"),
+        ({}, None),
+    ],
+)
+def test_a_saved_map_keeps_its_meaning(saved, read, tmp_path):
+    """Whatever the default power of `nala` will be."""
+    config = NalandaConfig.from_dict({"model_type": "nalanda", **saved})
+    assert config.feature_map == read
+    assert config.feature_map_options.keys() >= saved.get("feature_map_options", {}).keys()
+    NalandaConfig(feature_map="nala").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": NaLa.POWER}
+    assert NalandaConfig.from_pretrained(tmp_path).feature_map == "nala"
 
 
 def test_other_caches_are_refused(small):

@@ -27,6 +27,7 @@ from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
+from nalanda.model.feature_maps import NaLa
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
 from nalanda.train.build import build_model, open_batches
@@ -684,6 +685,26 @@ def test_a_folder_of_another_run_is_refused(recipe, whole, override):
     with pytest.raises(InputError, match=f"holds another run: {key} is .* choose another output_dir"):
         loop.train(configured(recipe, whole, override))
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+
+
+def test_a_model_whose_default_changed_is_refused(recipe, tmp_path, monkeypatch):
+    """It would go on as another model. With the saved value in both recipes it goes on as it was."""
+    run, settings = (
+        tmp_path / "run",
+        ["model.feature_map=nala", "validation.every=0", "schedule.name=constant"],
+    )
+    loop.train(configured(recipe, run, "train.steps=2", *settings))
+    before = contents(run)
+    monkeypatch.setattr(NaLa, "POWER", None)
+    with pytest.raises(
+        InputError, match=r"model\.feature_map_options: .*None.* by the recipe and .*2\.0.* in .*step-2"
+    ):
+        loop.train(configured(recipe, run, "train.steps=4", *settings))
+    assert contents(run) == before
+    settings.append("model.feature_map_options.power=2.0")
+    (run / "config.yaml").write_text(configured(recipe, run, "train.steps=2", *settings).to_yaml())
+    loop.train(configured(recipe, run, "train.steps=4", *settings))
+    assert json.loads((run / "final" / "config.json").read_text())["feature_map_options"] == {"power": 2.0}
 
 
 def test_a_folder_that_is_no_run_is_refused(recipe, tmp_path):

@@ -92,7 +92,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
     l2 = l2 or norm == "l2"
     root = head_dim**0.5
     if name == "nala":
-        options = {"angle": fused["angle"], "power": float(fused["power"]), "root": root}
+        options = {"angle": fused["angle"], "power": float(fused["power"] or 0.0), "root": root}
         options["n_scale"] = 1 / root if fused["power_norm"] == "rms" else 1.0
         options["scale"] = root if fused["direction_scale"] == "sqrt" else 1.0
         options |= {"query_power": fused["query_power"] or 0.0, "key_power": fused["key_power"]}

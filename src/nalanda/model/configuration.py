@@ -11,6 +11,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
+from .feature_maps import NaLa
 from .mixers import MIXERS, build_mixer
 from .options import check_types, did_you_mean
 from .plugins import missing_plugins, plugin_files, plugins_of
@@ -71,6 +72,14 @@ def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
     if type(layers) is not int:
         raise TypeError(f"num_hidden_layers={layers!r} must be an int")
     return [pattern[i % len(pattern)] for i in range(layers)]
+
+
+def as_saved(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a saved model, with the map `nala` under a name that does not depend on its default `power`
+    if they have no `power`: newer models are saved with it."""
+    if model.get("feature_map") == "nala" and "power" not in (model.get("feature_map_options") or {}):
+        return model | {"feature_map": "nala_powers"}
+    return model
 
 
 class NalandaConfig(PreTrainedConfig):
@@ -171,6 +180,8 @@ class NalandaConfig(PreTrainedConfig):
             self.intermediate_size = 256 * -(-self.hidden_size * 8 // (3 * 256))
         self.mixer_options = dict(self.mixer_options or {})
         self.feature_map_options = dict(self.feature_map_options or {})
+        if self.feature_map == "nala":
+            self.feature_map_options.setdefault("power", NaLa.POWER)  # for `as_saved`
         self._check_sizes()
         self._check_images()
         if isinstance(self.mixer, (list, tuple)):
@@ -186,6 +197,11 @@ class NalandaConfig(PreTrainedConfig):
         if plugins := plugins_of(mixers):
             self.plugins = plugins
         self._check_mixers(mixers)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """transformers', for config.json of earlier versions too."""
+        return super().from_dict(as_saved(config_dict), **kwargs)
 
     def _check_types(self) -> None:
         types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}

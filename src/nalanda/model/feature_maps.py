@@ -150,8 +150,13 @@ class Elementwise(FeatureMap):
         return f"norm={self.norm}"
 
 
+def raised_to(exponent: float) -> str:
+    """An exponent in an equation, none for 1."""
+    return "" if exponent == 1 else f"^{exponent:g}"
+
+
 class NaLa(FeatureMap):
-    """NaLaFormer's norm-aware map with cosine angles; `2K` features, O(K) FLOPs per token and head.
+    """NaLaFormer's map with cosine angles; `2K` features, O(K) FLOPs per token and head.
 
     With d(x) = x/‖x‖ and p(n) = λ(½ + tanh n):
 
@@ -162,15 +167,15 @@ class NaLa(FeatureMap):
 
     angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`). `relu_split` has no angle and
         splits the signs instead, [relu(x)^p; relu(−x)^p], as the authors' vision code does.
-    power: λ. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0 is bounded. For less it can reach 500
-        (λ = 1), and a warning says so.
+    power: λ; None: exponents of 1, the angle alone. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0 is
+        bounded. For less it can reach 500 (λ = 1), and a warning says so.
     power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`). At K = 128, `raw` saturates tanh, and p is constant.
     direction_scale: s = 1 (`unit`) or √K (`sqrt`). L2 normalisation cancels it, but `sqrt` keeps squares of
         features above that norm's epsilon.
     signs: `drop`, |x|^p, as in the paper. `keep`, sgn(x)|x|^p, for the delta rules: φ_q·φ_k may be negative,
         and their readout has no denominator. `elu`, (1 + ELU(x))^p, which is positive and rises with x.
-    query_power: the exponent of q, if not p(n): ‖q‖ then has no effect but through the `raw` angle.
-    key_power: the exponent of k, if not λ; with 1, only q has norm-aware powers.
+    query_power: the exponent of q, if not p(n) or 1: ‖q‖ then has no effect but through the `raw` angle.
+    key_power: the exponent of k, if not λ or 1.
 
     The L2 norm of the delta rules leaves little of this. Under every angle but `raw`, ‖k‖ cancels exactly,
     and of ‖q‖ only p(n) remains, which `power_norm` raw saturates. In a trained demo of Gated DeltaNet, p
@@ -180,6 +185,7 @@ class NaLa(FeatureMap):
 
     source = "arXiv 2506.21137"
     ANGLES = ("direction", "rms", "raw", "relu_split")
+    POWER = 2.0
     nonnegative = True
 
     def __init__(
@@ -188,7 +194,7 @@ class NaLa(FeatureMap):
         num_heads: int,
         head_dim: int,
         angle: str = "rms",
-        power: float = 2.0,
+        power: float | None = POWER,
         power_norm: str = "rms",
         direction_scale: str = "sqrt",
         signs: str = "drop",
@@ -204,14 +210,16 @@ class NaLa(FeatureMap):
         ):
             if value not in allowed:
                 raise ValueError(f"nala: {option}={value!r} must be one of {', '.join(allowed)}")
-        if not power > 0:
-            raise ValueError(f"nala: power={power} must be positive")
-        for option, value in (("query_power", query_power), ("key_power", key_power)):
+        given = {"power": power, "query_power": query_power, "key_power": key_power}
+        for option, value in given.items():
             if value is not None and not value > 0:
                 raise ValueError(f"nala: {option}={value} must be positive")
-        option, value, smallest = ("power", power, power / 2)
-        if query_power is not None:
-            option, value, smallest = ("query_power", query_power, query_power)
+        if power is None and query_power is None:
+            query_power = 1.0
+        if key_power is None:
+            key_power = 1.0 if power is None else power
+        option, value = ("power", power) if query_power is None else ("query_power", query_power)
+        smallest = value / 2 if query_power is None else value
         if smallest < 1 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
             slope = smallest * EPS ** (smallest - 1)
             warnings.warn(
@@ -221,8 +229,9 @@ class NaLa(FeatureMap):
             )
         if signs != "drop" and angle == "relu_split":
             raise ValueError("nala: angle=relu_split splits the signs: take another angle, or signs=drop")
-        self.angle, self.power_norm, self.power = angle, power_norm, float(power)
-        self.signs, self.key_power = signs, float(power if key_power is None else key_power)
+        self.angle, self.power_norm = angle, power_norm
+        self.power = None if power is None else float(power)
+        self.signs, self.key_power = signs, float(key_power)
         self.query_power = None if query_power is None else float(query_power)
         self.nonnegative = signs != "keep"
         self.direction_scale = direction_scale
@@ -230,18 +239,18 @@ class NaLa(FeatureMap):
         self.scale = self.root if direction_scale == "sqrt" else 1.0
         self.feature_dim = 2 * head_dim
         s = "√K " if direction_scale == "sqrt" else ""
-        of_q = "p" if query_power is None else f"{query_power:g}"
-        of_k = "λ" if key_power is None else f"{key_power:g}"
+        of_q = "^p" if query_power is None else raised_to(query_power)
+        of_k = "^λ" if key_power == power else raised_to(key_power)
         if angle == "relu_split":
-            parts = f"[relu({s}d(q)); relu(−{s}d(q))]^{of_q}, [relu(k); relu(−k)]^{of_k}"
+            parts = f"[relu({s}d(q)); relu(−{s}d(q))]{of_q}, [relu(k); relu(−k)]{of_k}"
         else:
             argument = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}[angle]
-            powers = {"drop": "|{x}|^{p}", "keep": "sgn({x}) |{x}|^{p}", "elu": "(1 + ELU({x}))^{p}"}[signs]
+            powers = {"drop": "|{x}|{p}", "keep": "sgn({x}) |{x}|{p}", "elu": "(1 + ELU({x})){p}"}[signs]
             first, second = powers.format(x=f"{s}d(q)", p=of_q), powers.format(x="k", p=of_k)
             parts = f"{first} ⊙ [cos θ; sin θ], {second} ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
         n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
         parts += f", p = λ(½ + tanh({n}))" if query_power is None else ""
-        self.equation = parts + (f", λ = {power:g}" if query_power is None or key_power is None else "")
+        self.equation = parts + (f", λ = {power:g}" if "λ" in parts else "")
 
     def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
         return polar(magnitude, x if self.angle == "raw" else d, self.root if self.angle == "rms" else 1.0)
@@ -296,8 +305,8 @@ class LearnedNaLa(Fp32Module, NaLa):
     source = "–"
 
     def __init__(self, *, num_heads: int, head_dim: int, angle: str = "rms"):
-        super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle, query_power=1.0, key_power=1.0)
-        powers = self.equation.replace("^1", "^p", 1).replace("^1", "^r")
+        super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle, power=None)
+        powers = self.equation.replace("d(q)|", "d(q)|^p").replace("|k|", "|k|^r")
         self.equation = f"{powers}, r = 1 + softplus(a), p = r + b tanh(‖q‖/√K)"
         self.a = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.b = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
@@ -472,9 +481,10 @@ FEATURE_MAPS = {
     "elu1": partial(Elementwise, lambda x: 1 + F.elu(x), True, "1 + ELU(x)", "arXiv 2006.16236"),
     "exp": partial(Elementwise, exp, True, "e^min(x, 10)"),
     "nala": NaLa,
+    "nala_powers": partial(NaLa, power=2.0),
     "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
     "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
-    "angle": partial(NaLa, query_power=1.0, key_power=1.0),
+    "angle": partial(NaLa, power=None),
     "nala_learned": LearnedNaLa,
     "silu_shifted": ShiftedSiLU,
     "pola": Pola,
