@@ -217,14 +217,14 @@ class NaLa(FeatureMap):
         if power is None and query_power is None:
             query_power = 1.0
         if key_power is None:
-            key_power = 1.0 if power is None else power
-        option, value = ("power", power) if query_power is None else ("query_power", query_power)
-        smallest = value / 2 if query_power is None else value
+            key_power = power or 1.0
+        option, least = ("power", 2) if query_power is None else ("query_power", 1)
+        smallest = (query_power or power or 1.0) / least  # p(n) > λ/2
         if smallest < 1 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
             slope = smallest * EPS ** (smallest - 1)
             warnings.warn(
-                f"nala: {option}={value} has exponents below 1, with slopes at 0 of up to {slope:.3g}: "
-                f"set {option} to {value / smallest:g} or more",
+                f"nala: {option}={smallest * least:g} has exponents below 1, with slopes at 0 of up to "
+                f"{slope:.3g}: set {option} to {least} or more",
                 stacklevel=2,
             )
         if signs != "drop" and angle == "relu_split":
@@ -268,6 +268,7 @@ class NaLa(FeatureMap):
         """Those of q and k, for the lengths n of the queries, `[B, T, H, 1]`."""
         if self.query_power is not None:
             return self.query_power, self.key_power
+        assert self.power is not None
         n = n / self.root if self.power_norm == "rms" else n
         return self.power * (0.5 + n.tanh()), self.key_power
 
