@@ -27,7 +27,7 @@ def build(name: str, head_dim: int = K, **options):
 
 
 def nala(options: dict):
-    return build("nala_powers", **options)
+    return build("nala", **{"power": 2.0} | options)
 
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))
@@ -96,7 +96,7 @@ def test_a_constant_exponent_of_q(angle):
     assert "^2.7" in constant.equation
 
 
-@pytest.mark.parametrize("name", ["nala", "nala_powers", "nala_paper", "nala_released"])
+@pytest.mark.parametrize("name", ["nala", "nala_paper", "nala_released"])
 def test_without_a_power_exponents_are_one(name):
     q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     plain, ones = build(name, power=None), build(name, query_power=1.0, key_power=1.0)

@@ -300,7 +300,7 @@ HOMOGENEOUS = ("identity", "relu", "pola", *NORMING)
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_whether_norms_move_the_normalised_weights(name):
     """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
-    seen = "" if name in HOMOGENEOUS else "q" if name in ("nala", "nala_powers") else "qk"
+    seen = "" if name in HOMOGENEOUS else "q" if name == "nala" else "qk"
     expected = {"deltanet": seen, "gated_deltanet": seen, "linear_attention": seen, "norm_attention": seen}
     if nonnegative := build_map(name).nonnegative:
         expected |= {"nala": seen, "mala": "k" if name in NORMING else "qk"}
@@ -328,7 +328,7 @@ def test_whether_norms_move_the_normalised_weights(name):
     ids=str,
 )
 def test_readings_and_mixers_without_a_choice_of_map(seen, options):
-    options = {"feature_map": "nala_powers"} | options if options["mixer"] == "deltanet" else options
+    options = {"feature_map": "nala"} | options if options["mixer"] == "deltanet" else options
     agrees(awareness(**options), seen)
 
 

@@ -75,11 +75,10 @@ def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
 
 
 def as_saved(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a saved model, with the map `nala` under a name that does not depend on its default `power`
-    if they have no `power`: newer models are saved with it."""
-    if model.get("feature_map") == "nala" and "power" not in (model.get("feature_map_options") or {}):
-        return model | {"feature_map": "nala_powers"}
-    return model
+    """The keys of a saved model, whatever the default `power` of `nala` is now: 2.0 where none was saved."""
+    if model.get("feature_map") != "nala":
+        return model
+    return model | {"feature_map_options": {"power": 2.0} | (model.get("feature_map_options") or {})}
 
 
 class NalandaConfig(PreTrainedConfig):
@@ -181,7 +180,7 @@ class NalandaConfig(PreTrainedConfig):
         self.mixer_options = dict(self.mixer_options or {})
         self.feature_map_options = dict(self.feature_map_options or {})
         if self.feature_map == "nala":
-            self.feature_map_options.setdefault("power", NaLa.POWER)  # for `as_saved`
+            self.feature_map_options.setdefault("power", NaLa.POWER)  # saved models name it
         self._check_sizes()
         self._check_images()
         if isinstance(self.mixer, (list, tuple)):

@@ -482,7 +482,6 @@ FEATURE_MAPS = {
     "elu1": partial(Elementwise, lambda x: 1 + F.elu(x), True, "1 + ELU(x)", "arXiv 2006.16236"),
     "exp": partial(Elementwise, exp, True, "e^min(x, 10)"),
     "nala": NaLa,
-    "nala_powers": partial(NaLa, power=2.0),
     "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
     "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
     "angle": partial(NaLa, power=None),

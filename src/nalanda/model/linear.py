@@ -200,8 +200,7 @@ def _sum_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float) -
 
 
 class NaLaAttention(LinearAttention):
-    """NaLaFormer's block (2025), causal: `LinearAttention` with NaLa's map, its norm-aware powers included,
-    and the denominator.
+    """NaLaFormer's block (2025), causal: `LinearAttention` with the NaLa map and the denominator.
 
     A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
     Option of encoders: `rope_theta`, the base of rotary angles of φ(q) and φ(k), by row and column in
@@ -210,7 +209,7 @@ class NaLaAttention(LinearAttention):
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
     source = "arXiv 2506.21137"
-    map_name = "nala_powers"
+    map_name = "nala"
     gated = True
     norm = "layer"
 
