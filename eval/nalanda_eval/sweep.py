@@ -17,7 +17,6 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
-from nalanda.model.configuration import as_saved
 from nalanda.train.log import read_metrics
 
 try:
@@ -37,11 +36,7 @@ def key(settings: dict[str, Any]) -> str:
 
 def records(file: Path) -> dict[str, Record]:
     """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
-    found = list(read_metrics(file)) if file.is_file() else []
-    for record in found:
-        if "model" in (settings := record["settings"]):
-            settings["model"] = as_saved(settings["model"])
-    return {key(record["settings"]): record for record in found}
+    return {key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())}
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:

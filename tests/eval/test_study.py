@@ -623,18 +623,6 @@ def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
         assert f"| {system.size} | {system.name} |" in first
 
 
-def test_records_without_the_power_of_nala_count(tmp_path):
-    """It was 2 then."""
-    models = {"feature_map": "nala"}, {"feature_map": "nala", "feature_map_options": {"power": 3.0}}
-    lines = [json.dumps({"settings": {"model": model, "seed": 1}}) for model in models]
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines) + "\n")
-    found = records(tmp_path / "runs.jsonl")
-    options = [record["settings"]["model"]["feature_map_options"] for record in found.values()]
-    assert options == [{"power": 2.0}, {"power": 3.0}]
-    model = {"feature_map": "nala", "feature_map_options": {"power": 2.0}}
-    assert key({"model": model, "seed": 1}) in found
-
-
 def test_a_study_of_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"runs\.jsonl: no run is recorded"):
         report(write(tmp_path / "empty"))
