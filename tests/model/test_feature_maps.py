@@ -27,7 +27,7 @@ def build(name: str, head_dim: int = K, **options):
 
 
 def nala(options: dict):
-    return build("nala", **{"power": 2.0} | options)
+    return build("nala", **options)
 
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))

@@ -347,12 +347,14 @@ def test_streamer(small):
         ({"feature_map": "silu"}, {}),
     ],
 )
-def test_a_saved_map_keeps_its_meaning(saved, read, tmp_path):
+@pytest.mark.parametrize("default", [2.0, None])
+def test_a_saved_map_keeps_its_meaning(saved, read, default, tmp_path, monkeypatch):
     """Whatever the default power of `nala` will be."""
+    monkeypatch.setattr(NaLa, "POWER", default)
     config = NalandaConfig.from_dict({"model_type": "nalanda", **saved})
     assert config.feature_map_options == read
     NalandaConfig(feature_map="nala").save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": NaLa.POWER}
+    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": default}
 
 
 def test_other_caches_are_refused(small):

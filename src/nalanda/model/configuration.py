@@ -74,13 +74,6 @@ def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
     return [pattern[i % len(pattern)] for i in range(layers)]
 
 
-def as_saved(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a saved model, whatever the default `power` of `nala` is now: 2.0 where none was saved."""
-    if model.get("feature_map") != "nala":
-        return model
-    return model | {"feature_map_options": {"power": 2.0} | (model.get("feature_map_options") or {})}
-
-
 class NalandaConfig(PreTrainedConfig):
     """Configuration of every model of Nalanda. Unknown keys are refused, and so is a value that no mixer of
     the model uses.
@@ -180,7 +173,7 @@ class NalandaConfig(PreTrainedConfig):
         self.mixer_options = dict(self.mixer_options or {})
         self.feature_map_options = dict(self.feature_map_options or {})
         if self.feature_map == "nala":
-            self.feature_map_options.setdefault("power", NaLa.POWER)  # saved models name it
+            self.feature_map_options.setdefault("power", NaLa.POWER)  # saved models name it: `from_dict`
         self._check_sizes()
         self._check_images()
         if isinstance(self.mixer, (list, tuple)):
@@ -199,8 +192,11 @@ class NalandaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """transformers', for config.json of earlier versions too."""
-        return super().from_dict(as_saved(config_dict), **kwargs)
+        """transformers'. Without a saved `power`, `nala` has that of earlier versions, not the default."""
+        if config_dict.get("feature_map") == "nala":
+            options = {"power": 2.0} | (config_dict.get("feature_map_options") or {})
+            config_dict = config_dict | {"feature_map_options": options}
+        return super().from_dict(config_dict, **kwargs)
 
     def _check_types(self) -> None:
         types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
