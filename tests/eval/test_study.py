@@ -33,6 +33,7 @@ from nalanda_eval.studies.report import (
     contrasts,
     decided,
     endpoint_table,
+    equal_rate_text,
     norm_matters,
     report,
     verdicts,
@@ -66,6 +67,7 @@ STUDY = {
     "budgets": [256, 512],
     "lengths": {"rows": 2, "tokens": 128},
     "rates": {"values": [4e-3, 1e30], "rungs": [256], "seed": 0},
+    "equal_rates": {"tiny": 2e-3},
     "contrasts": [["norm-aware write", "SiLU"], ["NaLa", "constant p"]],
     "calibration": {
         "model": {"mixer": "deltanet", "conv_size": 0},
@@ -605,6 +607,24 @@ def test_an_unfinished_study_decides_nothing(finished, planned):
 # ------------------------------ the report
 
 
+def test_runs_at_equal_rates_are_reported_beside_the_rule(finished, planned):
+    results = results_of(finished, planned, {"NaLa": 2.9})
+    alike = results.alike
+    assert {(s.size, rate) for s, rate in alike.rates.items()} == {("tiny", 2e-3)}
+    assert CALIBRATION not in {system.group for system in alike.runs}
+    assert alike.finished()
+    assert "tiny, deltanet + NaLa less constant p −0.1" in equal_rate_text(results)
+    assert "| 0.002 |" in endpoint_table(alike)
+    assert "| 0.002 |" not in endpoint_table(results)
+    chosen, other = (r.runs[next(iter(alike.planned))][0]["settings"] for r in (results, alike))
+    assert {name for name in chosen if chosen[name] != other[name]} == {"rate"}
+    gone = key(other)
+    less = replace(results, found={name: r for name, r in results.found.items() if name != gone})
+    assert less.finished()
+    assert verdicts(less) == verdicts(results)
+    assert "7 of 8 systems have all of them" in equal_rate_text(less)
+
+
 def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
@@ -641,6 +661,8 @@ def test_a_study_of_no_run_is_refused(tmp_path):
         ({"seeds": [0, 1]}, "seeds: 0 chooses the rates"),
         ({"seeds": [1]}, "at least two"),
         ({"budgets": [512, 256]}, r"budgets: \[512, 256\] are not rising"),
+        ({"equal_rates": {"wider": 1e-3}}, "equal_rates: no size 'wider'; did you mean wide"),
+        ({"equal_rates": {"wide": 0.0}}, "equal_rates: 0.0 is no learning rate above 0"),
         ({"cooldown": 1.5}, "cooldown: 1.5 is no share"),
         ({"form": {}}, "form: no such key"),
     ],

@@ -158,6 +158,15 @@ def chosen_rate(
     return (left[0] if len(left) == 1 else None), [settings for asked, _ in rungs for settings in asked]
 
 
+def equal_rates(planned: list[System], study: Study) -> dict[System, float]:
+    """The systems that are also trained at the rate of their size, and that rate."""
+    return {
+        s: study.equal_rates[s.size]
+        for s in planned
+        if s.group != CALIBRATION and s.size in study.equal_rates
+    }
+
+
 def final_loss(record: Record) -> float:
     return math.inf if "failed" in record else record["budgets"][-1]["loss"]
 

@@ -3,8 +3,8 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -30,6 +30,7 @@ from nalanda_eval.studies.plan import (
     best_recall_rate,
     bigram_settings,
     chosen_rate,
+    equal_rates,
     final_loss,
     final_settings,
     recall_models,
@@ -54,13 +55,17 @@ class Results:
     study: Study
     lm: dict[str, Any]
     found: dict[str, Record]
+    fixed: dict[System, float] | None = None
+    """The systems to regard, and the rate of each; None: all, at the rates that they chose."""
 
     @cached_property
     def planned(self) -> list[System]:
-        return systems(self.study, self.lm)
+        return systems(self.study, self.lm) if self.fixed is None else list(self.fixed)
 
     @cached_property
-    def rates(self) -> dict[System, float | None]:
+    def rates(self) -> Mapping[System, float | None]:
+        if self.fixed is not None:
+            return self.fixed
         return {s: chosen_rate(s, self.study, self.lm, self.found)[0] for s in self.planned}
 
     @cached_property
@@ -141,6 +146,11 @@ class Results:
 
     def finished(self) -> bool:
         return len(self.complete) == len(self.planned)
+
+    @cached_property
+    def alike(self) -> "Results":
+        """The same at equal rates."""
+        return replace(self, fixed=equal_rates(self.planned, self.study))
 
     def diverged(self) -> list[str]:
         """The judging runs that did: `1 M, deltanet + NaLa, seed 2`."""
@@ -251,20 +261,44 @@ def verdicts(results: Results) -> list[str]:
     if results.finished() and len(contrasts(results)) < places * len(study.contrasts):
         lines.append(f"Whether norm-awareness matters cannot be judged, {gone}.")
     elif results.finished() and study.contrasts:
-        told = "; ".join(
-            f"{key_of(a)} less {b.form} {results.at(a, b).text()}" for a, b in contrasts(results)
-        )
+        matters = norm_matters(results)
         lines.append(
-            f"By the rule, norm-awareness {norm_matters(results)} inside the delta rule: {told} nats."
+            f"By the rule, norm-awareness {matters} inside the delta rule: {contrast_text(results)} nats."
         )
     if choice := decided(results):
-        told = "; ".join(f"{form} {gap.text()}" for form, gap in choice[1].items())
+        told = candidate_text(choice[1])
         lines.append(
             f"By the rule, the default of `nala` is {choice[0]}: candidates less default, {told} nats."
         )
     elif results.finished() and study.decision:
         lines.append(f"The default of `nala` stays: a change cannot be judged, {gone}.")
     return lines
+
+
+def contrast_text(results: Results) -> str:
+    return "; ".join(f"{key_of(a)} less {b.form} {results.at(a, b).text()}" for a, b in contrasts(results))
+
+
+def candidate_text(gaps: dict[str, Gap]) -> str:
+    return "; ".join(f"{form} {gap.text()}" for form, gap in gaps.items())
+
+
+def equal_rate_text(results: Results) -> str:
+    """What the runs at equal rates are, and what they say about the rule's questions."""
+    rates = ", ".join(f"{size}: {rate:g}" for size, rate in results.study.equal_rates.items())
+    alike = results.alike
+    lines = [
+        f"The same, with one rate for all systems of a size ({rates}). The rule does not use these runs."
+    ]
+    if not alike.finished():
+        lines.append(f"{len(alike.complete)} of {len(alike.planned)} systems have all of them.")
+    elif alike.diverged():
+        lines.append(f"Diverged, and so in no mean: {'; '.join(alike.diverged())}.")
+    elif contrasts(alike):
+        lines.append(f"The rule's contrasts: {contrast_text(alike)} nats.")
+    if choice := decided(alike):
+        lines.append(f"Candidates less default: {candidate_text(choice[1])} nats.")
+    return " ".join(lines)
 
 
 # ------------------------------ tables
@@ -405,10 +439,9 @@ def recall_table(results: Results) -> str:
 def run_table(results: Results) -> str:
     """The judging runs that are recorded, also of systems that lack some."""
     lines = []
-    for system, rate in results.rates.items():
-        if rate is None:
-            continue
-        for seed in results.study.seeds:
+    pairs = dict.fromkeys([*results.rates.items(), *results.alike.rates.items()])
+    for (system, rate), seed in itertools.product(pairs, results.study.seeds):
+        if rate is not None:
             settings = final_settings(system, rate, seed, results.study, results.lm)
             if (record := results.found.get(key(settings))) is None:
                 continue
@@ -559,6 +592,8 @@ def report(directory: Path) -> list[Path]:
         f"Nats a token, and the tokens, of the last rung that a rate took part in; seed {study.rates.seed}."
     )
     blocks += ["## Rates", told, rate_table(results)]
+    if study.equal_rates:
+        blocks += ["## At equal rates", equal_rate_text(results), endpoint_table(results.alike)]
     blocks += ["## Bigrams of as many tokens", bigram_table(results)]
     if study.lengths:
         told = (

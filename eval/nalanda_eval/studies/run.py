@@ -31,6 +31,7 @@ from nalanda_eval.studies.plan import (
     best_recall_rate,
     bigram_settings,
     chosen_rate,
+    equal_rates,
     final_loss,
     final_settings,
     recall_models,
@@ -43,9 +44,9 @@ from nalanda_eval.sweep import Jobs, Record, follow, key, records
 
 
 def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> None:
-    """Trains what the study lacks: the calibration, then each size, then recall.
+    """Trains what the study lacks: the calibration, then each size, then recall; last, runs at equal rates.
 
-    In each of these the rates are chosen first. For every seed and budget it also measures bigrams of the
+    In the first three the rates are chosen first. For every seed and budget it also measures bigrams of the
     tokens that the models see.
 
     Args:
@@ -93,6 +94,8 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
     for part in (calibration, *([s for s in rest if s.size == size] for size in study.sizes)):
         train_part(part, study, lm, file, train)
     train_recall(study, file, workers, console)
+    alike = equal_rates(planned, study)
+    train([final_settings(s, rate, seed, study, lm) for seed in study.seeds for s, rate in alike.items()])
 
 
 def train_part(part: list[System], study: Study, lm: dict[str, Any], file: Path, train: Any) -> None:
