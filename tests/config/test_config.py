@@ -53,6 +53,8 @@ def test_reads_numbers_that_yaml_takes_for_text(recipe):
         ("train.steps=0100", 100),
         ("train.steps=1_000", 1000),
         ("seed=0", 0),
+        ("optim.lr=1.5e4", 1.5e4),
+        ("optim.lr=.5e-3", 5e-4),
         ("train.resume=010", "010"),
         ("data.source=*.jsonl", "*.jsonl"),
         ("data.source=[ab]*.jsonl", "[ab]*.jsonl"),
@@ -137,6 +139,7 @@ def test_missing_keys_and_files_get_one_line(tmp_path, recipe):
 
 def test_what_is_saved_reads_back_equal(tmp_path, recipe):
     config = load_config(recipe, ["model.mixer_options={allow_neg_eigval: true}", "optim.betas=[0.8, 0.9]"])
+    config.output_dir, config.data.revision, config.data.name = "1e-3", "31e4567", "1.5e4"  # text
     assert isinstance(config, RunConfig)
     (tmp_path / "saved.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "saved.yaml") == config

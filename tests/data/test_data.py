@@ -963,6 +963,48 @@ def test_validation_source(tmp_path):
     assert parts == [["one", "two"], ["three"]]
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    texts = ragged_texts(20)
+    write_jsonl(tmp_path / "in" / "v2" / "a.jsonl", texts[:10])
+    write_jsonl(tmp_path / "elsewhere" / "b.jsonl", texts[10:])
+    write_jsonl(tmp_path / "in" / ".hidden" / "c.jsonl", ["c"])
+    for name, target in (("latest", "v2"), ("again", "."), ("v2/up", ".."), ("more", "../elsewhere")):
+        (tmp_path / "in" / name).symlink_to(target)
+    assert read_all(tmp_path / "in") == texts
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a" / "x.jsonl", ["x"])
+    write_jsonl(tmp_path / "b" / "y.jsonl", ["y"])
+    scan = os.scandir
+
+    def denied(path):
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)  # root may read all
+    with pytest.raises(InputError, match=r"/b: cannot be read \(Permission denied\)"):
+        open_corpus(DataConfig(source=str(tmp_path)), "train")
+
+
+def test_a_name_that_is_no_utf_8_is_refused(tmp_path):
+    write_jsonl(tmp_path / "caf\udce9.jsonl", ["x"])
+    with pytest.raises(InputError, match=r"caf.udce9.jsonl': the name is not UTF-8") as caught:
+        open_corpus(DataConfig(source=str(tmp_path)), "train")
+    str(caught.value).encode()
+
+
+def test_a_parquet_file_that_is_removed_is_read_to_its_end(tmp_path):
+    texts = [str(i) * 200 for i in range(30)]
+    path = tmp_path / "a.parquet"
+    write_parquet(path, texts)
+    found = documents.read_parquet(path, FIELDS._replace(max_bytes=700), 0)
+    read = [next(found)[0].text]
+    path.unlink()  # as the cache of downloaded shards may
+    assert read + [document.text for document, _ in found] == texts
+
+
 def test_a_cut_validation_says_what_it_covers(tmp_path, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(data, "STREAM_GROUP", 20)
     for name in ("a", "b", "c"):

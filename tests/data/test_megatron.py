@@ -144,6 +144,16 @@ def test_sequences_are_joined_and_a_share_held_out(tokenizer, saved, tmp_path):
     assert sets[0] == sets[1]
 
 
+def test_an_empty_validation_set_says_nothing_about_ends(tokenizer, saved, tmp_path):
+    folder = tmp_path / "megatron"
+    folder.mkdir()
+    write_by_hand(folder / "train", tokens_of(tokenizer))
+    write_by_hand(folder / "validation", [])
+    index = read_megatron(DataConfig(source=str(folder)), saved, tmp_path / "out")
+    assert index["settings"]["eos"]
+    assert index["validation"]["documents"] == 0
+
+
 def test_a_large_vocabulary_is_int32(saved, tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr("nalanda.data.megatron.SMALL", 257)  # as if the tokenizer had 65 500 tokens
     source = write_by_hand(tmp_path / "set", tokens_of(tokenizer), code=4)

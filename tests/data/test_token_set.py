@@ -121,6 +121,65 @@ def test_documents_are_the_tokens_that_training_reads(tmp_path, tokenizer, byte_
     assert (settings["vocab_size"], settings["dtype"]) == (257, "uint16")
 
 
+def test_validation_reads_the_same_documents_of_texts_and_of_their_token_set(
+    tmp_path, tokenizer, byte_tokenizer
+):
+    corpus(tmp_path / "in" / "train")
+    corpus(tmp_path / "in" / "validation", rows=4)
+    texts = DataConfig(source=str(tmp_path / "in"), seq_len=64, max_validation_rows=8)
+    prepare(texts, byte_tokenizer, tmp_path / "out")
+    tokens = DataConfig(source=str(tmp_path / "out"), seq_len=64, max_validation_rows=8)
+    read, same = (validation_batches(data, tokenizer, batch_size=2) for data in (texts, tokens))
+    assert read.keys() == same.keys()
+    for source in read:
+        pairs = zip(read[source], same[source], strict=True)
+        assert all((a["input_ids"] == b["input_ids"]).all() for a, b in pairs)
+
+
+def test_two_folders_of_equal_names_and_sizes_are_both_prepared(tmp_path, byte_tokenizer):
+    for part, letter in (("a", "x"), ("b", "y")):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "data.jsonl").write_bytes(lines([{"text": letter * 8}] * 20))
+    data = DataConfig(source=str(tmp_path / "a"), validation_source=str(tmp_path / "b"))
+    for _ in range(2):  # the second time it is finished
+        index = prepare(data, byte_tokenizer, tmp_path / "out")
+        assert [index[split]["documents"] for split in ("train", "validation")] == [20, 20]
+
+
+def test_leftovers_of_killed_processes_go_and_other_files_stay(tmp_path, byte_tokenizer):
+    data = DataConfig(source=str(corpus(tmp_path / "in", files=1)))
+    begin(data, byte_tokenizer, tmp_path / "out")
+    train = tmp_path / "out" / "train"
+    for name in (".00000.123", ".00000.docs.123", ".hidden"):
+        (train / name).touch()
+    (train / ".checkpoints").mkdir()
+    prepare(data, byte_tokenizer, tmp_path / "out")
+    assert sorted(path.name for path in train.glob(".*")) == [".checkpoints", ".hidden"]
+
+
+def test_a_shard_that_cannot_be_closed_is_removed(tmp_path):
+    writer = preparing.ShardWriter(tmp_path / "00000", np.dtype("<u2"))
+
+    class Full:
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    writer.file.close()
+    writer.file = Full()
+    with pytest.raises(OSError, match="No space"):
+        writer.abandon()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_parts_of_a_file_in_one_group_are_read_at_once():
+    parts = [preparing.Unit("train", 0, "a", 10, start, start + 7) for start in range(0, 42, 7)]
+    groups = preparing.group_units([*parts, preparing.Unit("train", 1, "b", 10)], 40)
+    assert [[(unit.shard, unit.start, unit.stop, unit.weight) for unit in group] for group in groups] == [
+        [(0, 0, 28, 40)],
+        [(0, 28, 42, 20), (1, 0, None, 10)],
+    ]
+
+
 def test_bytes_are_the_same_for_any_number_of_workers(tmp_path, byte_tokenizer):
     data = DataConfig(source=str(corpus(tmp_path / "in")))
     prepare(data, byte_tokenizer, tmp_path / "one", shard_bytes=3000)

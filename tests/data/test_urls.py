@@ -208,7 +208,8 @@ def test_lists_of_urls_and_their_parts(server):
         "http://***@host/a.jsonl": "never stored",
         ("https://h/train/x.jsonl", "https://h/y.jsonl"): r"^https://h/y\.jsonl: .* would not be read",
         ("https://h/train/x.jsonl", "https://h/test/y.jsonl"): r"^https://h/test/y\.jsonl: .* not be read",
-        ("https://h/x.jsonl?sig=a", "https://h/x.jsonl?sig=b"): r"differ only in a .* signature",
+        ("https://h/x.jsonl?sig=a", "https://h/x.jsonl?sig=b"): r"differs .* only in a .* signature",
+        ("https://h/x.jsonl", "https://h/x.jsonl"): r"^https://h/x\.jsonl: listed twice; name a file once",
         ("/data/a.jsonl", "/data/b.jsonl"): r"^/data/a\.jsonl: not a URL; .* give a directory or a glob",
     }.items():
         with pytest.raises(InputError, match=message):

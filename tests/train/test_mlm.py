@@ -1,6 +1,8 @@
 """A recipe of an encoder trains a masked language model: its batches, its run, and what is refused."""
 
+import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.loader import PackedBatches
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.masking import Masking, word_borders
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import load_model
@@ -77,6 +79,22 @@ def test_a_row_is_hidden_alike_on_any_process(masked_tokenizer):
         assert not torch.equal(other["input_ids"], found)
     again = [masking.fixed({"": [whole]}, 0, 1)[""][0], Masking(masked_tokenizer, DataConfig(source="x"), 4)]
     assert torch.equal(again[0]["input_ids"], again[1].fixed({"": [whole]}, 0, 1)[""][0]["input_ids"])
+
+
+def test_padding_is_never_chosen(recipe, tmp_path, masked_tokenizer):
+    """Nor with a tokenizer that has no eos, whose padding would be an ordinary token."""
+    tokenizer = copy.deepcopy(masked_tokenizer)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    assert 0 not in tokenizer.all_special_ids
+    data = replace(configured(recipe, tmp_path, *ENCODER).data, bos=False, eos=False, seq_len=512)
+    batches = validation_batches(data, tokenizer, batch_size=64)
+    hidden = Masking(tokenizer, data, 0).fixed(batches, 0, 1)
+    for source, part in batches.items():
+        for plain, masked in zip(part, hidden[source], strict=True):
+            padding = (plain["labels"] == -100) & (plain["position_ids"] > 0)
+            assert padding.any()
+            assert (masked["labels"][padding] == -100).all()
+            assert (masked["labels"] != -100).any()
 
 
 def test_whole_words(recipe, tmp_path):

@@ -13,7 +13,7 @@ import yaml
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import import_plugins
 from nalanda.common.text import closest, redact, suggest
-from nalanda.config.schema import RunConfig, TokenizerConfig
+from nalanda.config.schema import EXPONENT, RunConfig, TokenizerConfig
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -113,8 +113,9 @@ def _choices(kind: Any) -> list[Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 in which 1e-5 is a number, not text, and a duplicate key an error. Integers are decimal: 010
-    and 1:30, which YAML 1.1 reads as 8 and 90, are text; 010 becomes 10 where a number is needed."""
+    """YAML 1.1 in which 1e-5 and 1.5e4 are numbers, not text, and a duplicate key an error. Integers are
+    decimal: 010 and 1:30, which YAML 1.1 reads as 8 and 90, are text; 010 becomes 10 where a number is
+    needed."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -134,9 +135,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver(*EXPONENT)
 
 
 def read_yaml(path: Path) -> Any:

@@ -60,7 +60,7 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if "max_position_embeddings" in known:
             keys.setdefault("max_position_embeddings", config.data.seq_len)
         if tokenizer is not None:
-            keys.setdefault("vocab_size", 64 * math.ceil(len(tokenizer) / 64))
+            keys.setdefault("vocab_size", 64 * math.ceil((max(tokenizer.get_vocab().values()) + 1) / 64))
         with in_one_line("model"):
             model_config: PreTrainedConfig = source(**keys)
     else:

@@ -18,6 +18,20 @@ OPTIMIZERS = ["adamw", "muon"]
 MAX_DOCUMENT = 64 << 20
 """Default of `data.max_document_bytes`."""
 
+EXPONENT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+"""Numbers that recipes may have and YAML 1.1 reads as text, as a rule of PyYAML's."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that recipes would read as a number."""
+
+
+_Dumper.add_implicit_resolver(*EXPONENT)
+
 
 @dataclass
 class Component:
@@ -113,7 +127,7 @@ class DataConfig:
     first checkpoint is saved; sums: before training; sizes: only sizes are checked. Of files that are read as
     text, checkpoints always hold the hashes."""
     shuffle_buffer: int = 1024
-    """Documents in the shuffle buffer, which checkpoints save. 0: the order of the files."""
+    """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None
     """Hub: configuration of the dataset."""
     revision: str | None = None
@@ -533,7 +547,7 @@ class RunConfig:
         return _plain(asdict(self))
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of a process per step. Raises `InputError` if they do not fill a step exactly, or the

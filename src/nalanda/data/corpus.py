@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -164,12 +165,11 @@ def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]
     if root.is_dir():
         parts: dict[str, dict[str, Path]] = {part: {} for part in (*NAMES, "")}
         counts: Counter[str] = Counter()
-        for name in sorted(glob.glob("**/*", root_dir=root, recursive=True)):
-            if suffix_of(name) and (root / name).is_file():
-                *folders, file = Path(name).parts
-                parts[split_of(folders, file)][Path(name).as_posix()] = root / name
-            elif (root / name).is_file():
-                counts[Path(name).suffix or "."] += 1
+        for name in sorted(_walk(root), key=os.fspath):
+            if suffix_of(name.name):
+                parts[split_of(name.parts[:-1], name.name)][name.as_posix()] = root / name
+            else:
+                counts[name.suffix or "."] += 1
         counts.update({part: len(found) for part, found in parts.items()})
         files = files_of(parts, split)
     else:
@@ -178,6 +178,8 @@ def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]
         for path in files.values():
             reader_of(path)
         counts = Counter({"": len(files)})
+    if odd := next((name for name in files if name.encode(errors="replace").decode() != name), None):
+        raise InputError(f"{odd!r}: the name is not UTF-8; rename the file")
     if not files:
         raise InputError(f"{root}: no documents for {split}; files may end in {', '.join(suffixes())}")
     if len({is_single(path.name) for path in files.values()}) == 2:
@@ -185,6 +187,31 @@ def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]
             f"{root}: .txt files lie beside shards; name the files to read, such as {root}/**/*.jsonl"
         )
     return files, counts
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """The files below a folder, as relative paths, without hidden ones. A link to a folder is followed once.
+
+    Raises `InputError` for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(
+            f"{error.filename}: cannot be read ({error.strerror}); make it readable, or name the files"
+        )
+
+    entered: set[str] = set()
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        place = Path(folder)
+        folders[:] = sorted(
+            (name for name in folders if name[0] != "."), key=lambda n: ((place / n).is_symlink(), n)
+        )
+        if (real := os.path.realpath(folder)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        for name in files:
+            if name[0] != "." and (place / name).is_file():
+                yield (place / name).relative_to(root)
 
 
 @dataclass

@@ -345,19 +345,18 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Docum
     row = 0
     options: Any = {"page_checksum_verification": True}
     try:
-        with parquet.ParquetFile(path, **options) as file:
+        # Opened once: a shard of a URL may leave its cache while it is read.
+        with pyarrow.OSFile(str(path)) as handle, parquet.ParquetFile(handle, **options) as file:
             names = file.schema_arrow.names
             if fields.text not in names:
                 document_of(dict.fromkeys(names), fields, f"{path}, row 1")
             columns = [name for name in names if name in (fields.text, fields.source.split(".")[0])]
             for group in range(file.num_row_groups):
-                rows, stated = (
-                    file.metadata.row_group(group).num_rows,
-                    _column_bytes(file, group, fields.text),
-                )
+                rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start:
                     row += rows
                     continue
+                stated = _column_bytes(file, group, fields.text)
                 # No value is larger than its column, so only large columns need a look at each value.
                 large = stated > fields.max_bytes
                 if large and rows == 1 and stated > fields.max_bytes + BLOCK:
@@ -367,7 +366,7 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Iterator[tuple[Docum
                 few, reader = max(1, min(256, 4 * fields.max_bytes // max(1, stated))), nullcontext(file)
                 if large:  # as a dictionary, a value that many rows share is held once
                     shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
-                    few, reader = 256, parquet.ParquetFile(path, **options, **shared)
+                    few, reader = 256, parquet.ParquetFile(handle, **options, **shared)
                 with reader as opened:
                     for batch in opened.iter_batches(few, row_groups=[group], columns=columns):
                         for record in _records(batch, fields) if large else batch.to_pylist():

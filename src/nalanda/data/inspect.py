@@ -113,7 +113,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     Raises:
         InputError: names the first damaged file; the others are printed.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     index = read_index(directory)
     owners = [(e, f) for split in SPLITS for e in shard_entries(directory, index, split) for f in e.files()]
     files = [file for _, file in owners]
@@ -156,7 +156,10 @@ def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int 
     print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} of the index")
     if not samples:
         return
-    train, tokenizer = TokenSet(directory, "train"), load_tokenizer(Path(directory) / "tokenizer")
+    train, tokenizer = (
+        TokenSet(directory, "train"),
+        load_tokenizer(Path(directory).expanduser() / "tokenizer"),
+    )
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
         named = f" of {source}" if source else ""

@@ -36,7 +36,7 @@ from nalanda.data.corpus import (
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
-from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer
+from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PackedBatches:
         self.seed = seed if self.training else 0
         self.epochs = epochs if self.training else 1
         self.encode = encoder(tokenizer, data)
-        self.padding = tokenizer.eos_token_id or 0
+        self.padding = padding_of(tokenizer)
         if data.mixture and not self.training:
             raise ValueError("a mixture has no single order for validation; use validation_batches")
         carry = data.long_documents == "carry" and self.training
@@ -312,7 +312,7 @@ def validation_batches(
             if room <= 0:
                 say(_describe_cut(f"{name}: " * bool(name) + describe(count), data))
                 break
-    share, padding = (batch_size, rank, world_size), tokenizer.eos_token_id or 0
+    share, padding = (batch_size, rank, world_size), padding_of(tokenizer)
     found = {}
     for source in sorted(groups):
         rows = pack(groups[source], data.seq_len)
@@ -333,7 +333,11 @@ def _validation_documents(
         pairs = map(tokens.document, range(tokens.documents))
         total = tokens.documents
         return ((source, ids) for ids, source in pairs), lambda n: f"the first {n:,} of {total:,} documents"
-    stream = DocumentStream(open_corpus(data, "validation"), seed=0, buffer_size=0, epochs=1)
+    corpus = open_corpus(data, "validation")
+    # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
+    # order that its published figures were measured in.
+    corpus.ordered |= data.source != "python"
+    stream = DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)
 
     def read() -> Iterator[tuple[str, np.ndarray]]:
         documents = iter(stream)

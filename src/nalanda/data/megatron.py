@@ -192,13 +192,14 @@ def _write_set(
     if not shards["train"]:
         raise InputError(f"{data.source}: no document with tokens is left for training")
     ends = {"bos": (tokenizer.bos_token_id, True), "eos": (tokenizer.eos_token_id, False)}
+    filled = [found for found in sets.values() if len(found.tokens)]
     index = {
         "format": FORMAT,
         "version": VERSION,
         "dtype": dtype.name,
         "settings": {
             "source": data.source,
-            **{name: all(found.ends_are(*end) for found in sets.values()) for name, end in ends.items()},
+            **{name: all(found.ends_are(*end) for found in filled) for name, end in ends.items()},
             "documents": "apart",
             **({"validation_share": data.validation_share} if len(sets) == 1 else {}),
             "tokenizer": asdict(config),
@@ -228,7 +229,7 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
     Raises:
         InputError: not a token set, or a damaged one; the directory holds something.
     """
-    directory = Path(directory).expanduser()
+    token_set, directory = Path(token_set).expanduser(), Path(directory).expanduser()
     if not is_token_set(token_set):
         raise InputError(
             f"{token_set}: not a token set; prepare one first, then write it as --format megatron"

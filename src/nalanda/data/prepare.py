@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -68,6 +69,9 @@ PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]
 URLS = "urls.json"
 """File beside the plan, readable by its owner alone, that has sources whose URLs may hold a password or a
 signature. It is removed when the work ends; an interrupted executor's is kept with the plan."""
+
+LEFTOVER = re.compile(r"\.(\d+(\.docs)?|index\.json)\.\d+")
+"""A file that a killed process left (`ShardWriter`, `write_whole`)."""
 
 GROUP = 1 << 20
 """Characters tokenised at a time."""
@@ -147,15 +151,19 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
 
 
 def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
-    """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group."""
+    """Groups of consecutive units of up to `limit` bytes together; a larger unit is a group. In a group,
+    neighbouring parts of a shard become one, which is read at once."""
     groups: list[list[Unit]] = []
     weight = limit
     for unit in units:
         if weight + unit.weight > limit:
             groups.append([])
             weight = 0
-        groups[-1].append(unit)
-        weight += unit.weight
+        last, weight = groups[-1][-1] if groups[-1] else None, weight + unit.weight
+        if last and (last.corpus, last.shard, last.stop) == (unit.corpus, unit.shard, unit.start):
+            groups[-1][-1] = last._replace(weight=last.weight + unit.weight, stop=unit.stop)
+        else:
+            groups[-1].append(unit)
     return groups
 
 
@@ -259,8 +267,10 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
-        self.file.close()
-        self.partial.unlink(missing_ok=True)
+        try:
+            self.file.close()  # writes what is left, which a full disk refuses
+        finally:
+            self.partial.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -401,9 +411,11 @@ class Preparation:
         }
         if skipped := sum(record.get("skipped", 0) for record in records if record):
             index["skipped"] = skipped
-        places = [self.directory / split / ".*" for split in SPLITS] + [self.directory / ".index.json.*"]
-        for leftover in [p for place in places for p in place.parent.glob(place.name)]:
-            leftover.unlink(missing_ok=True)  # of killed processes
+        places = [self.directory / split for split in SPLITS] + [self.directory]
+        for leftover in [
+            path for place in places for path in place.glob(".*") if LEFTOVER.fullmatch(path.name)
+        ]:
+            leftover.unlink(missing_ok=True)
         write_whole(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
         shutil.rmtree(self.directory / "preparing", ignore_errors=True)
         return index
@@ -447,6 +459,8 @@ def begin(
     sources = _sources(data)
     redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
+    if data.validation_source and prints["train"] == prints["validation"]:
+        prints["validation"] += " of validation_source"  # two folders of equal names and sizes
     separate = prints["train"] != prints["validation"]
     if data.validation_source:
         check_apart(corpora["train"], corpora["validation"])

@@ -280,6 +280,12 @@ def _put_in_front(backend: Tokenizer, bos: str, between: str = "") -> None:
     )
 
 
+def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows: eos or another special one, which `Masking` never chooses; else 0."""
+    eos, special = tokenizer.eos_token_id, tokenizer.all_special_ids
+    return next(iter(special), 0) if eos is None else eos
+
+
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """The largest id plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

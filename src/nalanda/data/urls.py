@@ -75,7 +75,7 @@ def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[li
     parts = split_urls(list_urls(source, data.retries))
     if not (urls := files_of(parts, split)):
         raise InputError(f"{_name(source)}: no shard for {split}; add some, or name another source")
-    taken = urls if data.validation_source else [*files_of(parts, "train"), *files_of(parts, "validation")]
+    taken = {*(urls if data.validation_source else files_of(parts, "train") + files_of(parts, "validation"))}
     every = itertools.chain(*parts.values())
     if isinstance(source, list) and (lost := next((url for url in every if url not in taken), None)):
         raise InputError(
@@ -103,11 +103,14 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
         if not suffix_of(urlsplit(url).path):
             kinds = ", ".join((*suffixes(), *LISTS))
             raise InputError(f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}")
-        if known.setdefault(identity_of(url), url) != url:
-            raise InputError(
-                f"{redact(url)}: two URLs differ only in a password or signature, and so are taken for one "
-                "file; name a file once"
+        if (name := identity_of(url)) in known:
+            how = (
+                "listed twice"
+                if known[name] == url
+                else "another URL differs from it only in a password or signature"
             )
+            raise InputError(f"{redact(url)}: {how}; name a file once")
+        known[name] = url
     if not found:
         raise InputError(f"{_name(source)}: lists no shard; give one URL a line")
     return found
