@@ -12,6 +12,7 @@ Training images are cropped at random and, by the recipe, mirrored and mixed (mi
 installed `randaugment` and `erasing` are applied as well; without it a recipe that has them is refused.
 """
 
+import os
 import random
 import statistics
 import sys
@@ -176,8 +177,13 @@ def train(
     processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
     folder = str(Path(recipe.output_dir) / f"{name}-{seed}")
     arguments = TrainingArguments(
-        folder, seed=seed, remove_unused_columns=False, report_to=[], **recipe.train
-    )  # fmt: skip
+        folder,
+        seed=seed,
+        remove_unused_columns=False,
+        report_to=[],
+        average_tokens_across_devices=False,  # `loss` gives a mean, which must not grow with the processes
+        **recipe.train,
+    )
     set_seed(seed)
     model = NalandaForImageClassification(config)
 
@@ -226,7 +232,8 @@ def main(path: str, overrides: list[str]) -> None:
             accuracy, spent = statistics.mean(accuracies), statistics.mean(seconds)
             sizes = f"{models[0].num_parameters():,}", f"{flops / 2e6:,.2f}"
             table.add_row(name, f"{accuracy:.1%}", *sizes, f"{spent:.0f}")
-        Console().print(table)
+        if int(os.environ.get("RANK", "0")) == 0:
+            Console().print(table)
 
 
 if __name__ == "__main__":

@@ -507,6 +507,7 @@ def test_chat(checkpoint, tmp_path):
     saved = str(tmp_path / "talk")
     lines = [
         "hello",
+        f"/save {tmp_path}",
         f"/save {saved}",
         "and you",
         "/reset",
@@ -523,6 +524,7 @@ def test_chat(checkpoint, tmp_path):
     assert answers[1] == answers[2]
     assert result.stderr.count("tokens/s") == 3
     assert result.stderr.count("/reset") == 2  # at the start, and after an unknown command
+    assert f"/save {tmp_path}: a folder; name a file" in result.stderr
 
 
 TEMPLATE = (

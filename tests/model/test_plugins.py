@@ -132,6 +132,13 @@ def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_a
 
     model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
     torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
+    exporting = (
+        "from pathlib import Path; from nalanda.train.export import export; export(Path('run'), Path('out'))"
+    )
+    done = run(
+        exporting, tmp_path, PYTHONSAFEPATH="1"
+    )  # as the console script, without the working directory
+    assert done.returncode == 0, done.stderr[-2000:]
     (tmp_path / "my_mixer.py").unlink()
     forget()
     with pytest.raises(InputError, match=r"step-3: plugins: my_mixer is not importable; import it first"):

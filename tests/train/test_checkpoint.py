@@ -22,6 +22,7 @@ from nalanda.config.schema import CheckpointConfig, OptimConfig
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import MARK, checkpoint_folders, latest_checkpoint, mark_unsound, prune
 from nalanda.train.optim import build_optimizer
+from nalanda.train.run_dir import last_good
 
 
 class Tied(torch.nn.Module):
@@ -231,6 +232,18 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     assert not torch.equal(before["bias"], model.bias)
 
 
+def test_weights_are_judged_after_the_running_save(tmp_path, monkeypatch):
+    """Both gather over one group of processes: at the same time they would take one another's values."""
+    model, optimizer = made()
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
+    running = []
+    monkeypatch.setattr(checkpoint, "find_unsound", lambda _: running.append(saver._thread))
+    saver.save(1, model=model, optimizer=optimizer, data_state={}, trainer_state={})
+    assert saver.unsound(model, optimizer) is None
+    assert running == [None]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
 def test_what_an_asynchronous_save_fails_of_is_told(tmp_path, monkeypatch):
     model, optimizer = made()
     saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
@@ -322,6 +335,19 @@ def test_retention(tmp_path):
         save(tmp_path, step, model, optimizer)
         prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40), step)
     assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-40", "step-80", "step-90", "step-100"]
+
+
+def test_the_checkpoint_that_a_rollback_would_take_stays(tmp_path):
+    """Stops within a run of bad steps save checkpoints, too."""
+    model, optimizer = made()
+    for step, bad in ((4, []), (5, []), (6, ["nan"]), (7, ["nan", "nan"])):
+        save(tmp_path, step, model, optimizer, bad=bad)
+        prune(tmp_path, CheckpointConfig(keep_last=1), step)
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-5", "step-7"]
+    assert last_good(tmp_path) == tmp_path / "step-5"
+    save(tmp_path, 8, model, optimizer)
+    prune(tmp_path, CheckpointConfig(keep_last=1), 8)
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-8"]
 
 
 def test_a_manifest_cannot_point_outside(tmp_path):

@@ -123,6 +123,20 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 1
 
 
+def test_steps_that_a_rollback_passed_over_stay_recorded(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": step} for step in (90, 100, 110)]
+    rows += [{"step": step, "event": "skipped"} for step in (111, 112)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cut_metrics(file, 100, keep_events=True)
+    late = [{"step": 101, "event": "rollback"}, {"step": 110}, {"step": 120, "event": "skipped"}]
+    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in late))
+    cut_metrics(file, 110)
+    assert list(read_metrics(file)) == [*rows[:2], *rows[3:], *late[:2]]
+    cut_metrics(file, 100)  # before the rollback: what follows is made again
+    assert list(read_metrics(file)) == rows[:2]
+
+
 def test_lines_that_cannot_be_read_are_passed_over_and_stay(tmp_path, capsys):
     """One flipped byte costs its own line, not all behind it."""
     file = tmp_path / "metrics.jsonl"

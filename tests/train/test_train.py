@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.utils import set_seed
+from nalanda_kernels import take_torch_path
 from training import configured, outcome, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, pipeline
 
@@ -253,6 +255,16 @@ def test_a_checkpoint_without_its_run_is_exported_without_tokenizer_and_recipe(w
             assert (promised in card) != alone
         assert ("nalanda generate" in said.err) != alone
         assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "nalanda"
+
+
+def test_a_model_that_would_take_kernels_of_a_gpu_is_given_torchs(recipe, tmp_path):
+    """transformers takes those of flash-linear-attention where it is installed, on a CPU too."""
+    model = "model={auto: qwen3_next, hidden_size: 32, num_hidden_layers: 1, num_experts: 0}"
+    config = configured(recipe, tmp_path / "run", model)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
+    module = sys.modules[type(build_model(config, tokenizer)).__module__]
+    assert module.__name__.startswith("transformers.models.qwen3_next")
+    assert not take_torch_path(module), "nothing is left to change"
 
 
 def test_a_model_type_needs_no_path(recipe, tmp_path, capsys):
@@ -535,6 +547,28 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
     assert outcome(run) == outcome(whole)
 
 
+def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(recipe, tmp_path, monkeypatch):
+    run, write, go = tmp_path / "run", checkpoint._write, threading.Event()
+    monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
+    take, wait, taken = loop.take_batches, checkpoint.Saver.wait, []
+
+    def failing(batches, count):
+        taken.append(take(batches, count))
+        return taken[-1] if len(taken) <= 5 else (taken[-1][0], InputError("a shard is damaged"))
+
+    def released(self):
+        if self._thread is not None:
+            go.set()
+        wait(self)
+
+    monkeypatch.setattr(loop, "take_batches", failing)
+    monkeypatch.setattr(checkpoint.Saver, "wait", released)
+    settings = ("checkpoint.asynchronous=true", "checkpoint.every=5")
+    with pytest.raises(InputError, match="a shard is damaged"):
+        loop.train(configured(recipe, run, *settings))
+    assert latest_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-5"
+
+
 def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     run, _ = stopped
     chosen = configured(recipe, run, "train.resume=step-10")
@@ -554,6 +588,10 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     assert aside == ["later-step-24", "later-step-24.2"]  # what was set aside before is still there
     with pytest.raises(InputError, match=r"train\.resume: .* has no step-7; there are .*step-24"):
         loop.train(configured(recipe, run, "train.resume=step-7"))
+    before = sorted(p.name for p in (run / "checkpoints").iterdir())
+    with pytest.raises(InputError, match="optimizer"):  # a refused start changes nothing
+        loop.train(configured(recipe, run, "train.resume=step-20", "train.steps=30", "optim.name=muon"))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
     (run / "checkpoints" / "step-10" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(InputError, match=r"train\.resume: .*step-10 is damaged: model\.safetensors"):
         loop.train(chosen)

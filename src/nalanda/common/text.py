@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 def si(number: float) -> str:
     """`12.3 K`, `340 M`."""
     for unit in ("", " K", " M"):
-        if number < 1000:
+        if number < 999.5:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.4g} G"

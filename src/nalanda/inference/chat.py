@@ -3,15 +3,15 @@
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.config.schema import check_seed
 from nalanda.inference.generate import Printer, describe_speed, load_state, read_with_progress
 from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
@@ -59,7 +59,11 @@ class Conversation:
         if self.state is None:
             raise InputError("nothing to save: only a started conversation with a Nalanda model has a state")
         notes = {"messages": json.dumps(self.messages), "text": self.text, "follows": "yes" * self.follows}
-        self.state.save(Path(path).expanduser(), **notes)
+        file = output_file(path, "/save")
+        try:
+            self.state.save(file, **notes)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{file}: not saved ({first_line(error)}); name another file") from None
 
     def load(self, path: str) -> None:
         state = load_state(path, self.model)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from nalanda_kernels import take_torch_path
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -345,7 +346,9 @@ def build_model(
     path = config.model.get("init_from")
     if path is None or not weights:
         with in_one_line("model"):
-            return language_model(model_config).from_config(model_config, dtype=torch.float32)
+            model = language_model(model_config).from_config(model_config, dtype=torch.float32)
+        take_torch_path(sys.modules[type(model).__module__])
+        return model
     with in_one_line(f"model.init_from: {path}"):
         if Path(path).is_dir():
             weight_files(Path(path))
@@ -360,4 +363,5 @@ def build_model(
         if loaded[problem]:
             name = sorted(map(str, loaded[problem]))[0]
             raise InputError(f"model.init_from: {path}: a checkpoint of another shape: {problem}: {name}")
+    take_torch_path(sys.modules[type(model).__module__])
     return model

@@ -129,7 +129,10 @@ class Saver:
             raise error
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why the weights or moments of any process are unsound (`find_unsound`), or None."""
+        """Why the weights or moments of any process are unsound (`find_unsound`), or None.
+
+        Waits for a running save, whose thread gathers over the same group."""
+        self.wait()
         mine = find_unsound({**_unique(model), **_optimizer_tensors(model, optimizer)})
         return next(filter(None, self._exchange(mine)), None)
 

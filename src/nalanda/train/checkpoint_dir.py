@@ -1,5 +1,6 @@
 """The checkpoint folders of a run: finding, marking and pruning them."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,14 +58,25 @@ def step_of(path: Path) -> int:
 
 
 def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
-    """Removes checkpoints up to `step`, except the last `keep_last` and multiples of `keep_every`, and the
-    remains of interrupted saves. Later ones are from before a rollback or damaged, and are not counted."""
-    for path in [p for p in checkpoint_folders(directory) if step_of(p) <= step][: -config.keep_last]:
-        if not (config.keep_every and step_of(path) % config.keep_every == 0):
+    """Removes checkpoints up to `step`, and the remains of interrupted saves. The last `keep_last` stay, and
+    multiples of `keep_every`, and the one that a rollback would take. Later ones are from before a rollback
+    or damaged, and are not counted."""
+    folders = [p for p in checkpoint_folders(directory) if step_of(p) <= step]
+    good = next((p for p in reversed(folders) if not saved_between_bad_steps(p)), None)
+    for path in folders[: -config.keep_last]:
+        if path != good and not (config.keep_every and step_of(path) % config.keep_every == 0):
             # Renamed first: if the process is killed, the rest is not taken for a checkpoint.
             path.rename(directory / f".tmp-{path.name}-old")
     for part in directory.glob(".tmp-step-*"):
         shutil.rmtree(part, ignore_errors=True)
+
+
+def saved_between_bad_steps(path: Path) -> bool:
+    """Whether a stop saved the checkpoint behind a step that was left out."""
+    try:
+        return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
+    except (OSError, ValueError):
+        return False
 
 
 def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = True) -> Path:

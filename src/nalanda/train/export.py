@@ -21,6 +21,7 @@ from nalanda.common.files import sync
 from nalanda.common.retry import transient
 from nalanda.common.text import duration, redact
 from nalanda.common.versions import list_versions
+from nalanda.config.load import load_config
 from nalanda.config.model import in_one_line, is_encoder, language_model
 from nalanda.data.hub import is_hub_id
 from nalanda.model.state import fingerprint
@@ -54,6 +55,9 @@ def export(
     """
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
+    if (run_dir / "config.yaml").is_file():
+        with contextlib.suppress(InputError):  # a recipe of another version; it is read for its plugins
+            load_config(run_dir / "config.yaml")
     config = load_model_config(found)
     if absent := [name for name in ("tokenizer", "config.yaml") if not (run_dir / name).exists()]:
         print(
@@ -182,10 +186,10 @@ def load_model_config(path: Path) -> Any:
     if kind not in CONFIG_MAPPING:
         with contextlib.suppress(Exception):
             import_fla()
-    try:
+    if kind not in CONFIG_MAPPING:
+        raise InputError(f"{path}: unknown model type {kind}; it may need flash-linear-attention")
+    with in_one_line(f"{path}/config.json"):
         return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError):
-        raise InputError(f"{path}: unknown model type {kind}; it may need flash-linear-attention") from None
 
 
 def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:

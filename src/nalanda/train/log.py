@@ -248,10 +248,12 @@ def with_hours(lines: Iterable[dict]) -> Iterator[tuple[dict, float]]:
 
 def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
     """Removes the lines after `step`, and a torn last line, from a metrics.jsonl; `keep_events` keeps events.
-    Returns the number of other unreadable lines, which stay."""
+    Events before a rollback that stays are kept, too: their steps are not made again. Returns the number of
+    other unreadable lines, which stay."""
     if not file.exists():
         return 0
     kept, bad, beyond = [], 0, False
+    unmade: list[int] = []  # places in `kept` of events that a rollback may follow
     for line in io.BytesIO(file.read_bytes()):
         if (values := _values(line)) is None:
             if line.endswith(b"\n") and not beyond:
@@ -259,9 +261,13 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
                 kept.append(line)
             continue
         beyond = values.get("step", 0) > step
-        if not beyond or (keep_events and "event" in values):
+        if values.get("event") == "rollback" and not beyond:
+            unmade.clear()
+        if beyond and "event" in values and not keep_events:
+            unmade.append(len(kept))
+        if not beyond or "event" in values:
             kept.append(line)
-    write_atomically(file, b"".join(kept))
+    write_atomically(file, b"".join(line for i, line in enumerate(kept) if i not in unmade))
     return bad
 
 

@@ -36,7 +36,15 @@ from nalanda.train.loss import (
     validate,
 )
 from nalanda.train.optim import describe_groups, learning_rate
-from nalanda.train.run_dir import claim, is_exported, last_good, lock_run_dir, record_state, rollback_message
+from nalanda.train.run_dir import (
+    claim,
+    is_exported,
+    last_good,
+    lock_run_dir,
+    make_newest,
+    record_state,
+    rollback_message,
+)
 
 
 def train(config: RunConfig) -> Path:
@@ -93,6 +101,8 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(contextlib.closing(run.sums))
         if main:
+            if resume and "train.resume" in changes and config.train.resume is not None:
+                make_newest(resume)
             stack.enter_context(record_state(run_dir, run.facts, recipe))
         log = open_log(step=run.at.step)
         stack.callback(lambda: log.close())
@@ -177,6 +187,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
                 saved = f"not saved, {unsound}" if unsound else "saved"
                 start = run.checkpoint or "the beginning"
                 log.say(f"interrupted: {saved}; the same command resumes from {start}")
+                run.saver.wait()  # an earlier save, where nothing was saved now
                 raise SystemExit(128 + stop)
 
         validate_if_due(run, log, watchdog)
@@ -257,6 +268,7 @@ def next_step(
         return micro_batches, labels
     if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
         run.save(before, watchdog, wait=True)
+    run.saver.wait()
     if run.checkpoint:
         log.say(f"stopped: saved; the same command resumes from {run.checkpoint}")
     raise failure or SystemExit(code // failed)

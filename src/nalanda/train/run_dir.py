@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
     latest_checkpoint,
     mark_unsound,
+    saved_between_bad_steps,
     step_of,
     why_unusable,
 )
@@ -42,7 +42,7 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
     for path in reversed(checkpoint_folders(directory)):
         if suspect is not None and step_of(path) >= step_of(suspect):
             continue
-        if why_unusable(path) is not None or json.loads((path / "trainer.json").read_text()).get("bad"):
+        if why_unusable(path) is not None or saved_between_bad_steps(path):
             continue
         if suspect is not None:
             mark_unsound(suspect, f"no step behind it was good: {reason}")
@@ -51,7 +51,7 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
 
 
 def rollback_message(step: int, why: str, back: Path | None) -> str:
-    last = "no checkpoint was saved yet"
+    last = "there is no checkpoint from before them"
     if back:
         last = f"going back to {back}, whose weights and moments are finite, did not help"
     return (
@@ -178,12 +178,7 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
 
 
 def choose_checkpoint(directory: Path, name: str | int) -> Path:
-    """Makes checkpoint `name`, `step-N` or N, the newest one, and returns it; later ones are renamed
-    `later-step-M`.
-
-    Raises:
-        InputError: no such checkpoint, or it is damaged. Nothing was changed.
-    """
+    """The checkpoint `name`, `step-N` or N. Raises `InputError` if there is none, or it is damaged."""
     there = checkpoint_folders(directory)
     chosen = next((p for p in there if p.name == f"step-{str(name).removeprefix('step-')}"), None)
     if chosen is None:
@@ -191,13 +186,17 @@ def choose_checkpoint(directory: Path, name: str | int) -> Path:
         raise InputError(f"train.resume: {directory} has no {name}; there are {names}")
     if (problem := verify_manifest(chosen)) is not None:
         raise InputError(f"train.resume: {chosen} is damaged: {problem}")
+    return chosen
+
+
+def make_newest(chosen: Path) -> None:
+    """Renames the checkpoints after `chosen` to `later-step-N`, and takes its mark away."""
     (chosen / MARK).unlink(missing_ok=True)
-    for path in there[there.index(chosen) + 1 :]:
+    for path in [p for p in checkpoint_folders(chosen.parent) if step_of(p) > step_of(chosen)]:
         names = (f"later-{path.name}{f'.{n}' * (n > 1)}" for n in itertools.count(1))
         aside = next(a for a in map(path.with_name, names) if not a.exists())
         path.rename(aside)
         print(f"{path} is set aside as {aside.name}", flush=True)
-    return chosen
 
 
 @contextlib.contextmanager
