@@ -673,6 +673,20 @@ def test_dense_batches_compile_into_one_graph():
     close(compiled(ids(2, 9), use_cache=False).logits, logits(model, ids(2, 9)), 1e-5)
 
 
+@pytest.mark.parametrize("feature_map", ["nala", "pola"])
+def test_compiles_where_sizes_and_numbers_may_change(feature_map):
+    model, tokens, results = build("gated_deltanet", feature_map=feature_map), ids(2, 9), []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for function in (model, compiled):
+        model.zero_grad()
+        loss = function(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for right, mine in zip(*results, strict=True):
+        close(mine, right)
+
+
 def test_masked_batches_compile_into_one_graph():
     """Whatever the mask holds: no padding, on the left, the right, in the middle, a row of nothing else."""
     model, tokens = build(["gated_deltanet", "softmax"]), ids(5, 9)

@@ -24,7 +24,9 @@ from nalanda.config.schema import OPTIMIZERS
 from nalanda.data.documents import READERS, Document, register_reader
 from nalanda.model import FEATURE_MAPS, MIXERS, Mixer, plugins
 from nalanda.model.delta import GatedDeltaNet
+from nalanda.model.feature_maps import NaLa
 from nalanda.model.linear import LinearAttention
+from nalanda.model.mixers import _faults
 from nalanda.testing import VOCAB, build, check_feature_map, check_mixer, ids, in_threads, logits
 from nalanda.train.export import export
 from nalanda.train.loop import train
@@ -242,6 +244,15 @@ class Changed(GatedDeltaNet):
         return super().read_out(2 * o, heads, x)
 
 
+class Gentler(GatedDeltaNet):
+    def gates(self, heads):
+        return super().gates(heads) | {"beta": heads["b"] / 4}
+
+
+class Counted(LinearAttention):
+    counts = staticmethod(lambda heads, seq: 2 * LinearAttention.counts(heads, seq))
+
+
 class Positional(LinearAttention):
     def __init__(self, config, layer_idx, scale):
         super().__init__(config, layer_idx)
@@ -268,6 +279,8 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
             "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
         ),
         ("mine", Changed, r"changes read_out\(\) but inherits step_options\(\) of DeltaNet"),
+        ("mine", Gentler, r"changes gates\(\) but inherits step_options\(\) of DeltaNet"),
+        ("mine", Counted, r"changes counts\(\) but inherits step_options\(\) of LinearAttention"),
         ("mine", Positional, "options with defaults"),
         ("gla", LinearAttention, "nalanda.model has a mixer of that name; choose another"),
     ],
@@ -278,6 +291,31 @@ def test_registering_checks_the_mixer(name, mixer, says):
     assert "\n" not in str(error.value)
     assert name == "gla" or "base.py" in str(error.value)
     assert "mine" not in MIXERS
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_that_changes_nothing_of_its_base_is_accepted(name):
+    assert not [*_faults(type("Mine", (MIXERS[name],), {}))]
+
+
+class Sharper(NaLa):
+    def exponents(self, n):
+        return 4.0, 2.0
+
+
+class Rounder(NaLa):
+    equation = "mine"
+
+    def __init__(self, *, num_heads, head_dim):
+        super().__init__(num_heads=num_heads, head_dim=head_dim, power=3.0)
+
+
+def test_kernels_do_not_compute_a_map_whose_methods_a_subclass_changed():
+    sizes = {"num_heads": 1, "head_dim": 8}
+    assert NaLa(**sizes).fused
+    assert Sharper(**sizes).fused is None
+    assert Rounder(**sizes).fused == NaLa(**sizes, power=3.0).fused
+    assert type("Sharpest", (Sharper,), {})(**sizes).fused is None
 
 
 class Map(nalanda.model.FeatureMap):

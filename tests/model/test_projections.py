@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import build, close, ids, logits
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nalanda import NalandaCache, NalandaForCausalLM
@@ -204,6 +204,20 @@ def test_what_is_more_than_a_matrix_runs_by_itself():
             close(found["k"], before["k"])
         mixer.eval()
         close(mixer.project(x)["q"], expected)
+
+
+def test_weights_that_wrappers_keep_elsewhere_are_left_to_them():
+    """Replicas of nn.DataParallel have plain tensors in place of parameters; pruning computes the weight."""
+    model, tokens = build(dtype=torch.float32), ids(1, 5)
+    expected = logits(model, tokens)
+    for layer in [m for m in model.modules() if type(m) is torch.nn.Linear]:
+        weight = layer._parameters.pop("weight")
+        layer.weight = weight.detach()
+        assert projections.matrix_of(layer) is None
+    torch.testing.assert_close(logits(model.train(), tokens), expected)
+    pruned = build(dtype=torch.float32)
+    prune.identity(pruned.model.layers[0].mixer.q_proj, "weight")
+    torch.testing.assert_close(logits(pruned, tokens), expected)
 
 
 def test_memory_that_others_hold_stays_where_it_is():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import PRECISION, chunks_of, power_of_two
+from nalanda_kernels.triton.common import PRECISION, TAGS, chunks_of, power_of_two
 
 # By tile height BT: rows of (itemsize, features, most BK and BV, num_warps). The first row that covers the
 # element's bytes and the head's features applies. Wider heads are read in several tiles.
@@ -26,7 +26,7 @@ _BLOCKS = {
     16: ((2, 128, 128, 1), (2, 256, 128, 2), (4, 64, 64, 2), (4, 256, 64, 4)),
     32: ((2, 128, 128, 2), (2, 256, 128, 4), (4, 64, 64, 4), (4, 256, 64, 8)),
     64: ((2, 128, 128, 4), (2, 256, 128, 8), (4, 256, 64, 8)),
-    128: ((2, 256, 64, 8), (4, 256, 32, 8)),
+    128: ((2, 256, 64, 8),),
 }
 
 
@@ -208,9 +208,11 @@ class _BlockAttention(torch.autograd.Function):
 
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
-_forward_op = torch.library.custom_op("nalanda_kernels::block_attention", _forward, mutates_args=())
+_forward_op = torch.library.custom_op(
+    "nalanda_kernels::block_attention", _forward, mutates_args=(), tags=TAGS
+)
 _backward_op = torch.library.custom_op(
-    "nalanda_kernels::block_attention_backward", _backward, mutates_args=()
+    "nalanda_kernels::block_attention_backward", _backward, mutates_args=(), tags=TAGS
 )
 
 
@@ -244,7 +246,8 @@ def block_attention(
     Args:
         q: `[B, T, H, K]`, K ≤ 256; fp32, bf16 or fp16. k likewise.
         v: `[B, T, H, V]`, V ≤ 256, of the same dtype.
-        block_size: tokens in a block, at most 128; the first block starts at a sequence's first token.
+        block_size: tokens in a block, at most 128, or 64 in fp32; the first block starts at a sequence's
+            first token.
         scores: p is the "softmax" of scale · q_t·k_j over these j, or its "relu" without normalisation.
         scale: factor of q·k; by default K^-0.5.
         cu_seqlens: `[N + 1]` integers on the host, the bounds of sequences packed into one row (B = 1);
@@ -270,6 +273,8 @@ def block_attention(
         raise Unsupported(f"q has {q.shape[2]} heads and v has {v.shape[2]}")
     if block_size > max(_BLOCKS):
         raise Unsupported(f"block_size={block_size} is more than {max(_BLOCKS)}")
+    if q.element_size() > 2 and block_size > 64:  # their tiles exceed an A100's shared memory
+        raise Unsupported(f"block_size={block_size} is more than 64, with {q.dtype}")
     if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
         raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]} are not both from 1 to 256")
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:

@@ -69,6 +69,10 @@ def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, devi
     return chunks_between(batch, length, bounds, size, device)
 
 
+TAGS = (torch.Tag.cudagraph_unsafe,)
+"""Of operators that keep these tables between calls: a graph of `torch.compile` may not own their memory."""
+
+
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
 def chunks_between(
     batch: int,

@@ -21,6 +21,7 @@ from nalanda_kernels.triton.chunk import (
 )
 from nalanda_kernels.triton.common import (
     PRECISION,
+    TAGS,
     Chunks,
     blocks,
     chunks_of,
@@ -306,11 +307,11 @@ def _tensors(count: int) -> str:
 
 
 _forward_op = torch.library.custom_op(
-    "nalanda_kernels::chunkwise", partial(_forward, None), mutates_args=(),
+    "nalanda_kernels::chunkwise", partial(_forward, None), mutates_args=(), tags=TAGS,
     schema=f"({_INPUTS}, str map, str read, float scale, bool final, bool wide) -> {_tensors(11)}",
 )  # fmt: skip
 _backward_op = torch.library.custom_op(
-    "nalanda_kernels::chunkwise_backward", _backward, mutates_args=(),
+    "nalanda_kernels::chunkwise_backward", _backward, mutates_args=(), tags=TAGS,
     schema=f"(Tensor d_o, Tensor? d_final, Tensor? dz_final, Tensor? du_final, {_INPUTS}, Tensor o, "
     "Tensor scores, Tensor s, Tensor inverse, Tensor e, Tensor zs, Tensor us, Tensor den, "
     f"str map, str read, float scale) -> {_tensors(9)}",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
-from nalanda_kernels.triton.common import bounds_of, chunks_between, power_of_two
+from nalanda_kernels.triton.common import TAGS, bounds_of, chunks_between, power_of_two
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -326,11 +326,11 @@ class _ShortConvs(torch.autograd.Function):
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op(
-    "nalanda_kernels::short_convs", _forward, mutates_args=(),
+    "nalanda_kernels::short_convs", _forward, mutates_args=(), tags=TAGS,
     schema="(Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) -> Tensor[]",
 )  # fmt: skip
 _backward_op = torch.library.custom_op(
-    "nalanda_kernels::short_convs_backward", _backward, mutates_args=(),
+    "nalanda_kernels::short_convs_backward", _backward, mutates_args=(), tags=TAGS,
     schema="(Tensor[] d_ys, Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) "
     "-> (Tensor, Tensor, Tensor[])",
 )  # fmt: skip

@@ -37,6 +37,8 @@ class _Power(torch.autograd.Function):
 
 def power(base: Tensor, exponent: Tensor | float) -> Tensor:
     """base^exponent for base ≥ 0 and exponent > 0, and exactly 0 (value and gradient) where base ≤ 1e-6."""
+    if torch.compiler.is_compiling():  # see `direction`
+        return torch.where(base > EPS, base.clamp_min(EPS).pow(exponent), 0.0)
     return run(_Power, base, exponent)
 
 
@@ -62,6 +64,9 @@ class _Polar(torch.autograd.Function):
 
 def polar(magnitude: Tensor, argument: Tensor, scale: float = 1.0) -> Tensor:
     """magnitude ⊙ [cos θ; sin θ], θ = π/4·tanh(scale·argument): twice as many features."""
+    if torch.compiler.is_compiling():  # see `direction`
+        theta = math.pi / 4 * (scale * argument).tanh()
+        return torch.cat([magnitude * theta.cos(), magnitude * theta.sin()], -1)
     return run(_Polar, magnitude, argument, scale)
 
 
@@ -76,6 +81,9 @@ def exp(x: Tensor) -> Tensor:
     Subtracting a token's maximum instead would be exact only for q, and only with a denominator.
     """
     return x.clamp_max(10).exp()
+
+
+METHODS = (property, staticmethod, classmethod)
 
 
 class FeatureMap(nn.Module):
@@ -100,9 +108,16 @@ class FeatureMap(nn.Module):
     def fused(self) -> dict | None:
         """Settings for kernels that compute the map themselves; None: only `forward` computes it.
 
-        A subclass that changes `forward` must change this as well.
+        A subclass that changes a method does not inherit them: it has None, unless it defines its own.
         """
         return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name for name, value in vars(cls).items() if callable(value) or isinstance(value, METHODS)}
+        changed = (own - {"__init__", "extra_repr"}) & {name for base in cls.__bases__ for name in dir(base)}
+        if changed and "fused" not in own:
+            cls.fused = None  # pyrefly: ignore
 
 
 class Elementwise(FeatureMap):

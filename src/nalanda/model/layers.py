@@ -67,6 +67,9 @@ class _Direction(torch.autograd.Function):
 
 def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x/‖x‖ and ‖x‖ over the last dimension, kept: ‖x‖ = √(Σx² + eps), whose gradient at x = 0 is 0."""
+    if torch.compiler.is_compiling():  # which fuses this, and cannot give a Function a number that may change
+        length = (x.square().sum(-1, keepdim=True) + eps).sqrt()
+        return x / length, length
     return run(_Direction, x, eps)
 
 

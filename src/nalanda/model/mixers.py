@@ -56,11 +56,12 @@ def _faults(mixer: type[Mixer]) -> Iterator[str]:
         yield "needs __init__(self, config, layer_idx, *, options with defaults)"
 
     def depth(name: str) -> int:
-        return next(i for i, c in enumerate(mixer.__mro__) if name in vars(c))
+        return next((i for i, c in enumerate(mixer.__mro__) if name in vars(c)), len(mixer.__mro__))
 
-    kernel = mixer.__mro__[depth("step_options")]
-    steps = ("heads", "mix", "read_out")
-    changed = [f"{name}()" for name in steps if depth(name) < depth("step_options")]
+    kernel = mixer.__mro__[min(depth("step_options"), len(mixer.__mro__) - 1)]
+    known = next(i for i, c in enumerate(mixer.__mro__) if i and (c is Mixer or c in MIXERS.values()))
+    steps = ("heads", "gates", "convolve", "sums", "counts", "recur", "mix", "read_out")
+    changed = [f"{name}()" for name in steps if depth(name) < min(known, depth("step_options"))]
     if changed and kernel is not Mixer:
         yield (
             f"changes {', '.join(changed)} but inherits step_options() of {kernel.__name__}, for a decoding "

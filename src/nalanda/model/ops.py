@@ -87,11 +87,11 @@ def delta_rule(
         allow_neg_eigval: whether β‖k‖² may exceed 1, so that a token turns what it erases into its negative.
             In 16 bits kernels then keep more digits, since rounding would lengthen the state where a token
             repeats. On the torch path it changes nothing.
-        chunk_size: the most tokens in a chunk, a power of two.
+        chunk_size: the most tokens in a chunk of the torch form, a power of two; kernels choose their own.
         mode: "chunk" for training and prompts, "recurrent" for decoding token by token, "reference" for the
             literal formula. All are differentiable.
-        backend: for mode "chunk": "auto" (Triton kernels on GPUs, torch elsewhere), "torch", "triton" or
-            "fla". A backend that cannot serve a call warns once, and the next one serves it.
+        backend: for mode "chunk": "auto" (Triton kernels on GPUs, torch elsewhere), "torch", "triton",
+            "fla" or "flash_qla". A backend that cannot serve a call warns once, and the next one serves it.
             `nalanda_kernels.use_backend` and the variable NALANDA_BACKEND change what "auto" means.
 
     Returns:

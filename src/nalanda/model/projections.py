@@ -198,8 +198,9 @@ def matrix_of(layer: nn.Linear) -> Tensor | None:
         return None
     own = layer.__dict__  # a module's own lookups would take longer than a product for one token
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-    weight = own["_parameters"]["weight"]
-    if hooks or own["_backward_pre_hooks"] or "forward" in own or own["_parameters"]["bias"] is not None:
+    # Replicas of DataParallel, FSDP1 and pruning keep the weight elsewhere.
+    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+    if hooks or own["_backward_pre_hooks"] or "forward" in own or bias is not None:
         return None
     return weight if type(weight) in (nn.Parameter, Tensor) else None
 
