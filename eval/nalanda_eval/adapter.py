@@ -95,8 +95,14 @@ class HarnessModel(HFLM):
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any
     ) -> Any:
-        begin = self.tokenizer.bos_token if self.bos else ""  # type: ignore[missing-attribute]
-        ids, mask = super().tok_batch_encode([begin + text for text in strings], *args, **kwargs)
+        if self.bos:  # as an id: as text it would change how some tokenizers begin the first word
+            rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
+            found = self.tokenizer.pad(  # type: ignore[missing-attribute]
+                {"input_ids": [self.bos + row for row in rows]}, return_tensors="pt", padding_side="left"
+            )
+            ids, mask = found["input_ids"], found["attention_mask"]
+        else:
+            ids, mask = super().tok_batch_encode(strings, *args, **kwargs)
         if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
             return ids, mask
         self.cut += int((mask.sum(1) > left_truncate_len).sum())
@@ -243,7 +249,6 @@ def load_tasks(
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(seed=1234)
         aggregations = task.aggregation()
         for metric, aggregate in aggregations.items():
             if aggregate in (perplexity, weighted_perplexity):

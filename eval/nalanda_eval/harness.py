@@ -175,6 +175,8 @@ def evaluate(
                     processes=processes,
                     advance=advance,
                 )
+                for task in loaded["tasks"].values():  # the same examples for every model
+                    task.set_fewshot_seed(seed=1234)
                 raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
             results["models"].append(
                 {

@@ -344,7 +344,7 @@ def lra_speed(
     `seconds`, `bytes`, and `speed` and `memory`, softmax's over the model's.
     """
     beside = arena_models(["softmax"], ["own"])[0]
-    every = beside + [model for model in candidates if model["mixer"] != "softmax"]
+    every = beside + [model for model in candidates if label(model) != label(beside[0])]
     rows = []
     for length in lengths:
         task = ArenaTask("text", length, 2)

@@ -401,9 +401,9 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     windows = sorted({model["window"] for model in models})
     best = min(range(len(models)), key=lambda i: models[i]["one_pass"]["bits_per_byte"])
     lowest = _cell(models[best]["one_pass"]["perplexity"])
-    title = (
-        f"Perplexity on {result['text']}: " + ("lowest for " * (len(models) > 1)) + f"{names[best]}, {lowest}"
-    )
+    title = f"Perplexity on {result['text']}"
+    if not incomparable(models):
+        title += f": {'lowest for ' * (len(models) > 1)}{names[best]}, {lowest}"
     rows = sorted({point["rows"] for model in models for point in model["curve"]})
     caption = (
         "Left: one pass (lines; bands: ± 1 standard error over rows) and windows of "
@@ -441,6 +441,23 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     return files(file)
 
 
+def incomparable(models: list[dict[str, Any]]) -> list[str]:
+    """Why the models' figures may not be compared; [] if they may."""
+
+    def differ(key: str, what: str, advice: str) -> list[str]:
+        values = list(dict.fromkeys(model[key] for model in models))
+        said = " and ".join(f"{value:,}" for value in values)
+        return [f"the models read {what.format(said)}; {advice}"] if len(values) > 1 else []
+
+    return [
+        *differ("window", "windows of {} tokens", "--window sets one for all"),
+        *differ("length", "rows of {} tokens", "--length sets one for all"),
+        *differ(
+            "bytes", "{} bytes of text", "their tokenizers differ: name a text that --tokens does not cut"
+        ),
+    ]
+
+
 def _short(names: list[str]) -> list[str]:
     """Paths without the parts that all of them begin or end with."""
     parts = [Path(name).parts for name in names]
@@ -470,6 +487,8 @@ def print_perplexity(result: dict[str, Any], console: Console | None = None) -> 
         )
     console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
     console.print(table)
+    for reason in incomparable(result["models"]):
+        console.print(f"not comparable: {reason}", style="yellow", markup=False, soft_wrap=True)
     for model in result["models"]:
         table = Table("tokens before", box=None, pad_edge=False)
         for head in ("rows", "one pass", f"windows of {model['window']}", "one pass / windows"):

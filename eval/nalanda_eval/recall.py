@@ -136,7 +136,14 @@ def run_recall(
     Raises:
         ValueError: the keys give no valid model.
     """
-    training = training or Training()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # of dropout
+        return _run_recall(model, task, seed, training or Training(), device)
+
+
+def _run_recall(
+    model: dict[str, Any], task: Task, seed: int, training: Training, device: str
+) -> dict[str, Any]:
     start, config = time.perf_counter(), configured(model, task.vocab_size)
     length = max(task.length(case) for case in task.trained)
     net = seeded_reader(config, task, seed).to(device)

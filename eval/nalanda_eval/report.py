@@ -261,8 +261,10 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
 
 
 def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
-    value = model["tasks"].get(task, {kind: {}})[kind].get(metric)
-    return value * 100 if value is not None and metric.startswith(SHARES) else value
+    found = model["tasks"].get(task, {"metrics": {}, kind: {}})
+    value, whole = found[kind].get(metric), found["metrics"].get(metric)
+    share = metric.startswith(SHARES) and whole is not None and 0 <= whole <= 1  # some tasks give percent
+    return value * 100 if value is not None and share else value
 
 
 def _cell(metric: str, value: float | None) -> str:
@@ -270,4 +272,6 @@ def _cell(metric: str, value: float | None) -> str:
         return "—"
     if not math.isfinite(value) or abs(value) >= 1e5:
         return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
-    return f"{value:.2f}" if metric in PERPLEXITIES else f"{value:.1f}"
+    if metric in PERPLEXITIES:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if metric.startswith(SHARES) else f"{value:.4g}"

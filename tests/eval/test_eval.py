@@ -24,8 +24,10 @@ from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.task_data import PACKAGED, find_tasks
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from nalanda import NalandaForCausalLM
+from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.model_folder import check_name
 from nalanda.config.schema import DataConfig
@@ -719,6 +721,51 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     assert [row[:2] for row in rows] == [["mine", "acc"], ["mine", "acc norm"]]
     assert rows[0][2].startswith(f"{100 * metrics['acc']:.1f} ± ")
     assert f"| mine | acc | {rows[0][2]} |" in report.results_markdown(results)
+
+
+def test_few_shot_examples_are_the_same_for_every_model(checkpoint, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"q": f"{i} plus {i}", "a": str(2 * i)} for i in range(8)]
+    write(tmp_path, "sums.jsonl", rows)
+    file = tmp_path / "sums.yaml"
+    file.write_text(
+        "task: sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\n"
+        "test_split: test\nfewshot_split: test\nnum_fewshot: 2\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{q}} is'\ndoc_to_target: ' {{a}}'\nmetric_list: [{metric: perplexity}]\n"
+    )
+    results = evaluate([checkpoint, checkpoint], [str(file)], data=str(tmp_path), device="cpu")
+    first, second = (model["tasks"]["sums"]["metrics"] for model in results["models"])
+    assert first == second
+
+
+def test_prompts_begin_as_training_texts_do(adapter):
+    """A tokenizer that marks the first word of a text: bos as text before it would take the mark away."""
+    vocabulary = {name: i for i, name in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "▁a", "b"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+    model = NalandaForCausalLM(NalandaConfig(vocab_size=len(vocabulary), **sizes)).eval()
+    scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
+    ids, mask = scorer.tok_batch_encode(["a", "ab", ""])
+    read = [row[there.bool()].tolist() for row, there in zip(ids, mask, strict=True)]
+    assert read == [[1, 5], [1, 5, 6], [1]]
+    assert mask.tolist() == [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
+    assert scorer._encode_pair("a", "b")[0] == [1, 5]
+    ids, _ = scorer.tok_batch_encode(["ab"], left_truncate_len=2)
+    assert ids.tolist() == [[5, 6]]
+
+
+def test_percentages_stay_percentages():
+    model = {"tasks": {"squad": {"metrics": {"f1": 45.2, "acc": 0.5}, "stderr": {"f1": 1.5, "acc": 0.01}}}}
+    assert report._figure(model, "squad", "f1") == 45.2
+    assert report._figure(model, "squad", "f1", "stderr") == 1.5
+    assert report._figure(model, "squad", "acc") == 50
+    assert report._figure(model, "squad", "acc", "stderr") == 1
+    assert report._cell("brier_score", 0.123456) == "0.1235"
 
 
 def test_documents_and_cut_prompts_are_counted_once(checkpoint, tmp_path, monkeypatch):

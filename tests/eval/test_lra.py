@@ -292,6 +292,9 @@ def test_speed():
     assert peak_bytes(lambda: [torch.zeros(1 << 20) for _ in range(3)].clear(), "cpu") == pytest.approx(
         12 << 20, rel=1e-3
     )
+    windowed, _ = arena_models(["softmax:window=16"], ["own"])
+    rows = lra_speed(windowed, (32,), "quick", "cpu", rounds=1)
+    assert [row["model"] for row in rows] == ["softmax", "softmax(window=16)"]
     candidates, _ = arena_models(["softmax", "mala"], ["own"])
     rows = lra_speed(candidates, (32, 64), "quick", "cpu", rounds=1)
     assert [(row["model"], row["length"]) for row in rows] == [

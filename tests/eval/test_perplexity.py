@@ -237,6 +237,14 @@ def test_the_command(folder):
         assert (folder / "out" / name).stat().st_size > 5000
 
 
+def test_models_that_read_other_windows_or_texts_are_not_compared():
+    same = {"window": 16, "length": 256, "bytes": 1000}
+    assert module.incomparable([same, same]) == []
+    (said,) = module.incomparable([same, same | {"window": 32}])
+    assert said == "the models read windows of 16 and 32 tokens; --window sets one for all"
+    assert len(module.incomparable([same, {"window": 8, "length": 128, "bytes": 1200}])) == 3
+
+
 def test_weights_that_are_not_finite_are_said(folder, tokenizer, tmp_path):
     model = build().float()
     with torch.no_grad():

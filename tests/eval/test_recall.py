@@ -428,6 +428,14 @@ def test_every_task_trains_and_its_record_is_json(task):
         assert record["reference"][-1] < 1e-3 < record["reference"][0]
 
 
+def test_dropout_follows_from_the_seed():
+    training, before = Training(steps=4, batch_size=4, rows=4, points=1), torch.random.get_rng_state()
+    model = TINY | parse("deltanet", "silu") | {"dropout": 0.3}
+    first, again = (run_recall(model, TINY_MQAR, 0, training) for _ in range(2))
+    assert first["curve"] == again["curve"]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 # ------------------------------ equal parameters, equal state
 
 

@@ -574,7 +574,10 @@ def test_a_gain_from_one_document_does_not_change_the_default(finished, planned)
 def test_a_budget_is_calibrated_by_narrow_intervals_that_hold_the_published_gap(
     finished, planned, losses, noise, reproduced
 ):
-    assert calibrated(results_of(finished, planned, losses, noise)) == {256: reproduced, 512: reproduced}
+    results = results_of(finished, planned, losses, noise)
+    assert calibrated(results) == {256: reproduced, 512: reproduced}
+    results.study.calibration.tokens_per_word = 2.0  # the published gap is then 0.01
+    assert calibrated(results) == {256: False, 512: False}
 
 
 def test_a_run_that_diverged_ends_the_study_and_leaves_its_questions_open(finished, planned):
@@ -589,6 +592,11 @@ def test_a_run_that_diverged_ends_the_study_and_leaves_its_questions_open(finish
     assert "not finished" not in said
     assert "Whether norm-awareness matters cannot be judged" in said
     assert "The default of `nala` stays: a change cannot be judged" in said
+
+
+def test_rates_at_the_edge_are_said(finished, planned):
+    said = verdicts(results_of(finished, planned, {}))
+    assert "18 of 18 systems chose the lowest rate, 0.004; a lower one may be better for them." in said
 
 
 def test_an_unfinished_study_decides_nothing(finished, planned):
@@ -679,6 +687,7 @@ def test_bad_studies_are_refused_in_one_line(tmp_path, change, message):
         ("schedule", {"name": "linear"}, r"schedule\.name: the rate stays"),
         ("train", {"precision": "bf16"}, r"train\.precision: a study computes in fp32"),
         ("optim", {"lr": 1e-3}, r"optim\.lr: study\.yaml has the rates"),
+        ("model", {"dropout": 0.1}, r"model\.dropout: runs of a seed would differ"),
         ("data", {"bos": False}, r"data\.bos: a study tells documents apart"),
         ("data", {"long_documents": "carry"}, r"data\.long_documents: a study cuts"),
     ],

@@ -38,7 +38,7 @@ from nalanda_eval.studies.plan import (
     steps_to,
     systems,
 )
-from nalanda_eval.studies.spec import Study, load_study
+from nalanda_eval.studies.spec import Calibration, Study, load_study
 from nalanda_eval.sweep import Record, key, records
 
 BEGIN, END = "<!-- words: kept by `nalanda study report` -->", "<!-- end of words -->"
@@ -169,6 +169,11 @@ def key_of(system: System) -> str:
 # ------------------------------ the rule
 
 
+def published_gaps(calibration: Calibration) -> dict[str, float]:
+    """In nats a token of the study's text."""
+    return {name: gap / calibration.tokens_per_word for name, gap in calibration.published.items()}
+
+
 def calibrated(results: Results) -> dict[int, bool] | None:
     """Whether each budget reproduces the published gaps; None: no calibration, or it is not finished."""
     calibration = results.study.calibration
@@ -182,7 +187,7 @@ def calibrated(results: Results) -> dict[int, bool] | None:
     return {
         budget: all(
             gap.low <= published <= gap.high and gap.half <= TELLING
-            for name, published in calibration.published.items()
+            for name, published in published_gaps(calibration).items()
             for gap in [results.at(forms[name], reference, i)]  # type: ignore[arg-type]
         )
         for i, budget in enumerate(results.study.budgets)
@@ -255,6 +260,12 @@ def verdicts(results: Results) -> list[str]:
             f"Calibration: the published gaps are reproduced at {', '.join(good)} tokens."
             if good
             else "Calibration: no budget reproduces the published gaps. All gaps are of early training."
+        )
+    lowest = min(results.study.rates.values)
+    if edge := [key_of(system) for system, rate in results.rates.items() if rate == lowest]:
+        lines.append(
+            f"{len(edge)} of {len(results.rates)} systems chose the lowest rate, {lowest:g}; a lower one may "
+            "be better for them."
         )
     study, gone = results.study, "because a run that it needs diverged"
     places = len(study.sizes) * len(study.mixers)
@@ -355,7 +366,7 @@ def calibration_table(results: Results) -> str:
             continue
         losses = map(number, results.losses(system).mean(0))
         gaps = results.by_budget(system, reference)
-        published = calibration.published.get(name)
+        published = published_gaps(calibration).get(name)
         cells = [gap.text() if system != reference else "" for gap in gaps]
         lines.append(
             [
@@ -491,12 +502,12 @@ def draw_gaps(results: Results, file: Path) -> list[Path]:
         for size, (_, mine), mixer in itertools.product(study.sizes, groups, study.mixers)
         if any((a.size, a.group) == (size, mixer) and a.form in mine for a, _ in pairs)
     ]
-    lowest, reference = min(pairs, key=lambda pair: results.at(*pair).mean)
-    gap = results.at(lowest, reference)
-    title = (
-        f"Lowest gap to {study.reference} at {si(study.budgets[-1])} tokens: {key_of(lowest)}, {gap.text()}"
-    )
-    with drawing(file, f"{title} nats", explained(study), len(places), columns=len(study.mixers),
+    title = f"Gaps to {study.reference} up to {si(study.budgets[-1])} tokens"
+    if results.finished():
+        lowest, reference = min(pairs, key=lambda pair: results.at(*pair).mean)
+        gap, p = results.at(lowest, reference).text(), chance(results.adjusted[lowest])
+        title += f"; lowest: {key_of(lowest)}, {gap} nats, p {p} by Holm"
+    with drawing(file, title, explained(study), len(places), columns=len(study.mixers),
                  sharey="row") as panels:  # fmt: skip
         for axes, (size, mixer, mine) in zip(panels, places, strict=True):
             gaps = {
@@ -534,7 +545,7 @@ def draw_calibration(results: Results, file: Path) -> list[Path]:
     reference, budgets = results.system(first, CALIBRATION, study.reference), calibrated(results)
     if study.calibration is None or reference is None or budgets is None:
         return []
-    styles, published = looks(study), study.calibration.published
+    styles, published = looks(study), published_gaps(study.calibration)
     systems = {name: results.system(first, CALIBRATION, name) for name in published}
     good = [si(tokens) for tokens, reproduced in budgets.items() if reproduced]
     at = f"at {', '.join(good)} tokens" if good else "at no budget"
@@ -587,7 +598,12 @@ def report(directory: Path) -> list[Path]:
     ]
     if study.calibration:
         picture = [drawn["calibration"]] if "calibration" in drawn else []
-        blocks += ["## Calibration", f"{study.calibration.source}.", *picture, calibration_table(results)]
+        told = f"{study.calibration.source}."
+        if (words_of := study.calibration.tokens_per_word) != 1:
+            told += (
+                f" These are perplexities a word; their gaps are divided by {words_of:g} tokens a word here."
+            )
+        blocks += ["## Calibration", told, *picture, calibration_table(results)]
     told = (
         f"Nats a token, and the tokens, of the last rung that a rate took part in; seed {study.rates.seed}."
     )

@@ -25,6 +25,8 @@ class Calibration:
     published: dict[str, float]
     """Gaps to the reference in nats, by form."""
     source: str
+    tokens_per_word: float = 1.0
+    """Of the study's text. Published gaps are divided by it, where they are of perplexities a word."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ def check_followed(lm: dict[str, Any], file: Path) -> None:
     shape = [f"schedule.{name}" for name in lm.get("schedule", {}) if name != "warmup_steps"]
     refused = {
         **dict.fromkeys(shape, "the rate stays, then falls over study.yaml's cooldown; leave this out"),
+        "model.dropout": lm["model"].get("dropout") and "runs of a seed would differ in it; leave it out",
         "optim.lr": "lr" in lm.get("optim", {}) and "study.yaml has the rates; leave this out",
         "train.precision": config.train.precision != "fp32" and "a study computes in fp32; set fp32",
         "data.bos": not config.data.bos and "a study tells documents apart by their bos token; set true",

@@ -110,7 +110,7 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for i in track(range(-1, rounds), "decoding"):
         for key, (step, _) in steps.items():
-            if key[0] == "softmax" and i % SOFTMAX_INTERVAL:
+            if key[0] == "softmax" and i > 0 and i % SOFTMAX_INTERVAL:
                 continue
             start = time.perf_counter()
             step()
@@ -131,10 +131,10 @@ def _measure(rounds: int, read: bool) -> list[dict]:
 
 
 def _ratio(a: list[float], b: list[float]) -> float:
-    """The median of what neighbouring measurements say: what else the machine does hits both."""
+    """The median of what measurements of the same round say: what else the machine does hits both."""
     shorter = min(len(a), len(b))
-    a, b = (x[:: len(x) // shorter] for x in (a, b))
-    return statistics.median(x / y for x, y in zip(a, b, strict=False))
+    a, b = (x if len(x) == shorter else x[::SOFTMAX_INTERVAL] for x in (a, b))
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def _model(options: dict) -> NalandaForCausalLM:
