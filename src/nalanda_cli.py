@@ -841,7 +841,7 @@ def study_claims(
         str | None, Argument(metavar="[DIR]", help="folder of the records", show_default=False)
     ] = None,
     text: Annotated[str | None, Option(help="corpus; by default Python's documentation")] = None,
-    quick: Annotated[bool, Option("--quick", help="run tiny models, in a minute")] = False,
+    quick: Annotated[bool, Option("--quick", help="run tiny models, in 2 minutes")] = False,
 ) -> None:
     """Test the papers' other claims on small trained models.
 
