@@ -50,7 +50,8 @@ def assert_same(eager: PreTrainedModel, compiled: PreTrainedModel, step: int, **
     right, mine = (run(model, step, **packing).loss for model in (eager, compiled))
     torch.testing.assert_close(mine, right)
     for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        close = torch.allclose(b.grad, a.grad, rtol=1e-3, atol=1e-4 * float(a.grad.abs().max()))
+        # A gradient whose terms cancel, such as that of SOFT's queries, is rounding.
+        close = torch.allclose(b.grad, a.grad, rtol=1e-3, atol=max(1e-6, 1e-4 * float(a.grad.abs().max())))
         assert close, f"{name}: {(a.grad - b.grad).abs().max():.2g}"
 
 

@@ -299,7 +299,9 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
 
 def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
     poisoned(monkeypatch, dict.fromkeys(range(1, 99), "nan loss"))
-    with pytest.raises(InputError, match=r"step 5: 5 steps in a row .*; no checkpoint was saved yet"):
+    with pytest.raises(
+        InputError, match=r"step 5: 5 steps in a row .*; there is no checkpoint from before them"
+    ):
         loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=1", *NO_VALIDATION))
 
 
