@@ -171,8 +171,7 @@ def eval(
     ] = "window",
     no_share: Annotated[bool, Option("--no-share", help="read contexts once per continuation")] = False,
     output: Annotated[
-        str | None,
-        Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
+        str | None, Option(help="directory for results.json, .md, .csv, and for answers, to resume from")
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -373,8 +372,7 @@ def info(
     recipe: Annotated[str | None, Argument(help="recipe file or name; tables without one")] = None,
     overrides: Overrides = None,
     processes: Annotated[
-        int | None,
-        Option(min=1, help="processes that share a step; by default train.context_parallel"),
+        int | None, Option(min=1, help="processes that share a step; by default train.context_parallel")
     ] = None,
     device: Annotated[
         str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
@@ -535,10 +533,7 @@ def runs(
 
 
 @app.command()
-def verify(
-    run: Annotated[str, Argument(help="a run's folder")],
-    as_json: AsJson = False,
-) -> None:
+def verify(run: Annotated[str, Argument(help="a run's folder")], as_json: AsJson = False) -> None:
     """Check the checkpoints of a run.
 
     \b
@@ -657,8 +652,7 @@ def prepare(
     vocab_size: Annotated[int | None, Option(help="size of the trained tokenizer")] = None,
     workers: Annotated[int | None, Option(min=1, help="processes; by default one per core")] = None,
     shard_mb: Annotated[
-        int | None,
-        Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
+        int | None, Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256")
     ] = None,
     validation_share: Annotated[
         float | None, Option(help="share of documents to hold out if the source has no validation part")
@@ -862,10 +856,7 @@ def study_claims(
 
 
 @bench.command()
-def ops(
-    threads: Threads = 2,
-    json: Json = None,
-) -> None:
+def ops(threads: Threads = 2, json: Json = None) -> None:
     """Time the recurrences against transformers' torch paths.
 
     \b
@@ -921,8 +912,7 @@ def bench_parts(
 
 @bench.command("scale")
 def bench_scaling(
-    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10,
-    json: Json = None,
+    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10, json: Json = None
 ) -> None:
     """Hold predicted steps against those of two processes.
 
@@ -996,13 +986,11 @@ def recall(
         Option(help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"),
     ] = None,
     maps: Annotated[
-        str | None,
-        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
+        str | None, Option(help="comma-separated feature maps, or own for each mixer's default; default all")
     ] = None,
     seeds: Annotated[int | None, Option(min=1, help="runs per model; by default 3, quick 1")] = None,
     match: Annotated[
-        str | None,
-        Option(help="compare at equal parameters, state (and parameters), or both (default)"),
+        str | None, Option(help="compare at equal parameters, state (and parameters), or both (default)")
     ] = None,
     states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
     lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
@@ -1059,8 +1047,7 @@ def lra(
     ] = None,
     maps: Annotated[str | None, Option(help="comma-separated; by default own, each mixer's own")] = None,
     data: Annotated[
-        str | None,
-        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
+        str | None, Option(help="folder with text, retrieval and image; docs/lra.md describes the files")
     ] = None,
     size: Annotated[
         str | None, Option(help="sizes as in the code of: skyformer (default) or transnormer")

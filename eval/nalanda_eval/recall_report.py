@@ -13,9 +13,7 @@ from rich.table import Table
 from nalanda.common.text import size
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
 from nalanda_eval.report import markdown_table
-from nalanda_eval.synthetic import (
-    Task,
-)
+from nalanda_eval.synthetic import Task
 
 
 def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str], list[list[str]]]]:

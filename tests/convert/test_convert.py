@@ -467,10 +467,7 @@ def refused(source, tmp_path, to=None):
             )
         ),
         ("retnet", {"attn": [1]}),
-        (
-            "retnet",
-            {"attn": [{"layers": [i], "num_heads": i + 1} for i in range(2)], "num_hidden_layers": 3},
-        ),
+        ("retnet", {"attn": [{"layers": [i], "num_heads": i + 1} for i in range(2)], "num_hidden_layers": 3}),
         ("delta_net", {"share_conv_kernel": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("gated_deltanet", {"attnres_block_size": 2}),

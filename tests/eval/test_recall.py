@@ -25,16 +25,7 @@ from nalanda_eval.equal import (
     with_parameters,
     with_state,
 )
-from nalanda_eval.recall import (
-    EVERY,
-    QUICK,
-    Training,
-    override,
-    plan_recall,
-    recall,
-    recall_jobs,
-    run_recall,
-)
+from nalanda_eval.recall import EVERY, QUICK, Training, override, plan_recall, recall, recall_jobs, run_recall
 from nalanda_eval.sweep import records, sweep
 from nalanda_eval.synthetic import (
     IGNORED,

@@ -273,11 +273,7 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
     ("name", "mixer", "says"),
     [
         ("mine", 3, "is not a subclass of Mixer"),
-        (
-            "mine",
-            Bare,
-            "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
-        ),
+        ("mine", Bare, "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops"),
         ("mine", Changed, r"changes read_out\(\) but inherits step_options\(\) of DeltaNet"),
         ("mine", Gentler, r"changes gates\(\) but inherits step_options\(\) of DeltaNet"),
         ("mine", Counted, r"changes counts\(\) but inherits step_options\(\) of LinearAttention"),

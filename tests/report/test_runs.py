@@ -118,15 +118,7 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     console = Console(width=120, record=True, file=io.StringIO())
     runs.print_runs(list(found.values()), console)
     text = console.export_text()
-    for part in (
-        "40/100",
-        "2.4 M",
-        "25%",
-        "3.6 K",
-        "torn",
-        "failed: the loss is nan",
-        "2 × gla,",
-    ):
+    for part in ("40/100", "2.4 M", "25%", "3.6 K", "torn", "failed: the loss is nan", "2 × gla,"):
         assert part in text, part
     narrow = Console(width=80, record=True, file=io.StringIO())
     runs.print_runs(list(found.values()), narrow)

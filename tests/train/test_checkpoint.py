@@ -50,11 +50,7 @@ def made(width: int = 4, updates: int = 0):
 def save(directory, step, model, optimizer, **state):
     data = {"position": step, "tail": torch.arange(3)}
     return checkpoint.Saver(directory, CheckpointConfig(keep_last=99)).save(
-        step,
-        model=model,
-        optimizer=optimizer,
-        data_state=data,
-        trainer_state={"tokens": 7, **state},
+        step, model=model, optimizer=optimizer, data_state=data, trainer_state={"tokens": 7, **state}
     )
 
 

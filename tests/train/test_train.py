@@ -452,14 +452,7 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     assert f"version of torch: 2.0.1 → {torch.__version__}" in out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["changes"][0]["step"] == 4
     assert facts["changes"][0]["optim.lr"] == [0.003, 0.001]

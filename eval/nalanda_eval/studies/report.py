@@ -234,10 +234,7 @@ def decided(results: Results) -> tuple[str, dict[str, Gap]] | None:
     pool, default = residual(np.stack([*losses.values()])), rule.default
     gaps = {
         form: gap_of(
-            losses[form],
-            losses[default],
-            pool,
-            document_variance(sums[form], sums[default], results.counts),
+            losses[form], losses[default], pool, document_variance(sums[form], sums[default], results.counts)
         )
         for form in rule.candidates
     }
@@ -329,16 +326,7 @@ def chance(p: float) -> str:
 
 def endpoint_table(results: Results) -> str:
     budgets, references = results.study.budgets, dict(results.pairs())
-    header = [
-        "size",
-        "mixer",
-        "form",
-        "rate",
-        *(f"{b:,}" for b in budgets),
-        "gap",
-        "p (Holm)",
-        "slope",
-    ]
+    header = ["size", "mixer", "form", "rate", *(f"{b:,}" for b in budgets), "gap", "p (Holm)", "slope"]
     lines = []
     for system in results.runs:
         if system.group == CALIBRATION:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from nalanda.bench.baselines import Bigram
 from nalanda.common.errors import InputError
@@ -59,7 +58,6 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
         InputError: settings that cannot work, or a text or tokenizer other than that in `work` or of the
             recorded runs.
     """
-    console = Console()
     study, lm = load_study(directory)
     check_followed(lm, directory / "lm.yaml")
     planned = systems(study, lm)
@@ -93,7 +91,7 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
     rest = [system for system in planned if system.group != CALIBRATION]
     for part in (calibration, *([s for s in rest if s.size == size] for size in study.sizes)):
         train_part(part, study, lm, file, train)
-    train_recall(study, file, workers, console)
+    train_recall(study, file, workers)
     alike = equal_rates(planned, study)
     train([final_settings(s, rate, seed, study, lm) for seed in study.seeds for s, rate in alike.items()])
 
@@ -115,7 +113,7 @@ def train_part(part: list[System], study: Study, lm: dict[str, Any], file: Path,
     ])  # fmt: skip
 
 
-def train_recall(study: Study, file: Path, workers: int, console: Console) -> None:
+def train_recall(study: Study, file: Path, workers: int) -> None:
     """Trains every form of every mixer on recall: with all rates, then with every seed at the best one."""
     if study.recall is None:
         return

@@ -71,13 +71,7 @@ def bench_context(
         steps[name] = {"one": one, "two": two}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{length:,} tokens", no_wrap=True)
-    for head in (
-        "kept by 1",
-        "each of 2",
-        "peak of 1",
-        "each of 2",
-        "time 2 / 1",
-    ):
+    for head in ("kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"):
         table.add_column(head, justify="right")
     for name, of in steps.items():
         sizes = [f"{of[n][kind] / 2**20:,.0f} MiB" for kind in ("saved", "peak") for n in ("one", "two")]

@@ -258,12 +258,7 @@ FORMATS = {
         "RetNetForCausalLM",
         "retention",
         _RETENTION
-        | {
-            "hidden_ratio": Field(2),
-            "num_heads": _heads(8),
-            "expand_k": Field(1.0),
-            "expand_v": Field(2.0),
-        },
+        | {"hidden_ratio": Field(2), "num_heads": _heads(8), "expand_k": Field(1.0), "expand_v": Field(2.0)},
         _read_expanded,
         _write_retnet,
         _FUSED_NORM,
@@ -273,11 +268,7 @@ FORMATS = {
         "softmax",
         _FLA
         | _SOFTMAX
-        | {
-            "num_heads": _heads(32),
-            "qk_norm": Field(False, ".qk_norm"),
-            "elementwise_affine": only(True),
-        },
+        | {"num_heads": _heads(32), "qk_norm": Field(False, ".qk_norm"), "elementwise_affine": only(True)},
         _read_transformer,
         _write_fla,
         _FLA_NAMES,

@@ -189,5 +189,5 @@ FORMATS = {
             ".mixer.g_up_proj.": ".self_attn.g_b_proj.",
             ".mixer.": ".self_attn.",
         },
-    ),
+    )
 }

@@ -62,5 +62,5 @@ FORMATS = {
             ".mixer.": ".self_attn.",
             ".mlp_norm.": ".post_attention_layernorm.",
         },
-    ),
+    )
 }

@@ -238,5 +238,5 @@ FORMATS = {
         _read,
         _write,
         {},
-    ),
+    )
 }

@@ -86,9 +86,7 @@ def open_corpus(data: DataConfig, split: str) -> Corpus:
         return Corpus(shards, counts=counts)
     part = split == "validation"
     return Corpus(
-        shards,
-        lambda text: not_blank(text) and held_out(text, data.validation_share) == part,
-        counts=counts,
+        shards, lambda text: not_blank(text) and held_out(text, data.validation_share) == part, counts=counts
     )
 
 

@@ -10,14 +10,7 @@ from pathlib import Path
 from nalanda.common.errors import InputError
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
-from nalanda.data.token_set import (
-    SPLITS,
-    Entry,
-    StatedFile,
-    TokenSet,
-    read_index,
-    shard_entries,
-)
+from nalanda.data.token_set import SPLITS, Entry, StatedFile, TokenSet, read_index, shard_entries
 from nalanda.data.tokenizer import describe_tokenizer, load_tokenizer
 from nalanda.data.workers import processors
 

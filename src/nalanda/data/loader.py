@@ -25,14 +25,7 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import (
-    DocumentStream,
-    check_apart,
-    describe_files,
-    is_local,
-    open_corpus,
-    source_of,
-)
+from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_local, open_corpus, source_of
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.token_set import SPLITS, TokenSet, is_token_set

@@ -55,12 +55,7 @@ from nalanda.data.token_set import (
     token_dtype,
     totals,
 )
-from nalanda.data.tokenizer import (
-    build_tokenizer,
-    describe_tokenizer,
-    encoder,
-    load_tokenizer,
-)
+from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, encoder, load_tokenizer
 from nalanda.data.urls import identity_of
 
 PRELOAD = ["nalanda.data.prepare", "transformers.models.auto.tokenization_auto"]

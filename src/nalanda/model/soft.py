@@ -73,11 +73,7 @@ def cholesky_inverse(A: Tensor) -> Tensor:
 
 
 def landmark_weights(
-    Z: Tensor,
-    ridge: float = 0.01,
-    normalized: bool = True,
-    inverse: str = "cholesky",
-    iterations: int = 20,
+    Z: Tensor, ridge: float = 0.01, normalized: bool = True, inverse: str = "cholesky", iterations: int = 20
 ) -> Tensor:
     """W with Ŝ = PᵀWP: (A + ρI)^-1, or normalized D^-½(A + ρI)^-1 D^-½, with A = κ(Z, Z), D = diag(A·1).
 

@@ -35,10 +35,7 @@ class LRPE(Fp32Module):
 
     def initial(self) -> dict[str, Tensor]:
         i = torch.arange(len(self.theta), dtype=torch.float32, device=self.theta.device)
-        return {
-            "theta": 10000.0 ** (-i / len(self.theta)),
-            "u": F.normalize(torch.randn_like(self.u), dim=0),
-        }
+        return {"theta": 10000.0 ** (-i / len(self.theta)), "u": F.normalize(torch.randn_like(self.u), dim=0)}
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[B, T, H, K]` and positions `[B or 1, T]` to `[B, T, H, K]`, in fp32 at least."""

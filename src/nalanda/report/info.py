@@ -1,6 +1,5 @@
 """Estimates a recipe's parameters, FLOPs, state, memory, tokens and time without allocating the model."""
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from rich.table import Table
 from nalanda.common.errors import InputError
 from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
-from nalanda.config.model import build_model_config, config_source, is_encoder, language_model
+from nalanda.config.model import is_encoder
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
@@ -19,25 +18,18 @@ from nalanda.train.estimate import (
     activation_bytes,
     exchanged_bytes,
     held_bytes,
+    meta_model,
     run_time,
     shards,
     time_range,
-    vocabulary,
 )
-from nalanda.train.estimate import parameters as count_parameters
 from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 
 
 def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
     """A recipe and its model, in fp32 on the meta device. Raises InputError as `info` does."""
     config = use_mirror(load_config(recipe, overrides))
-    keys = config.model
-    if "vocab_size" not in keys and isinstance(config_source(keys), type):
-        keys["vocab_size"] = 64 * math.ceil(vocabulary(config) / 64)  # rounded as in training
-    model_config = build_model_config(config)
-    count_parameters(model_config)  # raises for sizes that no tensor can have
-    with torch.device("meta"):
-        return config, language_model(model_config).from_config(model_config, dtype=torch.float32)
+    return config, meta_model(config)
 
 
 def info(

@@ -4,6 +4,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
+from nalanda.config.model import build_model_config, config_source, language_model
 from nalanda.config.schema import RunConfig
-from nalanda.data.tokenizer import build_tokenizer
+from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig
 from nalanda.model.context import Context, Parts
 from nalanda.model.modeling import Block
@@ -91,6 +93,19 @@ def time_range(seconds: Sequence[float]) -> str:
     return f"{shortest} to {longest}, assuming {low} to {high} % of the peak"
 
 
+def meta_model(config: RunConfig) -> PreTrainedModel:
+    """The recipe's model in fp32 on the meta device, with the vocabulary that training gives it.
+
+    Raises `InputError` for sizes that no tensor can have."""
+    keys = config.model
+    if "vocab_size" not in keys and isinstance(config_source(keys), type):
+        keys = {**keys, "vocab_size": 64 * math.ceil(vocabulary(config) / 64)}
+    model_config = build_model_config(replace(config, model=keys))
+    parameters(model_config)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return language_model(model_config).from_config(model_config, dtype=torch.float32)
+
+
 def vocabulary(config: RunConfig) -> int:
     """Size of the recipe's tokenizer. If it is not trained yet: `tokenizer.vocab_size`, or without one the
     number of words in the training documents."""
@@ -99,7 +114,7 @@ def vocabulary(config: RunConfig) -> int:
         return config.tokenizer.vocab_size
     with tempfile.TemporaryDirectory() as unused:  # only `nalanda train` may make the run's folder
         directory = trained if trained.exists() else Path(unused) / "tokenizer"
-        return len(build_tokenizer(config.tokenizer, config.data, directory))
+        return vocabulary_of(build_tokenizer(config.tokenizer, config.data, directory))
 
 
 class _Counted(Context):

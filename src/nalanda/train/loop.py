@@ -28,13 +28,7 @@ from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import SIGNALS, Watchdog, interruptible
 from nalanda.train.log import RunLog, last_metrics
-from nalanda.train.loss import (
-    count_labels,
-    describe_perplexity,
-    negative_share,
-    summed_loss,
-    validate,
-)
+from nalanda.train.loss import count_labels, describe_perplexity, negative_share, summed_loss, validate
 from nalanda.train.optim import describe_groups, learning_rate
 from nalanda.train.run_dir import (
     claim,

@@ -5,7 +5,6 @@ import gc
 import os
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,11 +13,10 @@ from transformers import PreTrainedConfig
 
 from nalanda.common.errors import InputError, OutOfMemory, asked_for, out_of_memory
 from nalanda.common.text import size
-from nalanda.config.model import build_model_config, config_source, language_model
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
 from nalanda.train.checkpoint_dir import checkpoint_folders
-from nalanda.train.estimate import activation_bytes, held_bytes, parameters, shards, vocabulary
+from nalanda.train.estimate import activation_bytes, held_bytes, meta_model, parameters, shards
 
 
 def host() -> int:
@@ -77,14 +75,10 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
 
 def would_fit(config: RunConfig, kind: str) -> str:
     """Names the largest `train.micro_batch_size` that fits in free memory, counted as by `nalanda info`."""
-    keys, train = config.model, config.train
-    if "vocab_size" not in keys and isinstance(config_source(keys), type):
-        keys = {**keys, "vocab_size": vocabulary(config)}
-    model_config = build_model_config(replace(config, model=keys))
+    train, model = config.train, meta_model(config)
+    model_config = model.config
     if not isinstance(model_config, NalandaConfig):
         return f"lower train.micro_batch_size, {train.micro_batch_size} now"
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = language_model(model_config).from_config(model_config, dtype=torch.float32)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     held = held_bytes(model, config, processes, shards(config, processes, kind))
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
