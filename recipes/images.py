@@ -12,12 +12,13 @@ Training images are cropped at random and, by the recipe, mirrored and mixed (mi
 installed `randaugment` and `erasing` are applied as well; without it a recipe that has them is refused.
 """
 
+import json
 import os
 import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from transformers import Trainer, TrainingArguments, ViTImageProcessor, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import write_atomically
 from nalanda.common.text import suggest
-from nalanda.config.load import find_recipe, read_sections, section
+from nalanda.config.load import differences, find_recipe, read_sections, section
 from nalanda.model import NalandaConfig, NalandaForImageClassification
 from nalanda_cli import one_line_errors
 
@@ -68,6 +70,11 @@ class Recipe:
     attention: str | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
     augment: Augment = field(default_factory=Augment)
+
+
+MAY_CHANGE = {"num_train_epochs", "disable_tqdm", "dataloader_num_workers", "use_cpu", "logging_steps"}
+MAY_CHANGE |= {"save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"}
+"""Keys of `train` that a resumed run may have otherwise."""
 
 
 class Images(Dataset):
@@ -176,6 +183,7 @@ def train(
         raise InputError(f"model: {error}") from None
     processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
     folder = str(Path(recipe.output_dir) / f"{name}-{seed}")
+    check_same_recipe(Path(folder), recipe, name)
     arguments = TrainingArguments(
         folder,
         seed=seed,
@@ -207,6 +215,22 @@ def train(
     accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model(folder)
     return accuracy, model, seconds
+
+
+def check_same_recipe(folder: Path, recipe: Recipe, name: str) -> None:
+    """Writes what a run's result depends on into its folder. `InputError` if it was begun otherwise."""
+    train = {key: value for key, value in recipe.train.items() if key not in MAY_CHANGE}
+    mine = {"model": recipe.model, "attention": recipe.attentions[name], "train": train}
+    mine = json.loads(json.dumps(mine | {"augment": asdict(recipe.augment)}))
+    file = folder / "recipe.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else mine
+    for key, (old, new) in differences(before, mine).items():
+        raise InputError(
+            f"{folder}: was begun with {key} {old!r}, and this is {new!r}; name another output_dir"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(mine, indent=1) + "\n")
 
 
 def main(path: str, overrides: list[str]) -> None:

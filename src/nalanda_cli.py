@@ -165,7 +165,9 @@ def eval(
     fetch: Annotated[str | None, Option(help="only write the tasks' data here, for --data")] = None,
     limit: Annotated[float | None, Option(help="documents per task; below 1: share of them")] = None,
     batch_size: Annotated[int, Option(help="texts read together; does not change results")] = 8,
-    max_length: Annotated[int | None, Option(help="context in tokens; by default as in training")] = None,
+    max_length: Annotated[
+        int | None, Option(min=1, help="context in tokens; by default as in training")
+    ] = None,
     long: Annotated[
         str, Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
     ] = "window",
@@ -404,6 +406,16 @@ def info(
 
     from nalanda.config.load import load_config
 
+    for given, option, needed in (
+        (devices, "--devices", recipe),
+        (cluster, "--cluster", devices),
+        (processes, "--processes", recipe if devices is None else None),
+        (device != "here", "--device", recipe if devices is None else None),
+    ):
+        if given and needed is None:
+            need = "needs --devices" if option == "--cluster" else "needs a recipe, and no --devices"
+            need = "needs a recipe" if option == "--devices" else need
+            raise typer.BadParameter(need, param_hint=option)
     if recipe is not None:
         load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading():
@@ -444,6 +456,8 @@ def export(
     from nalanda.config.model_folder import architecture
     from nalanda.train.checkpoint_dir import find_checkpoint
 
+    if private and push is None:
+        raise typer.BadParameter("needs --push", param_hint="--private")
     find_checkpoint(Path(run), step, check=False)
     with _loading():
         from transformers.utils.logging import disable_progress_bar
@@ -704,6 +718,11 @@ def prepare(
             made = f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
             print(made if documents else f"no {split}")
         return
+    for parameter in context.command.params if executor is None else ():
+        given = context.get_parameter_source(parameter.name or "")
+        own = parameter.name in ("tasks", "logs", "slurm_partition", "slurm_time", "slurm_arg")
+        if own and given and given.name == "COMMANDLINE":
+            raise typer.BadParameter("needs --executor", param_hint=parameter.opts[0])
     settings = {"validation_share": validation_share, "text_field": text_field, "source_field": source_field}
     settings |= {"name": name, "revision": revision, "bos": bos, "eos": eos}
     index = make_token_set(

@@ -80,6 +80,10 @@ class HarnessModel(HFLM):
         self.bos = bos_token(model, tokenizer)
         if is_ours(model) and not self.bos:  # in training the end of another text came before the first token
             self.custom_prefix_token_id = tokenizer.eos_token_id
+        if self.prefix_token_id is None:
+            raise InputError(
+                "the tokenizer has neither bos nor eos to put before a text, so its first token has none"
+            )
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)
         self.cache = AnswerCache(cache, self.identity)

@@ -113,6 +113,16 @@ TABLE = [
     ),
     ("info r.yaml --steps 10", r"No such option: --steps.*; .* are written section\.key=value, .*"),
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
+    ("info r.yaml --cluster node=4", r"Invalid value for --cluster: needs --devices"),
+    ("info --devices 8", r"Invalid value for --devices: needs a recipe"),
+    ("info --processes 8", r"Invalid value for --processes: needs a recipe, and no --devices"),
+    (
+        "info r.yaml --devices 8 --device H100",
+        r"Invalid value for --device: needs a recipe, and no --devices",
+    ),
+    ("export run out --private", r"Invalid value for --private: needs --push"),
+    ("data prepare r.yaml out --tasks 3", r"Invalid value for --tasks: needs --executor"),
+    ("eval model --tasks piqa --max-length 0", r"Invalid value for '--max-length': Input .*"),
     ("evall model", r"No such command 'evall'.*"),
     ("plot run --x parsecs", r"Invalid value.*choose tokens, steps or hours"),
     # mixers, maps and their options

@@ -437,6 +437,9 @@ def test_padding_takes_eos_where_there_is_no_token_for_it(settings, older, pad, 
     exporting.pad_batches(tmp_path)
     found = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert found == settings | {"extra": "ä", "padding_side": "left", "pad_token": pad}
+    exporting.pad_batches(tmp_path, token_types=False)
+    found = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert found["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 # ------------------------------ errors

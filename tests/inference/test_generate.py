@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import VARIANTS, VOCAB, build, close, ids, logits
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from typer.testing import CliRunner
 
 import nalanda.bench.decode
@@ -243,6 +244,40 @@ def test_a_state_is_continued_again_and_again(model):
     assert torch.equal(model.generate(state=state, **beams, **GREEDY), expected)
     assert same(state.cache.states, kept)
     assert len(state) == 20
+
+
+def test_a_state_is_continued_by_its_cache_alone(small):
+    tokens, options = ids(1, 9), {"max_new_tokens": 4, **GREEDY}
+    out = small.generate(state=small.read(tokens), return_dict_in_generate=True, **options)
+    whole = torch.cat([tokens, out.sequences, more := ids(1, 3)], 1)
+    turn = torch.cat([out.sequences, more], 1)
+    again = small.generate(turn, past_key_values=out.past_key_values, **options)
+    assert torch.equal(again[:, turn.shape[1] :], small.generate(whole, **options)[:, whole.shape[1] :])
+
+
+def test_a_state_is_used_whatever_use_cache_says(small):
+    tokens = ids(1, 9)
+    expected = small.generate(tokens, max_new_tokens=5, **GREEDY)[:, 9:]
+    found = small.generate(state=small.read(tokens), max_new_tokens=5, use_cache=False, **GREEDY)
+    assert torch.equal(found, expected)
+
+
+def test_a_state_loads_whatever_the_order_of_options(tmp_path):
+    options = {"window": 4, "num_kv_heads": 1}
+    for order, name in ((options, "a"), (dict(sorted(options.items())), "b")):
+        model = build("softmax", mixer_options=order)
+        if name == "a":
+            model.read(ids(1, 5)).save(tmp_path / "state")
+        else:
+            model.load_state(tmp_path / "state")
+
+
+def test_a_state_of_offloaded_weights_is_not_saved(small, tmp_path):
+    state = small.read(ids(1, 5))
+    model = copy.deepcopy(small)
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is offloaded"):
+        State(model, state.cache, state.last).save(tmp_path / "state")
 
 
 def test_samples_of_a_state(small):
@@ -525,6 +560,30 @@ def test_chat(checkpoint, tmp_path):
     assert result.stderr.count("tokens/s") == 3
     assert result.stderr.count("/reset") == 2  # at the start, and after an unknown command
     assert f"/save {tmp_path}: a folder; name a file" in result.stderr
+
+
+def test_chat_with_a_vocabulary_of_words(tmp_path, capsys):
+    """transformers' stop strings fail with it."""
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "User:", "Assistant:", "good", "day"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    talk = Conversation(build(vocab_size=len(words)), tokenizer, {"max_new_tokens": 4, "do_sample": False})
+    talk.answer("good day")
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+
+
+def test_printing_stops_at_the_stop_text(tokenizer, capsys):
+    printer = Printer(tokenizer, [], "\nUser:")
+    printer.put(torch.tensor([0]))
+    for token in tokenizer(" a\nUser: b", add_special_tokens=False).input_ids:
+        printer.put(torch.tensor([token]))
+        if printer.stopped:
+            break
+    assert printer.stopped
+    printer.end()
+    assert capsys.readouterr().out.strip() == "a"
+    assert printer.tokens == tokenizer(" a\nUser:", add_special_tokens=False).input_ids
 
 
 TEMPLATE = (

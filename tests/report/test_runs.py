@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -71,6 +72,12 @@ def test_the_list(tmp_path, monkeypatch, capsys):
         facts={"state": "running", "host": here, "pid": os.getpid()},
     )
     make(tmp_path / "gone", lines=losses(3), facts={"state": "running", "host": here, "pid": dead()})
+    own = {"state": "running", "host": here, "pid": os.getpid()}
+    make(tmp_path / "held", lines=losses(3), facts=own)
+    make(tmp_path / "reused", lines=losses(3), facts=own)  # the process of this number is another one
+    (tmp_path / "reused" / ".lock").touch()
+    held = FileLock(tmp_path / "held" / ".lock")
+    held.acquire()
     make(tmp_path / "failed", lines=losses(3), facts={"state": "failed", "reason": "the loss is nan"})
     make(tmp_path / "new", model={"auto": "state-spaces/mamba-130m"})
     make(tmp_path / "hybrid", model__mixer=["gla", "gla", "softmax"], facts=facts)
@@ -89,11 +96,14 @@ def test_the_list(tmp_path, monkeypatch, capsys):
             os.utime(file, (2e9 + i, 2e9 + i))
 
     found = {run.name: run for run in runs.overview(tmp_path)}
+    held.release()
     assert list(found)[:2] == ["done", "new"]  # last changed first
     assert {name: run.state for name, run in found.items()} == {
         "done": "finished",
         "deep/live": "running",
         "gone": "stale",
+        "held": "running",
+        "reused": "stale",
         "failed": "failed",
         "new": "empty",
         "hybrid": "empty",

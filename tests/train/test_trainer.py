@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -15,6 +16,7 @@ from transformers import (
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from nalanda import NalandaConfig
@@ -45,6 +47,19 @@ def losses(model, rows, collator, folder, metric=None, **options) -> tuple[list[
     found = trainer.evaluate()
     trainer.save_model(str(folder))
     return [line["loss"] for line in trainer.state.log_history if "loss" in line], found
+
+
+def test_smoothed_labels_are_those_of_the_next_token(encoded, tmp_path):
+    """Trainer shifts them for the classes of language models that it knows."""
+    torch.manual_seed(0)
+    config = NalandaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_heads=2, intermediate_size=64
+    )
+    row = torch.arange(5, 13)
+    rows = [{"input_ids": row, "labels": row}] * 64
+    model = AutoModelForCausalLM.from_config(config)
+    losses(model, rows, default_data_collator, tmp_path, label_smoothing_factor=0.1)
+    assert model(row[None]).logits[0, :-1].argmax(-1).tolist() == row[1:].tolist()
 
 
 @pytest.fixture(scope="module")

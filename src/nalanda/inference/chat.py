@@ -9,7 +9,7 @@ import torch
 import transformers
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.config.schema import check_seed
@@ -40,8 +40,6 @@ class Conversation:
         # In plain text an answer ends where the model starts the user's turn.
         self.stop = "" if tokenizer.chat_template else "\nUser:"
         self.options = options | end_tokens(model, tokenizer)
-        if self.stop:
-            self.options |= {"stop_strings": [self.stop], "tokenizer": tokenizer}
         self.reset()
 
     def reset(self, base: State | None = None) -> None:
@@ -149,6 +147,7 @@ class Conversation:
 
     def _generate(self, tokens: list[int], printer: Printer) -> None:
         options = self.options | {"streamer": printer, "return_dict_in_generate": True}
+        options["stopping_criteria"] = StoppingCriteriaList([_Stopped(printer)])
         if is_ours(self.model):
             self.state = read_with_progress(self.model, tokens, self.state)
             out = self.model.generate(state=self.state, **options)
@@ -159,6 +158,17 @@ class Conversation:
                 ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
             )
             self.tokens, self.cache = out.sequences[0].tolist(), getattr(out, "past_key_values", None)
+
+
+class _Stopped(StoppingCriteria):
+    """Ends an answer where the printer has met its stop text. (transformers' `stop_strings` fail with
+    vocabularies of words.)"""
+
+    def __init__(self, printer: Printer):
+        self.printer = printer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.printer.stopped, device=input_ids.device)
 
 
 def chat(

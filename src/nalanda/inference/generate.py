@@ -36,6 +36,11 @@ class Printer(BaseStreamer):
         self.window, self.held, self.silent = before[-8:], "", True
         self.shown = len(self._decoded())
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the stop text has come."""
+        return bool(self.stop) and self.stop in self.held
+
     def _decoded(self) -> str:
         return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
 

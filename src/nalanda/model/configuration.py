@@ -326,8 +326,10 @@ class NalandaConfig(PreTrainedConfig):
             other = AUTO_MAP.keys() - images - {"AutoModel"} if self.image_size else other | images
             for auto, name in AUTO_MAP.items():
                 file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
-                if auto not in other and file.exists():  # transformers' cache has only the files it needs
+                if auto not in other and file.exists():
                     known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
+                elif not file.exists():  # transformers' cache has only the files that the loaded class needs
+                    known.pop(auto, None)
         super().save_pretrained(save_directory, *args, **kwargs)
         own = Path(save_directory) / "configuration.py"
         for name, text in (copies | files).items():

@@ -12,6 +12,7 @@ from transformers import initialization as init
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from .base import RowState
@@ -552,7 +553,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         )
         cache.seen_tokens = 0  # `generate` counts tokens from the start of this call
         mask = torch.ones_like(ids) if mask is None else mask
-        kwargs |= {"attention_mask": mask, "past_key_values": cache}
+        kwargs |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _Behind(kwargs["streamer"])
         with decoding_graphs(self):
@@ -560,6 +561,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if isinstance(out, Tensor):
             return out[:, 1:]
         out.sequences = out.sequences[:, 1:]
+        out.past_key_values.seen_tokens -= 1  # so that it counts these tokens when they are continued
         return out
 
     def prepare_inputs_for_generation(
@@ -692,3 +694,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             hidden_states=out.hidden_states,
             row_states=out.row_states,
         )
+
+
+# transformers' Trainer smooths labels of the classes that it lists here against the token before.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nalanda"] = NalandaForCausalLM.__name__

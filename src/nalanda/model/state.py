@@ -29,6 +29,8 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is offloaded; a state is saved and loaded with all weights on devices")
         tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -142,7 +144,7 @@ class State:
                     f"{path} was read with other weights, {about['fingerprint']} in {saved}, than this model "
                     f"has in {here}: {about['model']}"
                 )
-        if about["model"] != _settings(model):
+        if json.loads(about["model"]) != json.loads(_settings(model)):  # keys may be in any order
             raise ValueError(f"{path} was read with other settings: {about['model']}")
         last, lengths = tensors.pop("last"), tensors.pop("lengths")
         cache = NalandaCache(len(model.model.layers))

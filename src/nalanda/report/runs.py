@@ -5,12 +5,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -81,7 +83,7 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.step = max(facts.get("step", 0), newest)
         run.problem = facts.get("reason")
         run.state = facts.get("state", "empty")
-        if run.state == "running" and not _alive(facts, run.changed):
+        if run.state == "running" and not _alive(folder, facts, run.changed):
             run.state = "stale"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
@@ -207,7 +209,7 @@ def _model_name(model: dict) -> str:
     return " + ".join(filter(None, [layers(mixer), model.get("feature_map")]))
 
 
-def _alive(facts: dict, changed: float) -> bool:
+def _alive(folder: Path, facts: dict, changed: float) -> bool:
     """Whether a "running" process exists; on another machine, whether the run has changed recently."""
     pid, host = facts.get("pid"), facts.get("host")
     if pid and host == platform.node():
@@ -216,9 +218,18 @@ def _alive(facts: dict, changed: float) -> bool:
         except ProcessLookupError:
             return False
         except PermissionError:  # another user's process
-            return True
-        return True
+            pass
+        return _is_locked(folder / ".lock")  # another process may have got the number since
     return time.time() - changed < SILENT
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process holds the lock; True where that cannot be told."""
+    try:
+        with FileLock(file, timeout=0) if file.exists() else nullcontext():
+            return not file.exists()
+    except (Timeout, OSError, NotImplementedError):
+        return True
 
 
 def _when(changed: float) -> str:

@@ -72,7 +72,8 @@ def export(
         if (run_dir / "tokenizer").is_dir():
             sums = shutil.ignore_patterns("manifest.json")  # holds for the run's folder only
             shutil.copytree(run_dir / "tokenizer", part, dirs_exist_ok=True, ignore=sums)
-            pad_batches(part, "right" if is_encoder(config) else "left")
+            ours = config.model_type == "nalanda"
+            pad_batches(part, "right" if is_encoder(config) else "left", token_types=not ours)
         if (run_dir / "config.yaml").is_file():
             shutil.copy(run_dir / "config.yaml", part)
         facts = facts if facts is not None else read_facts(run_dir)
@@ -85,9 +86,11 @@ def export(
     return out
 
 
-def pad_batches(folder: Path, side: str = "left") -> None:
+def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -> None:
     """Makes the tokenizer of a model folder pad on this side, with eos if it has no pad token. Generation
-    needs the left. The run's own tokenizer stays unchanged: training pads nothing."""
+    needs the left. The run's own tokenizer stays unchanged: training pads nothing.
+
+    token_types: whether the model takes `token_type_ids`, if the tokenizer gives them."""
     file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not file.is_file():
         return
@@ -95,6 +98,8 @@ def pad_batches(folder: Path, side: str = "left") -> None:
     tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
     tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
     settings |= {"padding_side": side, "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
+    if not token_types:
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -290,7 +295,7 @@ def model_card(
     if recipe:
         again = " Its recipe is `config.yaml`; `nalanda train config.yaml\noutput_dir=RUN` trains it again."
     if (run_dir / "tokenizer").is_dir():
-        tokens = f'tokenizer = AutoTokenizer.from_pretrained("{source}")\n'
+        tokens = f'tokenizer = AutoTokenizer.from_pretrained("{source}", trust_remote_code=True)\n'
     if zero_shot:
         zero_shot = "\n| zero-shot | | | standard error |\n|---|---|---:|---:|\n" + zero_shot
     return f"""---
