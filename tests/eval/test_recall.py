@@ -424,6 +424,7 @@ def test_dropout_follows_from_the_seed():
     model = TINY | parse("deltanet", "silu") | {"dropout": 0.3}
     first, again = (run_recall(model, TINY_MQAR, 0, training) for _ in range(2))
     assert first["curve"] == again["curve"]
+    assert run_recall(model | {"dropout": 0.0}, TINY_MQAR, 0, training)["curve"] != first["curve"]
     assert torch.equal(before, torch.random.get_rng_state())
 
 

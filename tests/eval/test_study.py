@@ -8,6 +8,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ import torch
 import yaml
 from nalanda_eval import equal
 from nalanda_eval.studies import paired
+from nalanda_eval.studies import report as study_report
 from nalanda_eval.studies import run as study_run
-from nalanda_eval.studies.estimate import document_variance, gap_of, holm, residual, slopes
+from nalanda_eval.studies.estimate import Gap, document_variance, gap_of, holm, residual, slopes
 from nalanda_eval.studies.plan import (
     CALIBRATION,
+    System,
     bigram_settings,
     chosen_rate,
     final_settings,
@@ -45,9 +48,11 @@ from typer.testing import CliRunner
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.config.load import load_config
 from nalanda.config.schema import GroupConfig, RunConfig
+from nalanda.data.packing import Row, collate
 from nalanda.data.tokenizer import build_tokenizer
-from nalanda.model import NalandaForCausalLM
+from nalanda.model import NalandaConfig, NalandaForCausalLM
 from nalanda.train.build import open_batches
 from nalanda.train.loss import count_labels, loss_sums
 
@@ -539,6 +544,18 @@ def test_whether_norms_matter(finished, planned, losses, noise, said):
     assert norm_matters(results) == said
 
 
+def test_norms_matter_where_they_do_in_every_mixer(monkeypatch):
+    def judged(*means):
+        pairs = [tuple(System("1 M", f"mixer{i}", form, "{}") for form in "ab") for i in range(len(means))]
+        gaps = {pair: Gap(mean, 0.001, 0.0, 3) for pair, mean in zip(pairs, means, strict=True)}
+        monkeypatch.setattr(study_report, "contrasts", lambda results: pairs)
+        return norm_matters(SimpleNamespace(at=lambda a, b: gaps[a, b]))
+
+    assert judged(-0.1, -0.05) == "matters"
+    assert judged(-0.1, 0.1) == judged(-0.1, 0.0) == judged(0.03, 0.0) == "cannot be told to matter"
+    assert judged(-0.01, 0.018) == "does not matter"
+
+
 @pytest.mark.parametrize(
     ("losses", "noise", "default"),
     [
@@ -610,6 +627,46 @@ def test_an_unfinished_study_decides_nothing(finished, planned):
     assert system not in less.runs
     assert "| – |" in endpoint_table(less), "Holm's family is not complete"
     assert "| – |" not in endpoint_table(results).replace("| – | softmax", "")
+
+
+# ------------------------------ a step
+
+
+@pytest.fixture
+def trunk(recipe):
+    config = load_config(recipe, ["output_dir=unset", "schedule.warmup_steps=4", "optim.max_grad_norm=0.01"])
+
+    def made():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
+        return paired.Trunk(NalandaForCausalLM(NalandaConfig(**sizes)), config, iter(()))
+
+    return made
+
+
+def test_a_step_of_a_study_is_the_mean_over_its_tokens_clipped(trunk):
+    draw = np.random.default_rng(0)
+    rows = [Row(draw.integers(64, size=16), np.array(starts)) for starts in ([0], [0, *range(2, 16, 2)])]
+    moments = []
+    for batches in ([collate(rows, 16, 0)], [collate([row], 16, 0) for row in rows]):
+        one = trunk()
+        moments.append((one._update(one.model, one.optimizer, batches, 0.0), one.optimizer.state))
+    (loss, a), (again, b) = moments
+    torch.testing.assert_close(loss, again)
+    norms = [
+        sum((s["exp_avg"] / 0.1).square().sum() for s in state.values()).sqrt().item() for state in (a, b)
+    ]
+    assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
+    for x, y in zip(a.values(), b.values(), strict=True):
+        torch.testing.assert_close(x["exp_avg"], y["exp_avg"], atol=1e-7, rtol=1e-3)
+
+
+def test_a_study_warms_up(trunk, monkeypatch):
+    rates = []
+    monkeypatch.setattr(paired.Trunk, "_update", lambda *args: rates.append(args[-1]) or torch.zeros(()))
+    one = trunk()
+    one.advance(6)
+    assert rates == pytest.approx([one.optim.lr * x for x in (0.25, 0.5, 0.75, 1, 1, 1)])
 
 
 # ------------------------------ the report
