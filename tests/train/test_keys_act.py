@@ -117,8 +117,8 @@ def test_dropout_acts_in_training_alone():
 def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
     config = load_config(recipe)
     prepare(config.data, config.tokenizer, tmp_path / "set")
-    settings = (f"data.source={tmp_path / 'set'}", f"tokenizer={tmp_path / 'set' / 'tokenizer'}",
-                "data.long_documents=carry", "data.carry_rows=2", "train.steps=6", "validation.every=0")  # fmt: skip
+    settings = [f"data.source={tmp_path / 'set'}", f"tokenizer={tmp_path / 'set' / 'tokenizer'}"]
+    settings += ["data.long_documents=carry", "data.carry_rows=2", "train.steps=6", "validation.every=0"]
     forgotten, steps = [], itertools.count(1)
     now, judge, forget = [0], SpikeDetector.judge, RowStates.forget
 
