@@ -42,6 +42,9 @@ host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export NALANDA_RENDEZVOUS="$host:$((20000 + SLURM_JOB_ID % 20000))"
 export NALANDA_PROCESSES="${SLURM_GPUS_ON_NODE:-8}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then  # since 22.05 srun does not take over sbatch's --cpus-per-task
+    export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+fi
 
 # Returns the exit code of process $1. A trapped signal ends `wait` early with another code, and the trap sets
 # `woken`: wait again. bash keeps the code of a process that has already ended.

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -36,13 +37,14 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
-from nalanda.train import checkpoint, parallel
+from nalanda.train import build as build_module
+from nalanda.train import checkpoint, memory, parallel
 from nalanda.train.checkpoint import Saver
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
 from nalanda.train.log import read_metrics
 from nalanda.train.loop import train
-from nalanda.train.loss import summed_loss
+from nalanda.train.loss import packed_logits, summed_loss
 from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -491,7 +493,7 @@ def cluster(tmp_path):
     (tmp_path / "env" / "bin").mkdir(parents=True)
     programs = {
         "scontrol": 'echo "$@" >> log; echo node1',
-        "srun": 'shift; exec "$@"',
+        "srun": 'echo "$SRUN_CPUS_PER_TASK" > cores; shift; exec "$@"',
         "torchrun": f'echo "${{@: -2}}" > asked; {sys.executable} worker.py || exit 1',
         "python": f'exec {sys.executable} "$@"',
     }
@@ -521,7 +523,7 @@ while True: signal.pause()
 
 
 def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
-    script = cluster()
+    script = cluster(SLURM_CPUS_PER_TASK="64")
     while not (tmp_path / "up").exists():
         assert script.poll() is None
         time.sleep(0.02)
@@ -529,6 +531,7 @@ def test_slurm_requeues_what_it_interrupted(tmp_path, cluster):
     assert script.wait(timeout=60) == 0
     said = (tmp_path / "log").read_text().splitlines()
     assert said == ["show hostnames node[1-2]", "saved", "requeue 17"]
+    assert (tmp_path / "cores").read_text() == "64\n"  # srun does not take over sbatch's
     assert (tmp_path / "asked").read_text() == f"{ROOT / 'recipes' / 'pretrain.py'} recipe.yaml\n"
 
 
@@ -560,6 +563,8 @@ def test_auto_is_what_accelerates_config_says():
     assert parallel.choose_parallel("auto", {}) == parallel.choose_parallel("ddp", dict(fsdp)) == "ddp"
     assert parallel.choose_parallel("auto", environ := dict(fsdp)) == "fsdp"
     assert "ACCELERATE_USE_FSDP" not in environ  # nobody wraps the model once more
+    assert parallel.choose_parallel("ddp", environ := {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}) == "ddp"
+    assert not environ  # nor compiles it as a whole
     assert parallel.choose_parallel("hybrid", {}) == "hybrid"
     with pytest.raises(InputError, match="offload"):
         parallel.choose_parallel("auto", {**fsdp, "FSDP_OFFLOAD_PARAMS": "true"})
@@ -573,3 +578,55 @@ def test_units_are_blocks():
     stack = torch.nn.ModuleDict({"few": torch.nn.ModuleList([torch.nn.Linear(1, 1)])})
     stack["many"] = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
     assert parallel.units(stack) == list(stack["many"])
+
+
+def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
+    two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    monkeypatch.setattr(build_module, "from_main_process", lambda value: value)
+    monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, None])
+    build_module.check_shared(tmp_path, two)
+    monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, "node2"])
+    with pytest.raises(InputError, match="output_dir: node2 does not see what the first process writes"):
+        build_module.check_shared(tmp_path, two)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_models_of_flash_linear_attention_get_bounds_under_fsdp_too():
+    """FSDP2 makes a class of its own of a model's class."""
+    seen = {}
+
+    def forward(self, **inputs):
+        seen.update(inputs)
+        return SimpleNamespace(logits=torch.zeros(*inputs["input_ids"].shape, 3))
+
+    theirs = type("Model", (torch.nn.Module,), {"__module__": "fla.models.x", "forward": forward})
+    sharded = type("FSDPModel", (theirs,), {"__module__": "torch.distributed.fsdp"})
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    for kind in (theirs, sharded):
+        seen.clear()
+        assert packed_logits(kind(), tokens, tokens, torch.tensor([0, 4, 8])).shape == (2, 4, 3)
+        assert seen["cu_seqlens"].tolist() == [0, 4, 8]
+
+
+def test_every_process_of_a_machine_needs_its_memory(monkeypatch):
+    config = NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
+    count = memory.parameters(config)
+    monkeypatch.setattr(memory, "host", lambda: 4 * count)
+    memory.check_model(config, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="M parameters in 2 processes take"):
+        memory.check_model(config, 4)
+
+
+def test_a_limit_of_any_group_above_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "GROUPS", str(tmp_path))
+    (tmp_path / "memory.max").write_text("1000")
+    (tmp_path / "memory.current").write_text("600")
+    (tmp_path / "memory.stat").write_text("inactive_file 100\n")
+    assert 500 in [*memory._limits()]
+
+
+def test_collectives_wait_longer_than_the_watchdog(recipe):
+    config = load_config(recipe, ["guard.hang_timeout=5400"])
+    assert build_module.patience(config).total_seconds() > 5400
+    assert build_module.patience(load_config(recipe, ["guard.hang_timeout=null"])).days == 7

@@ -5,16 +5,18 @@ import os
 import platform
 import shlex
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from nalanda_kernels import take_torch_path
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -163,6 +165,7 @@ def set_up(
     """
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     run_dir, first_step = Path(config.output_dir), step_of(resume) if resume else 0
+    check_shared(run_dir, accelerator)
     say("preparing the tokenizer")
     with accelerator.main_process_first():
         tokenizer = build_tokenizer(config.tokenizer, config.data, run_dir / "tokenizer")
@@ -207,7 +210,9 @@ def set_up(
     if config.data.long_documents == "carry":
         check_carries(model)
         row_states = RowStates()
-    saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes)
+    saver = checkpoint.Saver(
+        run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes, timeout=patience(config)
+    )
     spikes = SpikeDetector(config.guard)
     parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
     counts = validation and masking is None  # which tokens' text is only known of a causal model's
@@ -266,6 +271,32 @@ def finish_sums(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None
     sums.settled = True
 
 
+def patience(config: RunConfig) -> timedelta:
+    """How long a collective waits: longer than the watchdog, which says what every process was doing."""
+    hang = config.guard.hang_timeout
+    return timedelta(days=7) if hang is None else timedelta(seconds=2 * hang)
+
+
+def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
+    """Raises `InputError` on all processes if one does not see the folder that the main process writes to."""
+    if accelerator.num_processes == 1:
+        return
+    token = from_main_process(uuid.uuid4().hex if accelerator.is_main_process else None)
+    file = run_dir / f".shared-{token}"
+    if accelerator.is_main_process:
+        file.touch()
+    accelerator.wait_for_everyone()
+    lacking = [host for host in gather_object([None if file.exists() else platform.node()]) if host]
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        file.unlink()
+    if lacking:
+        raise InputError(
+            f"output_dir: {lacking[0]} does not see what the first process writes to {run_dir}; name a "
+            "folder that all nodes share"
+        )
+
+
 def launch(config: RunConfig) -> Accelerator:
     """The Accelerator. Raises `InputError` if the launcher was asked for more processes than joined."""
     asked, lone = os.environ.get("WORLD_SIZE"), "MASTER_ADDR" in os.environ and "RANK" not in os.environ
@@ -273,7 +304,9 @@ def launch(config: RunConfig) -> Accelerator:
     if config.train.cpu_threads:
         torch.set_num_threads(config.train.cpu_threads)
     try:
-        accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
+        groups = InitProcessGroupKwargs(timeout=patience(config))
+        precision = "bf16" if config.train.precision == "bf16" else "no"
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[groups])
     except ValueError as error:
         raise InputError(f"train.precision: {config.train.precision}: {error}") from None
     if lone or (asked and int(asked) != accelerator.num_processes):

@@ -33,6 +33,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,12 @@ class Saver:
     `wait`, and `failed` is True until then.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, *, rank: int = 0, processes: int = 1):
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, *, rank: int = 0, processes: int = 1,
+        timeout: timedelta | None = None,
+    ):  # fmt: skip
         self.directory, self.config, self.rank = directory, config, rank
-        self._exchange = exchange(processes)
+        self._exchange = exchange(processes, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -223,11 +227,11 @@ class Saver:
         return final
 
 
-def exchange(processes: int) -> Exchange:
+def exchange(processes: int, timeout: timedelta | None = None) -> Exchange:
     """An `Exchange` over a gloo group of its own: a thread may use it during the trainer's collectives."""
     if processes == 1:
         return lambda value: [value]
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * processes

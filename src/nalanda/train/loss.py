@@ -72,7 +72,8 @@ def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Ten
     tokens, positions `[B, T]` and cu_seqlens `[N + 1]` are those of a batch. Without a cache, transformers
     reads positions that restart at 0 as packed documents. flash-linear-attention wants bounds, and one row.
     """
-    if type(getattr(model, "module", model)).__module__.startswith("fla."):
+    bare = getattr(model, "module", model)
+    if any(kind.__module__.startswith("fla.") for kind in type(bare).__mro__):  # FSDP2 puts a class before it
         bounds = cu_seqlens.to(tokens.device, non_blocking=True)
         logits = model(input_ids=tokens.view(1, -1), cu_seqlens=bounds, use_cache=False).logits
         return logits.view(*tokens.shape, -1)

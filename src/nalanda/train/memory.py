@@ -18,6 +18,8 @@ from nalanda.model import NalandaConfig
 from nalanda.train.checkpoint_dir import checkpoint_folders
 from nalanda.train.estimate import activation_bytes, held_bytes, meta_model, parameters, shards
 
+GROUPS = "/sys/fs/cgroup"
+
 
 def host() -> int:
     """Bytes of host memory that this process can still allocate."""
@@ -33,22 +35,26 @@ def _limits() -> Iterator[int]:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:
             yield limit - psutil.Process().memory_info().vms
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group or limit
+    name = ""
+    with contextlib.suppress(OSError):
         name = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-        group = Path("/sys/fs/cgroup", name)
-        limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        yield limit - used + int(cached["inactive_file"])
+    own = Path(GROUPS, name)
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group or limit
+            limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield limit - used + int(cached["inactive_file"])
 
 
 def check_model(config: PreTrainedConfig, bytes_each: int) -> None:
-    """Raises `InputError` if the host lacks `bytes_each` for every parameter. Most systems would grant the
-    allocation, and kill the process when it uses the memory."""
-    count = parameters(config)
-    if (needed := bytes_each * count) > (free := host()):
+    """Raises `InputError` if the host lacks `bytes_each` for every parameter, in each of its processes. Most
+    systems would grant the allocation, and kill the process when it uses the memory."""
+    count, processes = parameters(config), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if (needed := bytes_each * count * processes) > (free := host()):
+        each = f" in {processes} processes" if processes > 1 else ""
         raise InputError(
-            f"model: {count / 1e6:,.1f} M parameters take {size(needed)}, {size(free)} of memory is free: "
-            "lower model.hidden_size, model.num_hidden_layers or the vocabulary"
+            f"model: {count / 1e6:,.1f} M parameters{each} take {size(needed)}, {size(free)} of memory is "
+            "free: lower model.hidden_size, model.num_hidden_layers or the vocabulary"
         )
 
 

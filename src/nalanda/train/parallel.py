@@ -45,6 +45,8 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
     if fsdp and on("FSDP_OFFLOAD_PARAMS"):
         raise InputError("accelerate's fsdp_offload_params: parameters stay on the device; set it to false")
     environ.pop("ACCELERATE_USE_FSDP", None)
+    for name in [name for name in environ if name.startswith("ACCELERATE_DYNAMO_")]:
+        environ.pop(name)  # it would compile the whole model; `train.compile` compiles its blocks
     if asked != "auto":
         return asked  # type: ignore[return-value]
     return "fsdp" if fsdp else "ddp"
@@ -127,6 +129,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     has other shapes, and would compile for each of them.
     """
     torch._dynamo.config.capture_dynamic_output_shape_ops = True  # the number of chunks of packed rows
+    torch._dynamo.config.optimize_ddp = False  # it would cut a block's graph at DDP's buckets
 
     def compiled(block: nn.Module) -> Callable:
         # Not the block itself: the collectives of FSDP2's hooks would break the graph.
