@@ -14,6 +14,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from nalanda.common.errors import InputError
 from nalanda.config.load import read_sections
 from nalanda.model import NalandaConfig, NalandaForImageClassification
 
@@ -105,6 +106,33 @@ def test_trains_on_a_folder_and_resumes(tmp_path, capsys):
     before = (folder / "model.safetensors").read_bytes()
     script.main(str(RECIPES / "images" / "deit_tiny.yaml"), settings)
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_is_resumed_under_its_own_settings_only(tmp_path):
+    def recipe(**train) -> object:
+        return script.Recipe(str(tmp_path), "digits", {"hidden_size": 8}, {"mala": {"mixer": "mala"}}, train)
+
+    script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.1), "mala")
+    script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.1, num_train_epochs=9), "mala")
+    with pytest.raises(
+        InputError, match=r"mala-0: was begun with train\.learning_rate 0\.1, and this is 0\.2"
+    ):
+        script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.2), "mala")
+
+
+def test_the_loss_does_not_grow_with_the_processes(tmp_path, monkeypatch):
+    """Trainer would multiply a mean by their number."""
+    asked = {}
+
+    class Noted(script.TrainingArguments):
+        def __init__(self, folder, **options):
+            asked.update(options)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "TrainingArguments", Noted)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(DIGITS, [f"output_dir={tmp_path}"])
+    assert asked["average_tokens_across_devices"] is False
 
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
