@@ -82,7 +82,7 @@ class HarnessModel(HFLM):
             self.custom_prefix_token_id = tokenizer.eos_token_id
         if self.prefix_token_id is None:
             raise InputError(
-                "the tokenizer has neither bos nor eos to put before a text, so its first token has none"
+                "the tokenizer has neither bos nor eos, and one of them must stand before a text"
             )
         self.score = functools.partial(scoring.answers, model, batch_size=batch_size, share=share)
         self.identity = model_identity(model)

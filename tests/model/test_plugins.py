@@ -148,6 +148,8 @@ def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_a
     program = WITHOUT_NALANDA + COMPARE.format(name="run/final", trust=True)
     done = run(program + 'model.save_pretrained("again")', tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    for name in json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"].values():
+        assert (tmp_path / "again" / f"{name.partition('.')[0]}.py").exists()
     done = run(WITHOUT_NALANDA + COMPARE.format(name="again", trust=True), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 

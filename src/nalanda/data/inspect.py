@@ -142,6 +142,7 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
 
 def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int = 0) -> None:
     """Prints what a set holds, checks it (`check_set`) and prints the beginning of `samples` documents."""
+    directory = Path(directory).expanduser()
     index = read_index(directory)
     print_token_set(index, directory)
     check_set(directory, sums=verify)
@@ -149,10 +150,7 @@ def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int 
     print(f"{files} files have {'the SHA-256 sums' if verify else 'the sizes'} of the index")
     if not samples:
         return
-    train, tokenizer = (
-        TokenSet(directory, "train"),
-        load_tokenizer(Path(directory).expanduser() / "tokenizer"),
-    )
+    train, tokenizer = TokenSet(directory, "train"), load_tokenizer(directory / "tokenizer")
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
         named = f" of {source}" if source else ""

@@ -328,7 +328,8 @@ class NalandaConfig(PreTrainedConfig):
                 file = Path(__file__).with_name(f"{name.partition('.')[0]}.py")
                 if auto not in other and file.exists():
                     known[auto], copies[file.name] = name, file.read_text(encoding="utf-8")
-                elif not file.exists():  # transformers' cache has only the files that the loaded class needs
+                elif not file.exists() and not Path(save_directory, file.name).exists():
+                    # transformers' cache has only the files that the loaded class needs
                     known.pop(auto, None)
         super().save_pretrained(save_directory, *args, **kwargs)
         own = Path(save_directory) / "configuration.py"

@@ -5,7 +5,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -225,9 +224,11 @@ def _alive(folder: Path, facts: dict, changed: float) -> bool:
 
 def _is_locked(file: Path) -> bool:
     """Whether a process holds the lock; True where that cannot be told."""
+    if not file.exists():
+        return True
     try:
-        with FileLock(file, timeout=0) if file.exists() else nullcontext():
-            return not file.exists()
+        with FileLock(file, timeout=0):
+            return False
     except (Timeout, OSError, NotImplementedError):
         return True
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
-from nalanda.config.model import build_model_config, config_source, language_model
+from nalanda.config.model import build_model_config, config_source, language_model, padded_vocabulary
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig
@@ -99,7 +99,7 @@ def meta_model(config: RunConfig) -> PreTrainedModel:
     Raises `InputError` for sizes that no tensor can have."""
     keys = config.model
     if "vocab_size" not in keys and isinstance(config_source(keys), type):
-        keys = {**keys, "vocab_size": 64 * math.ceil(vocabulary(config) / 64)}
+        keys = {**keys, "vocab_size": padded_vocabulary(vocabulary(config))}
     model_config = build_model_config(replace(config, model=keys))
     parameters(model_config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):

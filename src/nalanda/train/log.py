@@ -267,7 +267,9 @@ def cut_metrics(file: Path, step: int, keep_events: bool = False) -> int:
             unmade.append(len(kept))
         if not beyond or "event" in values:
             kept.append(line)
-    write_atomically(file, b"".join(line for i, line in enumerate(kept) if i not in unmade))
+    for place in unmade:
+        kept[place] = b""
+    write_atomically(file, b"".join(kept))
     return bad
 
 
