@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,7 @@ STUDY = {
     "budgets": [256, 512],
     "lengths": {"rows": 2, "tokens": 128},
     "rates": {"values": [4e-3, 1e30], "rungs": [256], "seed": 0},
-    "equal_rates": {"tiny": 2e-3},
+    "equal_rates": {"rates": {"tiny": 2e-3}, "forms": ["SiLU", "NaLa", "constant p"]},
     "contrasts": [["norm-aware write", "SiLU"], ["NaLa", "constant p"]],
     "calibration": {
         "model": {"mixer": "deltanet", "conv_size": 0},
@@ -544,6 +545,20 @@ def test_whether_norms_matter(finished, planned, losses, noise, said):
     assert norm_matters(results) == said
 
 
+@pytest.mark.parametrize(("relu", "early"), [(3.02, ""), (2.9, ", early in training,")])
+def test_a_verdict_says_when_it_is_of_early_training_and_when_rates_differ(finished, planned, relu, early):
+    results = results_of(finished, planned, {"NaLa": 2.9, "ReLU": relu})
+    system = next(s for s in planned if s.name == "deltanet + NaLa" and s.size == "tiny")
+    assert results.runs[system]  # of the chosen rates
+    results.__dict__["rates"] |= {system: 2e-3}
+    said = next(line for line in verdicts(results) if "norm-awareness" in line)
+    assert said.startswith(f"By the rule, norm-awareness matters{early} inside the delta rule: ")
+    assert re.findall(r"; ([^;]*) −0.1\d\d ± [\d.]+ \(rates 0.002 and 0.004\)", said) == [
+        "tiny, deltanet + NaLa less constant p"
+    ]
+    assert said.count("(rates") == 1
+
+
 def test_norms_matter_where_they_do_in_every_mixer(monkeypatch):
     def judged(*means):
         pairs = [tuple(System("1 M", f"mixer{i}", form, "{}") for form in "ab") for i in range(len(means))]
@@ -568,6 +583,17 @@ def test_the_default_changes_where_an_interval_says_so(finished, planned, losses
     choice = decided(results_of(finished, planned, losses, noise))
     assert choice
     assert choice[0] == default
+
+
+def test_a_default_needs_the_runs_of_its_candidates_only(finished, planned):
+    results = results_of(finished, planned, {"constant p": 2.9})
+    results.__dict__["planned"] = [s for s in planned if s.form != "norm-aware write"]
+    choice = decided(results)
+    assert choice
+    assert choice[0] == "constant p"
+    results = results_of(finished, planned, {"constant p": 2.9})
+    results.__dict__["planned"] = [s for s in planned if s.form != "constant p"]
+    assert decided(results) is None
 
 
 def test_a_gain_from_one_document_does_not_change_the_default(finished, planned):
@@ -676,7 +702,8 @@ def test_runs_at_equal_rates_are_reported_beside_the_rule(finished, planned):
     results = results_of(finished, planned, {"NaLa": 2.9})
     alike = results.alike
     assert {(s.size, rate) for s, rate in alike.rates.items()} == {("tiny", 2e-3)}
-    assert CALIBRATION not in {system.group for system in alike.runs}
+    assert {s.form for s in alike.runs if s.group in STUDY["mixers"]} == {"SiLU", "NaLa", "constant p"}
+    assert len(alike.runs) == 6
     assert alike.finished()
     assert "tiny, deltanet + NaLa less constant p −0.1" in equal_rate_text(results)
     assert "| 0.002 |" in endpoint_table(alike)
@@ -687,7 +714,7 @@ def test_runs_at_equal_rates_are_reported_beside_the_rule(finished, planned):
     less = replace(results, found={name: r for name, r in results.found.items() if name != gone})
     assert less.finished()
     assert verdicts(less) == verdicts(results)
-    assert "7 of 8 systems have all of them" in equal_rate_text(less)
+    assert "5 of 6 systems have all of them" in equal_rate_text(less)
 
 
 def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
@@ -726,8 +753,9 @@ def test_a_study_of_no_run_is_refused(tmp_path):
         ({"seeds": [0, 1]}, "seeds: 0 chooses the rates"),
         ({"seeds": [1]}, "at least two"),
         ({"budgets": [512, 256]}, r"budgets: \[512, 256\] are not rising"),
-        ({"equal_rates": {"wider": 1e-3}}, "equal_rates: no size 'wider'; did you mean wide"),
-        ({"equal_rates": {"wide": 0.0}}, "equal_rates: 0.0 is no learning rate above 0"),
+        ({"equal_rates": {"rates": {"wider": 1e-3}, "forms": []}}, "no size 'wider'; did you mean wide"),
+        ({"equal_rates": {"rates": {"wide": 0.0}, "forms": []}}, "rates: 0.0 is no learning rate above 0"),
+        ({"equal_rates": {"rates": {}, "forms": ["x"]}}, "equal_rates.forms: no form 'x'"),
         ({"cooldown": 1.5}, "cooldown: 1.5 is no share"),
         ({"form": {}}, "form: no such key"),
     ],

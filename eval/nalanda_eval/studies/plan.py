@@ -160,10 +160,12 @@ def chosen_rate(
 
 def equal_rates(planned: list[System], study: Study) -> dict[System, float]:
     """The systems that are also trained at the rate of their size, and that rate."""
+    if (asked := study.equal_rates) is None:
+        return {}
     return {
-        s: study.equal_rates[s.size]
+        s: asked.rates[s.size]
         for s in planned
-        if s.group != CALIBRATION and s.size in study.equal_rates
+        if s.group in study.mixers and s.size in asked.rates and s.form in asked.forms
     }
 
 

@@ -222,14 +222,15 @@ def decided(results: Results) -> tuple[str, dict[str, Gap]] | None:
     rule, study = results.study.decision, results.study
     places = list(itertools.product(study.sizes, study.mixers))
     runs = {form: [results.system(*place, form) for place in places] for form in study.forms}
-    if rule is None or any(None in found for found in runs.values()):
+    runs = {form: found for form, found in runs.items() if None not in found}
+    if rule is None or not runs.keys() >= {rule.default, *rule.candidates}:
         return None
 
     def mean(values: Callable[[System], np.ndarray], form: str) -> np.ndarray:
         """Over mixers and sizes."""
         return np.mean([values(system) for system in runs[form] if system], axis=0)
 
-    losses = {form: mean(lambda s: results.losses(s)[:, -1], form) for form in study.forms}
+    losses = {form: mean(lambda s: results.losses(s)[:, -1], form) for form in runs}
     sums = {form: mean(lambda s: results.documents(s, -1), form) for form in (rule.default, *rule.candidates)}
     pool, default = residual(np.stack([*losses.values()])), rule.default
     gaps = {
@@ -269,9 +270,10 @@ def verdicts(results: Results) -> list[str]:
     if results.finished() and len(contrasts(results)) < places * len(study.contrasts):
         lines.append(f"Whether norm-awareness matters cannot be judged, {gone}.")
     elif results.finished() and study.contrasts:
-        matters = norm_matters(results)
+        early = ", early in training," if budgets is not None and not any(budgets.values()) else ""
         lines.append(
-            f"By the rule, norm-awareness {matters} inside the delta rule: {contrast_text(results)} nats."
+            f"By the rule, norm-awareness {norm_matters(results)}{early} inside the delta rule: "
+            f"{contrast_text(results)} nats."
         )
     if choice := decided(results):
         told = candidate_text(choice[1])
@@ -284,7 +286,13 @@ def verdicts(results: Results) -> list[str]:
 
 
 def contrast_text(results: Results) -> str:
-    return "; ".join(f"{key_of(a)} less {b.form} {results.at(a, b).text()}" for a, b in contrasts(results))
+    """The gaps, with the rates where a pair has two."""
+    told = []
+    for a, b in contrasts(results):
+        rates = [results.rates[system] for system in (a, b)]
+        apart = "" if rates[0] == rates[1] else f" (rates {rates[0]:g} and {rates[1]:g})"
+        told.append(f"{key_of(a)} less {b.form} {results.at(a, b).text()}{apart}")
+    return "; ".join(told)
 
 
 def candidate_text(gaps: dict[str, Gap]) -> str:
@@ -293,7 +301,8 @@ def candidate_text(gaps: dict[str, Gap]) -> str:
 
 def equal_rate_text(results: Results) -> str:
     """What the runs at equal rates are, and what they say about the rule's questions."""
-    rates = ", ".join(f"{size}: {rate:g}" for size, rate in results.study.equal_rates.items())
+    assert results.study.equal_rates is not None
+    rates = ", ".join(f"{size}: {rate:g}" for size, rate in results.study.equal_rates.rates.items())
     alike = results.alike
     lines = [
         f"The same, with one rate for all systems of a size ({rates}). The rule does not use these runs."

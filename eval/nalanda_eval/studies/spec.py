@@ -50,6 +50,15 @@ class Recall:
 
 
 @dataclass
+class EqualRates:
+    """Further runs, with one rate for all systems of a size. The rule does not use them."""
+
+    rates: dict[str, float]
+    """By size."""
+    forms: list[str]
+
+
+@dataclass
 class Decision:
     """The default form changes to that candidate which is ahead of it, if one is; see `report.decided`."""
 
@@ -76,8 +85,7 @@ class Study:
     """Further systems, which no form is compared with."""
     calibration: Calibration | None = None
     recall: Recall | None = None
-    equal_rates: dict[str, float] = field(default_factory=dict)
-    """A rate by size: all its systems are also trained with that one. The rule does not use these runs."""
+    equal_rates: EqualRates | None = None
     contrasts: list[list[str]] = field(default_factory=list)
     """Pairs of forms: one in which norms act, and its counterpart in which they do not."""
     decision: Decision | None = None
@@ -115,14 +123,16 @@ def load_study(directory: Path) -> tuple[Study, dict[str, Any]]:
     if study.decision:
         chosen = (study.decision.default, *study.decision.candidates)
         named += [("decision", name, study.forms) for name in chosen]
+    if alike := study.equal_rates:
+        named += [("equal_rates.forms", name, study.forms) for name in alike.forms]
+        for size, rate in alike.rates.items():
+            if size not in study.sizes:
+                raise InputError(f"equal_rates.rates: no size {size!r}{suggest(size, study.sizes)}")
+            if not rate > 0:
+                raise InputError(f"equal_rates.rates: {rate} is no learning rate above 0")
     for where, name, forms in named:
         if name not in forms:
             raise InputError(f"{where}: no form {name!r}{suggest(name, forms)}")
-    for size, rate in study.equal_rates.items():
-        if size not in study.sizes:
-            raise InputError(f"equal_rates: no size {size!r}{suggest(size, study.sizes)}")
-        if not rate > 0:
-            raise InputError(f"equal_rates: {rate} is no learning rate above 0")
     if study.rates.seed in study.seeds:
         raise InputError(f"seeds: {study.rates.seed} chooses the rates; take other seeds to judge them")
     for where, budgets in (("budgets", study.budgets), ("rates.rungs", study.rates.rungs)):
