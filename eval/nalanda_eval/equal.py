@@ -30,7 +30,10 @@ FAR = 0.1
 
 
 def configured(model: dict[str, Any], vocab_size: int = 1) -> NalandaConfig:
+    """The config of a model's keys, whose `nala` without a power has that of the study's records, 2."""
     keys: dict[str, Any] = MODEL | model | {"vocab_size": vocab_size}
+    if keys.get("feature_map") == "nala":
+        keys["feature_map_options"] = {"power": 2.0} | (keys.get("feature_map_options") or {})
     return NalandaConfig(**keys | {"bos_token_id": None, "eos_token_id": None})
 
 
@@ -76,11 +79,12 @@ def models(
                 raise InputError(f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}")
             model = parse(mixer, own if feature_map == "own" else feature_map)
             try:
-                NalandaConfig(**base | model)
+                config = NalandaConfig(**base | model)
             except ValueError as error:
                 refused.setdefault(mixer, []).append((feature_map or "no map", str(error)))
             else:
-                found[label(model)] = model
+                options = {"feature_map_options": config.feature_map_options}  # nala's default power
+                found[label(model)] = model | (options if config.feature_map_options else {})
     notes = [
         f"{mixer} is left out with {', '.join(name for name, _ in pairs)}: {pairs[0][1]}"
         for mixer, pairs in refused.items()

@@ -301,7 +301,8 @@ HOMOGENEOUS = ("identity", "relu", "pola", *NORMING)
 def test_whether_norms_move_the_normalised_weights(name):
     """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
     seen = "" if name in HOMOGENEOUS else "q" if name == "nala" else "qk"
-    expected = {"deltanet": seen, "gated_deltanet": seen, "linear_attention": seen, "norm_attention": seen}
+    delta = "" if name == "nala" else seen  # the angle alone, by default
+    expected = {"deltanet": delta, "gated_deltanet": delta, "linear_attention": seen, "norm_attention": seen}
     if nonnegative := build_map(name).nonnegative:
         expected |= {"nala": seen, "mala": "k" if name in NORMING else "qk"}
     for mixer, these in expected.items():
@@ -309,13 +310,14 @@ def test_whether_norms_move_the_normalised_weights(name):
         agrees(awareness(mixer=mixer, feature_map=name, mixer_options=options), these)
     for norm in ("l2", "none"):
         options = {"norm_write": True, "qk_norm": norm}
-        agrees(awareness(mixer="deltanet", feature_map=name, mixer_options=options), f"k{seen}")
+        agrees(awareness(mixer="deltanet", feature_map=name, mixer_options=options), f"k{delta}")
 
 
 @pytest.mark.parametrize(
     ("seen", "options"),
     [
-        *(("q", {"mixer": "deltanet", "feature_map_options": {"angle": a}}) for a in NORMED),
+        *(("", {"mixer": "deltanet", "feature_map_options": {"angle": a}}) for a in NORMED),
+        *(("q", {"mixer": "deltanet", "feature_map_options": {"angle": a, "power": 2.0}}) for a in NORMED),
         ("qk", {"mixer": "deltanet", "feature_map_options": {"angle": "raw"}}),
         ("", {"mixer": "deltanet", "feature_map_options": {"query_power": 1.74}}),
         ("qk", {"mixer": "softmax"}),

@@ -29,7 +29,6 @@ from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.model.attention import SoftmaxAttention
 from nalanda.model.configuration import AUTO_MAP
 from nalanda.model.delta import Decay
-from nalanda.model.feature_maps import NaLa
 from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.sequences import Sequences
 from nalanda.testing import MIXER_PROPERTIES
@@ -347,14 +346,29 @@ def test_streamer(small):
         ({"feature_map": "silu"}, {}),
     ],
 )
-@pytest.mark.parametrize("default", [2.0, None])
-def test_a_saved_map_keeps_its_meaning(saved, read, default, tmp_path, monkeypatch):
-    """Whatever the default power of `nala` will be."""
-    monkeypatch.setattr(NaLa, "POWER", default)
-    config = NalandaConfig.from_dict({"model_type": "nalanda", **saved})
+@pytest.mark.parametrize("mixer", ["norm_attention", "deltanet"])
+def test_a_saved_map_keeps_its_meaning(saved, read, mixer):
+    """Whatever the default power of `nala` is."""
+    config = NalandaConfig.from_dict({"model_type": "nalanda", "mixer": mixer, **saved})
     assert config.feature_map_options == read
-    NalandaConfig(feature_map="nala").save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": default}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "power"),
+    [
+        *((name, None) for name in ("deltanet", "gated_deltanet", "kda", "delta_product")),
+        *((name, 2.0) for name in ("nala", "linear_attention", "norm_attention")),
+        (["gated_deltanet", "softmax"], None),
+        (["nala", "softmax"], 2.0),
+    ],
+)
+def test_the_default_power_is_that_of_the_rule_and_is_saved(mixer, power, tmp_path):
+    NalandaConfig(mixer=mixer, num_hidden_layers=2, feature_map="nala").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": power}
+    given = NalandaConfig(
+        mixer=mixer, num_hidden_layers=2, feature_map="nala", feature_map_options={"power": 3.0}
+    )
+    assert given.feature_map_options == {"power": 3.0}
 
 
 def test_other_caches_are_refused(small):

@@ -42,6 +42,7 @@ def curve(folder: Path) -> dict[str, list[float]]:
         "model": {
             "mixer": ["gated_deltanet", "softmax"],
             "feature_map": "nala",
+            "feature_map_options": {"power": 2.0},
             "hidden_size": 32,
             "num_hidden_layers": 2,
             "num_heads": 2,

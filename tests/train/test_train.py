@@ -726,16 +726,16 @@ def test_a_model_whose_default_changed_is_refused(recipe, tmp_path, monkeypatch)
     )
     loop.train(configured(recipe, run, "train.steps=2", *settings))
     before = contents(run)
-    monkeypatch.setattr(NaLa, "POWER", None)
+    monkeypatch.setattr(NaLa, "DELTA_POWER", 2.0)
     with pytest.raises(
-        InputError, match=r"model\.feature_map_options: .*None.* by the recipe and .*2\.0.* in .*step-2"
+        InputError, match=r"model\.feature_map_options: .*2\.0.* by the recipe and .*None.* in .*step-2"
     ):
         loop.train(configured(recipe, run, "train.steps=4", *settings))
     assert contents(run) == before
-    settings.append("model.feature_map_options.power=2.0")
+    settings.append("model.feature_map_options.power=null")
     (run / "config.yaml").write_text(configured(recipe, run, "train.steps=2", *settings).to_yaml())
     loop.train(configured(recipe, run, "train.steps=4", *settings))
-    assert json.loads((run / "final" / "config.json").read_text())["feature_map_options"] == {"power": 2.0}
+    assert json.loads((run / "final" / "config.json").read_text())["feature_map_options"] == {"power": None}
 
 
 def test_a_folder_that_is_no_run_is_refused(recipe, tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
+from .delta import DeltaNet
 from .feature_maps import NaLa
 from .mixers import MIXERS, build_mixer
 from .options import check_types, did_you_mean
@@ -172,8 +173,6 @@ class NalandaConfig(PreTrainedConfig):
             self.intermediate_size = 256 * -(-self.hidden_size * 8 // (3 * 256))
         self.mixer_options = dict(self.mixer_options or {})
         self.feature_map_options = dict(self.feature_map_options or {})
-        if self.feature_map == "nala":
-            self.feature_map_options.setdefault("power", NaLa.POWER)  # saved models name it: `from_dict`
         self._check_sizes()
         self._check_images()
         if isinstance(self.mixer, (list, tuple)):
@@ -183,6 +182,9 @@ class NalandaConfig(PreTrainedConfig):
                     f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
                     "give one name, or one for each layer"
                 )
+        if self.feature_map == "nala":  # saved models name the power: `from_dict`
+            delta = any(issubclass(MIXERS.get(name, Mixer), DeltaNet) for name in self.layer_mixers)
+            self.feature_map_options.setdefault("power", NaLa.DELTA_POWER if delta else NaLa.POWER)
         if missing_plugins(getattr(self, "plugins", ())):
             return  # a model that is loaded with trust_remote_code brings them; `build_mixer` refuses others
         mixers = self.distinct_mixers()  # building them refuses what cannot work
