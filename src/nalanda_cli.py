@@ -406,16 +406,15 @@ def info(
 
     from nalanda.config.load import load_config
 
-    for given, option, needed in (
-        (devices, "--devices", recipe),
-        (cluster, "--cluster", devices),
-        (processes, "--processes", recipe if devices is None else None),
-        (device != "here", "--device", recipe if devices is None else None),
+    alone = recipe if devices is None else None
+    for given, option, needed, message in (
+        (devices, "--devices", recipe, "needs a recipe"),
+        (cluster, "--cluster", devices, "needs --devices"),
+        (processes, "--processes", alone, "needs a recipe, and no --devices"),
+        (device != "here", "--device", alone, "needs a recipe, and no --devices"),
     ):
         if given and needed is None:
-            need = "needs --devices" if option == "--cluster" else "needs a recipe, and no --devices"
-            need = "needs a recipe" if option == "--devices" else need
-            raise typer.BadParameter(need, param_hint=option)
+            raise typer.BadParameter(message, param_hint=option)
     if recipe is not None:
         load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading():
@@ -709,20 +708,22 @@ def prepare(
 
     if format not in ("nalanda", "megatron"):
         raise InputError(f"--format {format}: is unknown; there are nalanda and megatron")
+    given = {
+        parameter.name: parameter.opts[0]
+        for parameter in context.command.params
+        if (origin := context.get_parameter_source(parameter.name or "")) and origin.name == "COMMANDLINE"
+    }
     if format == "megatron":
-        for parameter in context.command.params:
-            given = context.get_parameter_source(parameter.name or "")
-            if given and given.name == "COMMANDLINE" and parameter.name not in ("source", "output", "format"):
-                raise InputError(f"{parameter.opts[0]}: a prepared set is written as it is; leave it out")
+        for key, option in given.items():
+            if key not in ("source", "output", "format"):
+                raise InputError(f"{option}: a prepared set is written as it is; leave it out")
         for split, (documents, tokens) in write_megatron(source, output).items():
             made = f"{output}/{split}: {documents:,} documents, {tokens:,} tokens"
             print(made if documents else f"no {split}")
         return
-    for parameter in context.command.params if executor is None else ():
-        given = context.get_parameter_source(parameter.name or "")
-        own = parameter.name in ("tasks", "logs", "slurm_partition", "slurm_time", "slurm_arg")
-        if own and given and given.name == "COMMANDLINE":
-            raise typer.BadParameter("needs --executor", param_hint=parameter.opts[0])
+    for needs_executor in ("tasks", "logs", "slurm_partition", "slurm_time", "slurm_arg"):
+        if executor is None and needs_executor in given:
+            raise typer.BadParameter("needs --executor", param_hint=given[needs_executor])
     settings = {"validation_share": validation_share, "text_field": text_field, "source_field": source_field}
     settings |= {"name": name, "revision": revision, "bos": bos, "eos": eos}
     index = make_token_set(

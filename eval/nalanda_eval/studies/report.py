@@ -130,11 +130,18 @@ class Results:
         """None if its runs are not complete."""
         return next((s for s in self.runs if (s.size, s.group, s.form) == (size, group, form)), None)
 
+    @property
+    def reference(self) -> str:
+        """The form that gaps are measured from; at equal rates the default, which the rule decides on."""
+        if self.fixed is None or self.study.decision is None:
+            return self.study.reference
+        return self.study.decision.default
+
     def pairs(self) -> list[tuple[System, System]]:
         """Each system of the endpoint with its reference."""
         found = []
         for system in self.runs:
-            reference = self.system(system.size, system.group, self.study.reference)
+            reference = self.system(system.size, system.group, self.reference)
             if system.group in self.study.mixers and reference and reference != system:
                 found.append((system, reference))
         return found
@@ -305,7 +312,8 @@ def equal_rate_text(results: Results) -> str:
     rates = ", ".join(f"{size}: {rate:g}" for size, rate in results.study.equal_rates.rates.items())
     alike = results.alike
     lines = [
-        f"The same, with one rate for all systems of a size ({rates}). The rule does not use these runs."
+        f"The same, with one rate for all systems of a size ({rates}); gap: less {alike.reference}. The rule "
+        "does not use these runs."
     ]
     if not alike.finished():
         lines.append(f"{len(alike.complete)} of {len(alike.planned)} systems have all of them.")
