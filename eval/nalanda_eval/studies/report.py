@@ -540,7 +540,8 @@ def explained(study: Study) -> str:
     seeds = ", ".join(map(str, study.seeds))
     return (
         f"Lines: means over n = {len(study.seeds)} seeds ({seeds}) of validation losses, each less that of "
-        f"{study.reference} with the same seed; each form at its own rate. Below 0: better. Bars: 95 % intervals."
+        f"{study.reference} with the same seed; each form at its own rate. Below 0: better. "
+        "Bars: 95 % intervals."
     )
 
 
