@@ -184,7 +184,7 @@ def test_training_under_autocast(mixer):
     errors = [
         (gradients(backend, bf16=True) - exact).norm() / exact.norm() for backend in ("torch", "triton")
     ]
-    assert errors[1] < 1.3 * errors[0] < 0.1
+    assert errors[1] < 1.3 * errors[0] < 0.15
 
 
 @interpreted_only
