@@ -369,6 +369,10 @@ def test_the_default_power_is_that_of_the_rule_and_is_saved(mixer, power, tmp_pa
         mixer=mixer, num_hidden_layers=2, feature_map="nala", feature_map_options={"power": 3.0}
     )
     assert given.feature_map_options == {"power": 3.0}
+    normed = NalandaConfig(
+        mixer=mixer, num_hidden_layers=2, feature_map="nala", feature_map_options={"power_norm": "raw"}
+    )
+    assert normed.feature_map_options == {"power_norm": "raw", "power": 2.0}
 
 
 def test_other_caches_are_refused(small):

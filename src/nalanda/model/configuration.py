@@ -184,6 +184,7 @@ class NalandaConfig(PreTrainedConfig):
                 )
         if self.feature_map == "nala":  # saved models name the power: `from_dict`
             delta = any(issubclass(MIXERS.get(name, Mixer), DeltaNet) for name in self.layer_mixers)
+            delta &= "power_norm" not in self.feature_map_options  # it has no effect without a power
             self.feature_map_options.setdefault("power", NaLa.DELTA_POWER if delta else NaLa.POWER)
         if missing_plugins(getattr(self, "plugins", ())):
             return  # a model that is loaded with trust_remote_code brings them; `build_mixer` refuses others

@@ -182,10 +182,9 @@ class NaLa(FeatureMap):
 
     angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`). `relu_split` has no angle and
         splits the signs instead, [relu(x)^p; relu(−x)^p], as the authors' vision code does.
-    power: λ; None: exponents of 1, the angle alone, which is the default of models with a delta rule: the
-        lengths that act through λ cancel there, and docs/study.md found the angle alone ahead. For λ ≥ 2
-        every exponent is ≥ 1 and the slope at 0 is bounded. For less it can reach 500 (λ = 1), and a
-        warning says so.
+    power: λ; None: exponents of 1, the angle alone. It is the default of models with a delta rule that set no
+        `power_norm`: docs/study.md found it ahead there. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0
+        is bounded. For less it can reach 500 (λ = 1), and a warning says so.
     power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`). At K = 128, `raw` saturates tanh, and p is constant.
     direction_scale: s = 1 (`unit`) or √K (`sqrt`). L2 normalisation cancels it, but `sqrt` keeps squares of
         features above that norm's epsilon.
