@@ -30,11 +30,9 @@ FAR = 0.1
 
 
 def configured(model: dict[str, Any], vocab_size: int = 1) -> NalandaConfig:
-    """The config of a model's keys, whose `nala` without a power has that of the study's records, 2."""
+    """The config of a model's keys, read as saved ones: records outlive a default."""
     keys: dict[str, Any] = MODEL | model | {"vocab_size": vocab_size}
-    if keys.get("feature_map") == "nala":
-        keys["feature_map_options"] = {"power": 2.0} | (keys.get("feature_map_options") or {})
-    return NalandaConfig(**keys | {"bos_token_id": None, "eos_token_id": None})
+    return NalandaConfig.from_dict(keys | {"bos_token_id": None, "eos_token_id": None})
 
 
 def grows(config: NalandaConfig) -> bool:
