@@ -122,6 +122,7 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
         "nala": kernel("nala"),
         "nala_paper": kernel("nala_paper"),
         "nala_released": kernel("nala_released"),
+        "nala_code": kernel("nala_code"),
         "MALA, positive part": (1 + 1 / z) * similarity - z / keys,
         "1+elu": similarity,
         "relu³": kernel("relu", 3),

@@ -77,12 +77,11 @@ def models(
                 raise InputError(f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}")
             model = parse(mixer, own if feature_map == "own" else feature_map)
             try:
-                config = NalandaConfig(**base | model)
+                NalandaConfig(**base | model)
             except ValueError as error:
                 refused.setdefault(mixer, []).append((feature_map or "no map", str(error)))
             else:
-                options = {"feature_map_options": config.feature_map_options}  # nala's default power
-                found[label(model)] = model | (options if config.feature_map_options else {})
+                found[label(model)] = model
     notes = [
         f"{mixer} is left out with {', '.join(name for name, _ in pairs)}: {pairs[0][1]}"
         for mixer, pairs in refused.items()

@@ -110,7 +110,7 @@ def test_entropy_against_the_norm_of_the_query():
     assert entropy["softmax"][-1] < 1
     relu = entropy["relu³"]  # homogeneous: the norm of the query cancels
     torch.testing.assert_close(relu, relu[:1].expand_as(relu))
-    for name in ("nala", "nala_paper", "nala_released"):
+    for name in ("nala", "nala_paper", "nala_released", "nala_code"):
         assert (entropy[name].diff() <= 1e-6).all()
         assert entropy[name][0] - entropy[name][-1] > 0.05
     assert map_entropy(32, 64) == found != map_entropy(32, 64, seed=1)

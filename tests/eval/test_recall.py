@@ -450,20 +450,6 @@ def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
         with_parameters(MODEL | parse("gla", None), 1000)
 
 
-def test_records_name_the_power_of_nala_and_those_without_keep_2():
-    found, _ = models(["deltanet", "linear_attention"], ["nala", "elu1"], MODEL)
-    powers = {(m["mixer"], m["feature_map"]): m.get("feature_map_options") for m in found}
-    assert powers == {
-        ("deltanet", "nala"): {"power": None},
-        ("deltanet", "elu1"): None,
-        ("linear_attention", "nala"): {"power": 2.0},
-        ("linear_attention", "elu1"): None,
-    }
-    assert configured(found[0]).feature_map_options == {"power": None}
-    older = {"mixer": "deltanet", "feature_map": "nala", "feature_map_options": {"query_power": 1.74}}
-    assert configured(older).feature_map_options == {"query_power": 1.74, "power": 2.0}
-
-
 def test_the_record_counts_the_model_that_was_matched():
     task = Regression(examples=(1, 2))
     model = with_state(MODEL | TINY | parse("retention", None), 2048)

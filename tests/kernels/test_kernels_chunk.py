@@ -148,9 +148,12 @@ def test_zero_rows(kind):
 
 
 MAPS = [
-    ("silu", {}), ("elu1", {}), ("nala", {}), ("nala_paper", {}), ("nala_released", {}), ("pola", {}),
-    ("soft", {}), ("nala", {"angle": "raw", "power": 2.5, "power_norm": "raw"}),
-]  # fmt: skip
+    *(
+        (name, {})
+        for name in ("silu", "elu1", "nala", "nala_paper", "nala_released", "nala_code", "pola", "soft")
+    ),
+    ("nala", {"angle": "raw", "power": 2.5, "power_norm": "raw"}),
+]
 
 
 def test_a_map_under_decays_per_key_channel():

@@ -245,7 +245,7 @@ STEPS = {
     "deltanet, wide": {"feature_map": "identity", **WIDE},
     "deltanet, nala": {"feature_map": "nala", "use_gate": True, "conv_size": 0},
     "gated_deltanet": {"conv_size": 2},
-    "gated_deltanet, nala": {"feature_map": "nala", "feature_map_options": {"power": 2.0}, **WIDE},
+    "gated_deltanet, nala": {"feature_map": "nala", **WIDE},
     "gated_deltanet, grouped": {
         "mixer_options": {"num_v_heads": 4, "allow_neg_eigval": True},
         "feature_map": "nala_released",
@@ -253,6 +253,8 @@ STEPS = {
     },
     "kda": {"mixer_options": {"num_v_heads": 4}},
     "kda, nala": {"feature_map": "nala", **WIDE},
+    "kda, nala_code": {"feature_map": "nala_code"},
+    "deltanet, angle": {"feature_map": "angle"},
     "gated_deltanet2": {"mixer_options": {"allow_neg_eigval": True}},
     "gated_deltanet2, nala": {"feature_map": "nala", "conv_size": 0, **WIDE},
     "delta_product": {"mixer_options": {"num_v_heads": 4}},

@@ -14,7 +14,7 @@ from nalanda.model.feature_maps import build_feature_map
 from nalanda.model.ops import _map
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a row's largest entry
-ANGLES = ("direction", "rms", "raw", "relu_split")
+ANGLES = ("direction", "rms", 20.0, "raw", "relu_split")
 PLAIN = [(name, {}) for name in ("identity", "silu", "relu", "elu", "elu1", "exp")]
 NALA = [("nala", {"angle": angle}) for angle in ANGLES]
 NALA += [
@@ -23,6 +23,8 @@ NALA += [
     ("nala", {"power": 1.0, "angle": "relu_split"}),
     ("nala_paper", {}),
     ("nala_released", {}),
+    ("nala_code", {}),
+    ("nala", {"query_power": 2.0, "direction_scale": "none", "angle": "relu_split"}),
     ("angle", {}),
     ("nala", {"query_power": 1.74, "direction_scale": "unit"}),
     ("nala", {"query_power": 3.0, "key_power": 1.5, "angle": "relu_split"}),

@@ -8,17 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nalanda.model import FEATURE_MAPS, build_feature_map
+from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.feature_maps import opposite
+from nalanda.model.mixers import build_mixer
+from nalanda.model.options import defaults
 from nalanda.testing import MAP_PROPERTIES, build_map, close, normal
 
 K = 16
 READINGS = [
     {"angle": angle, "power": power, "power_norm": norm, "direction_scale": scale}
-    for angle in ("direction", "rms", "raw", "relu_split")
+    for angle in ("direction", "rms", 20.0, "raw", "relu_split")
     for power in (2.0, 3.0)
     for norm in ("raw", "rms")
-    for scale in ("unit", "sqrt")
+    for scale in ("unit", "sqrt", "none")
 ]
 
 
@@ -32,20 +34,21 @@ def nala(options: dict):
 
 @pytest.mark.parametrize("options", READINGS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_nala_product(options):
-    """φ_q·φ_k = Σ |s·d(q)_i|^p |k_i|^λ cos(θ_q,i − θ_k,i), terms ≥ 0; without an angle, same signs only."""
+    """φ_q·φ_k = Σ |b_i|^p |k_i|^λ cos(θ_q,i − θ_k,i), terms ≥ 0; without an angle, same signs only."""
     q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
     phi_q, phi_k = nala(options)(q, k)
     assert phi_q.shape == phi_k.shape == (3, 5, 2, 2 * K)
     n, nk = ((x.square().sum(-1, keepdim=True) + 1e-6) ** 0.5 for x in (q, k))
-    s = math.sqrt(K) if options["direction_scale"] == "sqrt" else 1.0
+    base = {"unit": q / n, "sqrt": math.sqrt(K) * q / n, "none": q}[options["direction_scale"]]
     p = options["power"] * (0.5 + torch.tanh(n / math.sqrt(K) if options["power_norm"] == "rms" else n))
-    weight = (s * q / n).abs() ** p * k.abs() ** options["power"]
+    weight = base.abs() ** p * k.abs() ** options["power"]
     if options["angle"] == "relu_split":
         factor = (q.sign() == k.sign()).double()
     else:
         argument = {
             "direction": lambda x, n: x / n,
             "rms": lambda x, n: math.sqrt(K) * x / n,
+            20.0: lambda x, n: 20 * x / n,
             "raw": lambda x, n: x,
         }[options["angle"]]
         angle = [math.pi / 4 * torch.tanh(argument(x, n)) for x, n in ((q, n), (k, nk))]
@@ -53,7 +56,7 @@ def test_nala_product(options):
     terms = weight * factor
     torch.testing.assert_close((phi_q * phi_k).sum(-1), terms.sum(-1), rtol=1e-12, atol=1e-12)
     assert (terms >= 0).all()
-    torch.testing.assert_close(phi_q.square().sum(-1), ((s * q / n).abs() ** (2 * p)).sum(-1))
+    torch.testing.assert_close(phi_q.square().sum(-1), (base.abs() ** (2 * p)).sum(-1))
 
 
 @pytest.mark.parametrize("angle", ["direction", "rms", "raw"])
@@ -96,16 +99,6 @@ def test_a_constant_exponent_of_q(angle):
     assert "^2.7" in constant.equation
 
 
-@pytest.mark.parametrize("name", ["nala", "nala_paper", "nala_released"])
-def test_without_a_power_exponents_are_one(name):
-    q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
-    plain, ones = build(name, power=None), build(name, query_power=1.0, key_power=1.0)
-    for a, b in zip(plain(q, k), ones(q, k), strict=True):
-        assert torch.equal(a, b)
-    assert plain.equation == ones.equation
-    assert not {"^", "λ"} & {*plain.equation}
-
-
 def test_the_angle_alone():
     """|x| ⊙ [cos θ; sin θ] for k, and for q at length √K."""
     q, k = normal(3, 5, 2, K), normal(3, 5, 2, K, seed=1)
@@ -116,7 +109,7 @@ def test_the_angle_alone():
         theta = math.pi / 4 * torch.tanh(math.sqrt(K) * x / x.norm(dim=-1, keepdim=True))
         expected = x.abs().repeat(1, 1, 1, 2) * torch.cat([theta.cos(), theta.sin()], -1)
         torch.testing.assert_close(phi, expected, rtol=1e-5, atol=1e-5)
-    assert "tanh(‖q‖" not in angle.equation
+    assert not {"^", "λ"} & {*angle.equation}
 
 
 @pytest.mark.parametrize("angle", ["rms", "relu_split"])
@@ -146,13 +139,88 @@ def test_shifted_silu_learns_its_shift():
     torch.testing.assert_close(shifted(x, x)[0], F.silu(x + shifted.b))
 
 
-def test_nala_presets_are_the_sources_readings():
+@pytest.mark.parametrize(
+    ("preset", "angle", "scale"),
+    [
+        ("nala_paper", "direction", "unit"),
+        ("nala_released", "relu_split", "unit"),
+        ("nala_code", 20.0, "none"),
+    ],
+)
+def test_nala_presets_are_the_sources_readings(preset, angle, scale):
     q, k = normal(1, 3, 2, K), normal(1, 3, 2, K, seed=1)
-    for preset, angle in (("nala_paper", "direction"), ("nala_released", "relu_split")):
-        options = {"angle": angle, "power": 3, "power_norm": "raw", "direction_scale": "unit"}
-        ours = build(preset)(q, k)
-        for a, b in zip(ours, nala(options)(q, k), strict=True):
-            assert torch.equal(a, b)
+    options = {"angle": angle, "power": 3.0, "power_norm": "raw", "direction_scale": scale}
+    for ours, spelt in zip(build(preset)(q, k), nala(options)(q, k), strict=True):
+        assert torch.equal(ours, spelt)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_a_larger_alpha_keeps_signs_further_apart(head_dim):
+    """Down to the split of signs, whose features of opposite signs share nothing."""
+    x = normal(64, 1, 1, head_dim).abs()
+    keys = -normal(64, 1, 1, head_dim, seed=1).abs()
+    opposite_share = []
+    for angle in ("direction", "rms", 20.0 * math.sqrt(head_dim), "relu_split"):
+        phi_q, phi_k = build("nala", head_dim, num_heads=1, angle=angle)(x, keys)
+        lengths = [phi.unflatten(-1, (2, head_dim)).norm(dim=-2) for phi in (phi_q, phi_k)]
+        opposite_share.append(float((phi_q * phi_k).sum() / (lengths[0] * lengths[1]).sum()))
+    assert opposite_share == sorted(opposite_share, reverse=True)
+    assert opposite_share[0] > 0.8
+    assert opposite_share[-1] == 0
+
+
+def first_layer(mixers: str | list[str], name: str, **options) -> str:
+    """The layer as text, which is the same once its config was saved and read."""
+    config = NalandaConfig(
+        mixer=mixers, feature_map=name, hidden_size=32, num_heads=2, num_hidden_layers=2, **options
+    )
+    again = NalandaConfig.from_dict(config.to_dict())
+    layer, read = (str(build_mixer(c.layer_mixers[0], c, 0)) for c in (config, again))
+    assert layer == read
+    return layer
+
+
+def takes(mixer: str | list[str], name: str) -> bool:
+    try:
+        first_layer(mixer, name)
+    except ValueError:
+        return False
+    return True
+
+
+PAIRS = [(mixer, name) for mixer in MIXERS for name in FEATURE_MAPS if takes(mixer, name)]
+
+
+def test_delta_rules_and_norm_attention_take_every_map():
+    free = {"deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product", "norm_attention"}
+    assert set(PAIRS) >= {(mixer, name) for mixer in free for name in FEATURE_MAPS}
+
+
+@pytest.mark.parametrize(("mixer", "name"), PAIRS)
+def test_a_layers_equation_depends_on_its_own_name_and_options_alone(mixer, name):
+    """Not on the other layers, nor on whether a default is written out."""
+    alone = first_layer(mixer, name)
+    assert f"(feature_map): {build(name, head_dim=16)}" in alone.replace("landmarks=64", "landmarks=5")
+    written_out = defaults(FEATURE_MAPS[name])
+    assert first_layer(mixer, name, feature_map_options=written_out) == alone
+    for neighbour in ("gated_deltanet", "nala", "softmax"):
+        if takes([mixer, neighbour], name):
+            assert first_layer([mixer, neighbour], name) == alone
+
+
+@pytest.mark.parametrize("saved", [{"power": None}, {"power": None, "key_power": 3.0, "power_norm": "rms"}])
+@pytest.mark.parametrize("name", ["nala", "angle"])
+def test_a_saved_nala_without_exponents_is_the_angle(name, saved):
+    config = NalandaConfig.from_dict({"mixer": "deltanet", "feature_map": name, "feature_map_options": saved})
+    assert config.feature_map == "angle"
+    kept = {option: value for option, value in saved.items() if option == "key_power"}
+    assert config.feature_map_options == defaults(FEATURE_MAPS["angle"]) | kept
+
+
+def test_nala_without_a_power_is_refused_by_its_name():
+    for mixer in ("nala", "gated_deltanet"):
+        with pytest.raises(ValueError, match="power null is the map angle: set feature_map: angle"):
+            NalandaConfig(mixer=mixer, feature_map="nala", feature_map_options={"power": None})
 
 
 def test_nala_entropy_falls_with_the_query_norm():
@@ -225,7 +293,9 @@ def test_products_are_negative_where_nothing_is_promised(name):
     assert build(name).nonnegative or smallest < 0
 
 
-@pytest.mark.parametrize("name", ["nala", "nala_paper", "nala_released", "nala_learned", "angle", "pola"])
+@pytest.mark.parametrize(
+    "name", ["nala", "nala_paper", "nala_released", "nala_code", "nala_learned", "angle", "pola"]
+)
 def test_powers_of_zero_are_zero(name):
     zero = torch.zeros(1, 4, 2, K)
     assert all((x == 0).all() for x in build(name)(zero, zero))

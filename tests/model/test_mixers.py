@@ -294,15 +294,14 @@ def agrees(found, seen: str) -> None:
 
 # Maps that norm q hide it where tanh ‖q‖ is 1 or not there; homogeneous ones leave both norms to the row's.
 NORMING = ("angle", "nala_learned", "nala_paper", "nala_released")
-HOMOGENEOUS = ("identity", "relu", "pola", *NORMING)
+HOMOGENEOUS = ("identity", "relu", "pola", "nala_code", *NORMING)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_whether_norms_move_the_normalised_weights(name):
     """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
     seen = "" if name in HOMOGENEOUS else "q" if name == "nala" else "qk"
-    delta = "" if name == "nala" else seen  # the angle alone, by default
-    expected = {"deltanet": delta, "gated_deltanet": delta, "linear_attention": seen, "norm_attention": seen}
+    expected = dict.fromkeys(("deltanet", "gated_deltanet", "linear_attention", "norm_attention"), seen)
     if nonnegative := build_map(name).nonnegative:
         expected |= {"nala": seen, "mala": "k" if name in NORMING else "qk"}
     for mixer, these in expected.items():
@@ -310,16 +309,16 @@ def test_whether_norms_move_the_normalised_weights(name):
         agrees(awareness(mixer=mixer, feature_map=name, mixer_options=options), these)
     for norm in ("l2", "none"):
         options = {"norm_write": True, "qk_norm": norm}
-        agrees(awareness(mixer="deltanet", feature_map=name, mixer_options=options), f"k{delta}")
+        agrees(awareness(mixer="deltanet", feature_map=name, mixer_options=options), f"k{seen}")
 
 
 @pytest.mark.parametrize(
     ("seen", "options"),
     [
-        *(("", {"mixer": "deltanet", "feature_map_options": {"angle": a}}) for a in NORMED),
-        *(("q", {"mixer": "deltanet", "feature_map_options": {"angle": a, "power": 2.0}}) for a in NORMED),
-        ("qk", {"mixer": "deltanet", "feature_map_options": {"angle": "raw"}}),
-        ("", {"mixer": "deltanet", "feature_map_options": {"query_power": 1.74}}),
+        *(("", {"feature_map": "angle", "feature_map_options": {"angle": a}}) for a in NORMED),
+        *(("q", {"feature_map_options": {"angle": a}}) for a in NORMED),
+        ("qk", {"feature_map_options": {"angle": "raw"}}),
+        ("", {"feature_map_options": {"query_power": 1.74}}),
         ("qk", {"mixer": "softmax"}),
         ("qk", {"mixer": "diag_attention"}),
         ("qk", {"mixer": "soft"}),
@@ -330,7 +329,8 @@ def test_whether_norms_move_the_normalised_weights(name):
     ids=str,
 )
 def test_readings_and_mixers_without_a_choice_of_map(seen, options):
-    options = {"feature_map": "nala"} | options if options["mixer"] == "deltanet" else options
+    if "mixer" not in options:
+        options = {"mixer": "deltanet", "feature_map": "nala"} | options
     agrees(awareness(**options), seen)
 
 

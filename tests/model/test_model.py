@@ -334,47 +334,6 @@ def test_streamer(small):
         assert "".join(streamer).split() == [str(int(t)) for t in out[0]]
 
 
-@pytest.mark.parametrize(
-    ("saved", "read"),
-    [
-        ({"feature_map": "nala"}, {"power": 2.0}),  # by a version that did not save the power
-        (
-            {"feature_map": "nala", "feature_map_options": {"key_power": 1.0}},
-            {"power": 2.0, "key_power": 1.0},
-        ),
-        ({"feature_map": "nala", "feature_map_options": {"power": None}}, {"power": None}),
-        ({"feature_map": "silu"}, {}),
-    ],
-)
-@pytest.mark.parametrize("mixer", ["norm_attention", "deltanet"])
-def test_a_saved_map_keeps_its_meaning(saved, read, mixer):
-    """Whatever the default power of `nala` is."""
-    config = NalandaConfig.from_dict({"model_type": "nalanda", "mixer": mixer, **saved})
-    assert config.feature_map_options == read
-
-
-@pytest.mark.parametrize(
-    ("mixer", "power"),
-    [
-        *((name, None) for name in ("deltanet", "gated_deltanet", "kda", "delta_product")),
-        *((name, 2.0) for name in ("nala", "linear_attention", "norm_attention")),
-        (["gated_deltanet", "softmax"], None),
-        (["nala", "softmax"], 2.0),
-    ],
-)
-def test_the_default_power_is_that_of_the_rule_and_is_saved(mixer, power, tmp_path):
-    NalandaConfig(mixer=mixer, num_hidden_layers=2, feature_map="nala").save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["feature_map_options"] == {"power": power}
-    given = NalandaConfig(
-        mixer=mixer, num_hidden_layers=2, feature_map="nala", feature_map_options={"power": 3.0}
-    )
-    assert given.feature_map_options == {"power": 3.0}
-    normed = NalandaConfig(
-        mixer=mixer, num_hidden_layers=2, feature_map="nala", feature_map_options={"power_norm": "raw"}
-    )
-    assert normed.feature_map_options == {"power_norm": "raw", "power": 2.0}
-
-
 def test_other_caches_are_refused(small):
     from transformers import DynamicCache
 
@@ -914,7 +873,7 @@ def test_a_pattern_repeats_over_the_layers(tmp_path):
         ({"vocab_size": 0}, "vocab_size"),
         ({"mixer": "linear_attention", "feature_map": "silu"}, "denominator=false"),
         ({"mixer": "mala", "feature_map": "identity"}, "choose relu, exp, elu1"),
-        ({"mixer": "nala", "feature_map": "nala_vision"}, "nala_paper, nala_released"),
+        ({"mixer": "nala", "feature_map": "nala_vision"}, "nala_paper, nala_released, nala_code"),
         ({"mixer": "pola", "feature_map": "relu"}, "needs feature_map 'pola'"),
         ({"mixer": "pola", "head_dim": 5}, "must be even"),
         ({"mixer": "soft", "feature_map": "relu"}, "take mixer 'linear_attention'"),

@@ -1,5 +1,6 @@
 """The loop: what its loss is a mean of, that nothing a run was told or did is lost, and what it refuses."""
 
+import functools
 import hashlib
 import json
 import math
@@ -29,7 +30,7 @@ from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
-from nalanda.model.feature_maps import NaLa
+from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
 from nalanda.train.build import build_model, open_batches
@@ -718,24 +719,49 @@ def test_a_folder_of_another_run_is_refused(recipe, whole, override):
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
 
 
-def test_a_model_whose_default_changed_is_refused(recipe, tmp_path, monkeypatch):
-    """It would go on as another model. With the saved value in both recipes it goes on as it was."""
-    run, settings = (
-        tmp_path / "run",
-        ["model.feature_map=nala", "validation.every=0", "schedule.name=constant"],
-    )
+def test_a_runs_config_yaml_is_its_model_whatever_the_defaults_are(recipe, tmp_path, monkeypatch):
+    """Under another default the run is not resumed as another model, and its config.yaml trains its own."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    settings = ["model.feature_map=nala", "validation.every=0", "schedule.name=constant"]
     loop.train(configured(recipe, run, "train.steps=2", *settings))
     before = contents(run)
-    monkeypatch.setattr(NaLa, "DELTA_POWER", 2.0)
+
+    monkeypatch.setitem(FEATURE_MAPS, "nala", functools.partial(FEATURE_MAPS["nala"], power=3.0))
+    made = NalandaConfig.__init__
+    other_defaults = functools.wraps(made)(lambda self, **keys: made(self, **{"norm_eps": 1e-5, **keys}))
+    monkeypatch.setattr(NalandaConfig, "__init__", other_defaults)
     with pytest.raises(
-        InputError, match=r"model\.feature_map_options: .*2\.0.* by the recipe and .*None.* in .*step-2"
+        InputError, match=r"model\.feature_map_options\.power is 2\.0 there and 3\.0 here; set "
     ):
         loop.train(configured(recipe, run, "train.steps=4", *settings))
     assert contents(run) == before
-    settings.append("model.feature_map_options.power=null")
-    (run / "config.yaml").write_text(configured(recipe, run, "train.steps=2", *settings).to_yaml())
+
+    loop.train(load_config(run / "config.yaml", [f"output_dir={again}"]))
+    models = [json.loads((folder / "final" / "config.json").read_text()) for folder in (run, again)]
+    assert models[0] == models[1]
+    settings += ["model.feature_map_options.power=2.0", "model.norm_eps=1e-06"]  # as the messages say
     loop.train(configured(recipe, run, "train.steps=4", *settings))
-    assert json.loads((run / "final" / "config.json").read_text())["feature_map_options"] == {"power": None}
+
+
+def test_a_run_of_nala_without_exponents_goes_on_as_the_angle(recipe, tmp_path):
+    """`nala` meant the angle alone under delta rules, in runs that do not write their model out."""
+    run, settings = tmp_path / "run", ["validation.every=0", "schedule.name=constant"]
+    loop.train(configured(recipe, run, "train.steps=2", "model.feature_map=angle", *settings))
+    older = configured(recipe, run, "train.steps=2", "model.feature_map=nala", *settings)
+    (run / "config.yaml").write_text(older.to_yaml())
+    file = run / "checkpoints" / "step-2" / "config.json"
+    model = json.loads(file.read_text()) | {"feature_map": "nala", "feature_map_options": {"power": None}}
+    file.write_text(json.dumps(model))
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    content = file.read_bytes()
+    manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (file.parent / "manifest.json").write_text(manifest_text(manifest))
+    with pytest.raises(
+        InputError, match=r"is 'angle' there and 'nala' here; set model\.feature_map=angle to go"
+    ):
+        loop.train(configured(recipe, run, "train.steps=4", "model.feature_map=nala", *settings))
+    loop.train(configured(recipe, run, "train.steps=4", "model.feature_map=angle", *settings))
+    assert "feature_map: angle" in (run / "config.yaml").read_text()
 
 
 def test_a_folder_that_is_no_run_is_refused(recipe, tmp_path):

@@ -2,15 +2,15 @@
 
 Each entry of a row x [K] has a magnitude M and, in NaLa, an angle θ = π/4·tanh a. The features are
 [M cos θ; M sin θ], or M in the half of x's sign and 0 in the other. Both have Σφ² = ΣM², so the norm needs
-one sum. Let r = 1/√(Σx² + ε), a = κrx (or x) and M = |b|^p. Queries have b = s·x·r and p = λ(½ + tanh(ν/r)),
-or a constant p; keys have b = x and a constant p. With ρ = 1/√(ΣM² + ε) and the gradient (d1, d2) of φ in the
-frame of θ,
+one sum. Let r = 1/√(Σx² + ε), a = αrx (or x) and M = |b|^p. Queries have b = s·x·r (or x) and
+p = λ(½ + tanh(ν/r)), or a constant p; keys have b = x and a constant p. With ρ = 1/√(ΣM² + ε) and the
+gradient (d1, d2) of φ in the frame of θ,
 
     G = cos θ d1 + sin θ d2,    A = π/4 (1 − tanh² a) M (cos θ d2 − sin θ d1),    c = ρ² ΣMG,
 
 the gradient with respect to ln |b| is p E with E = ρ M (G − cM), and
 
-    dx = p E/x + κ r ρ A − x r² (p ΣE + ρ ΣAa) + x r λν (1 − tanh²(ν/r)) ΣE ln |b|,
+    dx = p E/x + α r ρ A − x r² (p ΣE + ρ ΣAa) + x r λν (1 − tanh²(ν/r)) ΣE ln |b|,
 
 without the terms of r if none of b, p and a contains r, and without the last if p is constant. All sums but
 Σx² take one sweep, because ΣE = ρεc and the others are linear in sums without ρ and c. Without the norm,
@@ -44,9 +44,10 @@ class Map:
     """A feature map, a compile-time constant of kernels.
 
     name: identity, silu, relu, elu, elu1, exp, nala or pola.
-    angle, power (λ), n_scale (ν: n = ‖q‖ν), scale (s), root (√K): of NaLa. query_power, key_power: the
-        exponents of q and k; for q 0 stands for p(n).
-    alpha, scaled: of Pola, the span of exponents and whether it has a scale.
+    angle (raw, relu_split, or direction: α·d(x)), power (λ), n_scale (ν: n = ‖q‖ν), scale (s; 0: q itself):
+        of NaLa. query_power, key_power: the exponents of q and k; for q 0 stands for p(n).
+    alpha: of NaLa the factor in θ = π/4·tanh(α·d(x)), of Pola the span of exponents.
+    scaled: whether Pola has a scale.
     l2: whether features are divided by √(Σφ² + 1e-6).
     halves: the number of tiles of width K that the features fill, 1 or 2.
     """
@@ -56,8 +57,7 @@ class Map:
     power: float = 1.0
     n_scale: float = 1.0
     scale: float = 1.0
-    root: float = 1.0
-    alpha: float = 0.0
+    alpha: float = 1.0
     scaled: bool = False
     l2: bool = False
     halves: int = 1
@@ -92,10 +92,18 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
     l2 = l2 or norm == "l2"
     root = head_dim**0.5
     if name == "nala":
-        options = {"angle": fused["angle"], "power": float(fused["power"] or 0.0), "root": root}
-        options["n_scale"] = 1 / root if fused["power_norm"] == "rms" else 1.0
-        options["scale"] = root if fused["direction_scale"] == "sqrt" else 1.0
-        options |= {"query_power": fused["query_power"] or 0.0, "key_power": fused["key_power"]}
+        # Older exports name α = 1 and √K, and have no power where both exponents are constants.
+        angle = {"direction": 1.0, "rms": root}.get(fused["angle"], fused["angle"])
+        directed = not isinstance(angle, str)
+        options = {
+            "angle": "direction" if directed else angle,
+            "alpha": float(angle) if directed else 1.0,
+            "power": float(fused["power"] or 0.0),
+            "n_scale": 1 / root if fused["power_norm"] == "rms" else 1.0,
+            "scale": {"sqrt": root, "unit": 1.0, "none": 0.0}[fused["direction_scale"]],
+            "query_power": fused["query_power"] or 0.0,
+            "key_power": fused["key_power"],
+        }
         return Map("nala", l2=l2, halves=2, **options), ()
     if name == "pola":
         w, s = fused["parameters"]
@@ -193,7 +201,7 @@ def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
     p = tl.full(r.shape, FIXED, tl.float32)
     if FIXED == 0:
         p = MAP.power * (2 * sigmoid((2 * MAP.n_scale) / r) - 0.5)
-    if IS_Q:
+    if IS_Q and MAP.scale != 0:
         x *= MAP.scale * r
     log_b = guarded_log(x)
     if FIXED == 1.0:
@@ -209,12 +217,10 @@ def nala_base(x, r, MAP: tl.constexpr, IS_Q: tl.constexpr):
 
 @triton.jit
 def nala_factor(r, MAP: tl.constexpr):
-    """κr, the factor of x in tanh's argument."""
-    factor = r
-    if MAP.angle == "raw":
-        factor = tl.full(r.shape, 1.0, tl.float32)
-    elif MAP.angle == "rms":
-        factor = MAP.root * r
+    """αr, the factor of x in tanh's argument."""
+    factor = tl.full(r.shape, 1.0, tl.float32)
+    if MAP.angle == "direction":
+        factor = MAP.alpha * r
     return factor
 
 
@@ -275,10 +281,11 @@ def features_backward(x, m, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
 @triton.jit
 def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
     BENT: tl.constexpr = IS_Q and MAP.query_power == 0  # p depends on ‖q‖
+    DIVIDED: tl.constexpr = IS_Q and MAP.scale != 0  # b contains r
     r = inverse_length(x)
     b, over, log_b, p = nala_base(x, r, MAP, IS_Q)
     M = over * b
-    slope = over * (p * (MAP.scale * r) if IS_Q else p)  # p M/x
+    slope = over * (p * (MAP.scale * r) if DIVIDED else p)  # p M/x
     coef = tl.zeros_like(r)  # of x, before ρ
     if MAP.angle == "relu_split":
         G = tl.where(x > 0, d1, d2)
@@ -303,11 +310,11 @@ def nala_backward(x, d1, d2, MAP: tl.constexpr, IS_Q: tl.constexpr):
         c = square_rho * tl.sum(G, 1)[:, None]
         if BENT:
             coef += c * bend * tl.sum(square * log_b, 1)[:, None]
-        if IS_Q:
+        if DIVIDED:
             coef += c * (r * r) * p * EPS
         dx = tl.sqrt(square_rho) * (dx - c * (slope * M) - coef * x)
     else:
-        if IS_Q:
+        if DIVIDED:
             coef += (r * r) * p * tl.sum(G, 1)[:, None]
         dx -= coef * x
     return dx

@@ -1,6 +1,7 @@
 """Builds the model config of a recipe."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import math
@@ -96,6 +97,16 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if not config.data.bos:  # prompts and evaluations begin as training documents do
             model_config.bos_token_id = None
     return model_config
+
+
+def written_out(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a recipe's `model` that describe a model of Nalanda's, with today's defaults written out.
+
+    Special tokens are left to the tokenizer.
+    """
+    elsewhere = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+    names = [f.name for f in dataclasses.fields(NalandaConfig) if f.name in NalandaConfig.__annotations__]
+    return {name: getattr(config, name) for name in names if name not in elsewhere}
 
 
 def padded_vocabulary(tokens: int) -> int:

@@ -11,10 +11,9 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from .base import Mixer
-from .delta import DeltaNet
-from .feature_maps import NaLa
+from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS, build_mixer
-from .options import check_types, did_you_mean
+from .options import check_types, defaults, did_you_mean
 from .plugins import missing_plugins, plugin_files, plugins_of
 
 # `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
@@ -110,7 +109,7 @@ class NalandaConfig(PreTrainedConfig):
     feature_map: str | None = None
     """A name from `FEATURE_MAPS`; None: the mixer's choice."""
     feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
-    """Options of the map."""
+    """Options of the map; those that are not given are written out with their defaults."""
     conv_size: int | None = None
     """Taps of the short convolutions of q, k and v, 0 for none; None: the mixer's choice. k × k in images."""
     value_conv: int | None = None
@@ -182,10 +181,10 @@ class NalandaConfig(PreTrainedConfig):
                     f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
                     "give one name, or one for each layer"
                 )
-        if self.feature_map == "nala":  # saved models name the power: `from_dict`
-            delta = any(issubclass(MIXERS.get(name, Mixer), DeltaNet) for name in self.layer_mixers)
-            delta &= "power_norm" not in self.feature_map_options  # it has no effect without a power
-            self.feature_map_options.setdefault("power", NaLa.DELTA_POWER if delta else NaLa.POWER)
+        if self.feature_map == "nala" and self.feature_map_options.get("power", 2.0) is None:
+            raise ValueError("feature_map nala with power null is the map angle: set feature_map: angle")
+        if self.feature_map in FEATURE_MAPS:  # written out, so that saved models keep their meaning
+            self.feature_map_options = defaults(FEATURE_MAPS[self.feature_map]) | self.feature_map_options
         if missing_plugins(getattr(self, "plugins", ())):
             return  # a model that is loaded with trust_remote_code brings them; `build_mixer` refuses others
         mixers = self.distinct_mixers()  # building them refuses what cannot work
@@ -195,10 +194,12 @@ class NalandaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """transformers'. Without a saved `power`, `nala` has that of earlier versions, not the default."""
-        if config_dict.get("feature_map") == "nala":
-            options = {"power": 2.0} | (config_dict.get("feature_map_options") or {})
-            config_dict = config_dict | {"feature_map_options": options}
+        """transformers'. A saved `nala` without exponents, `power: null`, is the map `angle`."""
+        options = dict(config_dict.get("feature_map_options") or {})
+        if config_dict.get("feature_map") in ("nala", "angle") and options.get("power", 2.0) is None:
+            del options["power"]
+            options.pop("power_norm", None)  # it had no effect
+            config_dict = config_dict | {"feature_map": "angle", "feature_map_options": options}
         return super().from_dict(config_dict, **kwargs)
 
     def _check_types(self) -> None:

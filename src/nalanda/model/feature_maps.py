@@ -180,29 +180,26 @@ class NaLa(FeatureMap):
     Every term |s·d_i|^p |k_i|^λ cos(θ_q,i − θ_k,i) of φ_q·φ_k is ≥ 0, because |θ| ≤ π/4. The paper leaves λ
     and the argument of θ open; each reading is an option:
 
-    angle: θ = π/4·tanh of d(x) (`direction`), √K·d(x) (`rms`) or x (`raw`). `relu_split` has no angle and
-        splits the signs instead, [relu(x)^p; relu(−x)^p], as the authors' vision code does.
-    power: λ; None: exponents of 1, the angle alone. It is the default of models with a delta rule that set no
-        `power_norm`: docs/study.md found it ahead there. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0
-        is bounded. For less it can reach 500 (λ = 1), and a warning says so.
+    angle: θ = π/4·tanh(α·d(x)). A number is α, `rms` is α = √K, `direction` is α = 1. `raw` is
+        θ = π/4·tanh(x). `relu_split` has no angle and splits the signs instead, [relu(x)^p; relu(−x)^p], as
+        the authors' vision code does: the limit of α → ∞. The larger α, the further apart are the signs:
+        cos(θ_q,i − θ_k,i) of opposite ones is 0.99 on average for α = 1 at K = 64, 0.61 for √K, 0.30 for 20.
+    power: λ. For λ ≥ 2 every exponent is ≥ 1 and the slope at 0 is bounded. For less it can reach 500
+        (λ = 1), and a warning says so.
     power_norm: n = ‖q‖ (`raw`) or ‖q‖/√K (`rms`). At K = 128, `raw` saturates tanh, and p is constant.
-    direction_scale: s = 1 (`unit`) or √K (`sqrt`). L2 normalisation cancels it, but `sqrt` keeps squares of
-        features above that norm's epsilon.
+    direction_scale: s = 1 (`unit`) or √K (`sqrt`); `none` raises q itself, |q|^p(n). L2 normalisation cancels
+        s, but `sqrt` keeps squares of features above that norm's epsilon.
     signs: `drop`, |x|^p, as in the paper. `keep`, sgn(x)|x|^p, for the delta rules: φ_q·φ_k may be negative,
         and their readout has no denominator. `elu`, (1 + ELU(x))^p, which is positive and rises with x.
-    query_power: the exponent of q, if not p(n) or 1: ‖q‖ then has no effect but through the `raw` angle.
-    key_power: the exponent of k, if not λ or 1.
+    query_power: a constant exponent of q in place of p(n). ‖q‖ then acts only through the `raw` angle.
+    key_power: the exponent of k, if not λ.
 
-    The L2 norm of the delta rules leaves little of this. Under every angle but `raw`, ‖k‖ cancels exactly,
-    and of ‖q‖ only p(n) remains, which `power_norm` raw saturates. In a trained demo of Gated DeltaNet, p
-    replaced by its mean costs 0.0001 ± 0.0002 nats, and the angle left out 0.055: the map is a fixed power
-    and a rotation there. In these rules norm_write and norm_read let lengths act (`delta.py`).
+    The L2 norm of the delta rules cancels ‖k‖ exactly under every angle but `raw`. Of ‖q‖ only p(n) remains,
+    which `power_norm` raw saturates. In these rules norm_write and norm_read let lengths act (`delta.py`).
     """
 
     source = "arXiv 2506.21137"
     ANGLES = ("direction", "rms", "raw", "relu_split")
-    POWER, DELTA_POWER = 2.0, None
-    """The default `power` of models without and with a delta rule."""
     nonnegative = True
 
     def __init__(
@@ -210,8 +207,8 @@ class NaLa(FeatureMap):
         *,
         num_heads: int,
         head_dim: int,
-        angle: str = "rms",
-        power: float | None = POWER,
+        angle: str | float = "rms",
+        power: float = 2.0,
         power_norm: str = "rms",
         direction_scale: str = "sqrt",
         signs: str = "drop",
@@ -220,72 +217,96 @@ class NaLa(FeatureMap):
     ):
         super().__init__()
         for option, value, allowed in (
-            ("angle", angle, self.ANGLES),
             ("power_norm", power_norm, ("raw", "rms")),
-            ("direction_scale", direction_scale, ("unit", "sqrt")),
+            ("direction_scale", direction_scale, ("unit", "sqrt", "none")),
             ("signs", signs, ("drop", "keep", "elu")),
         ):
             if value not in allowed:
                 raise ValueError(f"nala: {option}={value!r} must be one of {', '.join(allowed)}")
-        given = {"power": power, "query_power": query_power, "key_power": key_power}
-        for option, value in given.items():
+
+        if isinstance(angle, str) and angle not in self.ANGLES:
+            raise ValueError(f"nala: angle={angle!r} must be a number or one of {', '.join(self.ANGLES)}")
+
+        numbers = {"power": power, "query_power": query_power, "key_power": key_power}
+        if not isinstance(angle, str):
+            numbers["angle"] = angle
+        for option, value in numbers.items():
             if value is not None and not value > 0:
                 raise ValueError(f"nala: {option}={value} must be positive")
-        if power is None and query_power is None:
-            query_power = 1.0
-        if key_power is None:
-            key_power = power or 1.0
-        option, least = ("power", 2) if query_power is None else ("query_power", 1)
-        smallest = (query_power or power or 1.0) / least  # p(n) > λ/2
-        if smallest < 1 and signs != "elu":  # (1 + ELU(x))^p has slope p at 0
-            slope = smallest * EPS ** (smallest - 1)
-            warnings.warn(
-                f"nala: {option}={smallest * least:g} has exponents below 1, with slopes at 0 of up to "
-                f"{slope:.3g}: set {option} to {least} or more",
-                stacklevel=2,
-            )
+
         if signs != "drop" and angle == "relu_split":
             raise ValueError("nala: angle=relu_split splits the signs: take another angle, or signs=drop")
-        self.angle, self.power_norm = angle, power_norm
-        self.power = None if power is None else float(power)
-        self.signs, self.key_power = signs, float(key_power)
-        self.query_power = None if query_power is None else float(query_power)
-        self.nonnegative = signs != "keep"
-        self.direction_scale = direction_scale
+
         self.root = math.sqrt(head_dim)
-        self.scale = self.root if direction_scale == "sqrt" else 1.0
+        self.angle, self.power_norm, self.direction_scale, self.signs = (
+            angle,
+            power_norm,
+            direction_scale,
+            signs,
+        )
+        alphas: dict[str | float, float] = {"direction": 1.0, "rms": self.root}
+        self.alpha = alphas.get(angle, angle)  # a number, "raw" or "relu_split"
+        self.power = float(power)
+        self.query_power = None if query_power is None else float(query_power)
+        self.key_power = self.power if key_power is None else float(key_power)
+        self.scale = {"unit": 1.0, "sqrt": self.root, "none": None}[direction_scale]
+        self.nonnegative = signs != "keep"
         self.feature_dim = 2 * head_dim
-        s = "√K " if direction_scale == "sqrt" else ""
-        of_q = "^p" if query_power is None else raised_to(query_power)
-        of_k = "^λ" if key_power == power else raised_to(key_power)
-        if angle == "relu_split":
-            parts = f"[relu({s}d(q)); relu(−{s}d(q))]{of_q}, [relu(k); relu(−k)]{of_k}"
+        self.equation = self._equation()
+        self._warn_of_steep_slopes()
+
+    def _warn_of_steep_slopes(self) -> None:
+        option, value, least = "power", self.power, 2  # p(n) > λ/2
+        if self.query_power is not None:
+            option, value, least = "query_power", self.query_power, 1
+
+        smallest = value / least
+        if smallest < 1 and self.signs != "elu":  # (1 + ELU(x))^p has slope p at 0
+            warnings.warn(
+                f"nala: {option}={value:g} has exponents below 1, with slopes at 0 of up to "
+                f"{smallest * EPS ** (smallest - 1):.3g}: set {option} to {least} or more",
+                stacklevel=3,
+            )
+
+    def _equation(self) -> str:
+        of_q = "^p" if self.query_power is None else raised_to(self.query_power)
+        of_k = (
+            "^λ" if self.key_power == self.power and self.query_power is None else raised_to(self.key_power)
+        )
+        base = {"unit": "d(q)", "sqrt": "√K d(q)", "none": "q"}[self.direction_scale]
+
+        if self.angle == "relu_split":
+            parts = f"[relu({base}); relu(−{base})]{of_q}, [relu(k); relu(−k)]{of_k}"
         else:
-            argument = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}[angle]
-            powers = {"drop": "|{x}|{p}", "keep": "sgn({x}) |{x}|{p}", "elu": "(1 + ELU({x})){p}"}[signs]
-            first, second = powers.format(x=f"{s}d(q)", p=of_q), powers.format(x="k", p=of_k)
+            named = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}
+            argument = named[self.angle] if isinstance(self.angle, str) else f"{self.angle:g} d(x)"
+            powers = {"drop": "|{x}|{p}", "keep": "sgn({x}) |{x}|{p}", "elu": "(1 + ELU({x})){p}"}[self.signs]
+            first, second = powers.format(x=base, p=of_q), powers.format(x="k", p=of_k)
             parts = f"{first} ⊙ [cos θ; sin θ], {second} ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
-        n = "‖q‖/√K" if power_norm == "rms" else "‖q‖"
-        parts += f", p = λ(½ + tanh({n}))" if query_power is None else ""
-        self.equation = parts + (f", λ = {power:g}" if "λ" in parts else "")
+
+        if self.query_power is None:
+            length = "‖q‖/√K" if self.power_norm == "rms" else "‖q‖"
+            parts += f", p = λ(½ + tanh({length})), λ = {self.power:g}"
+        return parts
 
     def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
-        return polar(magnitude, x if self.angle == "raw" else d, self.root if self.angle == "rms" else 1.0)
+        return polar(magnitude, x) if isinstance(self.alpha, str) else polar(magnitude, d, self.alpha)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
         d, n = direction(q, EPS)
         p, r = self.exponents(n)
-        if self.angle == "relu_split":
-            return self.split(self.scale * d, p), self.split(k, r)
-        raised_q, raised_k = self.magnitude(self.scale * d, p), self.magnitude(k, r)
+        base = q if self.scale is None else self.scale * d
+
+        if self.alpha == "relu_split":
+            return self.split(base, p), self.split(k, r)
+        raised_q, raised_k = self.magnitude(base, p), self.magnitude(k, r)
         return self.rotate(raised_q, q, d), self.rotate(raised_k, k, direction(k, EPS)[0])
 
     def exponents(self, n: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Those of q and k, for the lengths n of the queries, `[B, T, H, 1]`."""
         if self.query_power is not None:
             return self.query_power, self.key_power
-        assert self.power is not None
         n = n / self.root if self.power_norm == "rms" else n
         return self.power * (0.5 + n.tanh()), self.key_power
 
@@ -299,18 +320,49 @@ class NaLa(FeatureMap):
     def fused(self) -> dict | None:
         if self.signs != "drop":
             return None
-        options = ("angle", "power", "power_norm", "direction_scale", "query_power", "key_power")
-        return {"name": "nala"} | {option: getattr(self, option) for option in options}
+        options = ("power", "power_norm", "direction_scale", "query_power", "key_power")
+        return {"name": "nala", "angle": self.alpha} | {option: getattr(self, option) for option in options}
 
     @staticmethod
     def split(x: Tensor, exponent: Tensor | float) -> Tensor:
         return power(split_signs(x), exponent)
 
     def extra_repr(self) -> str:
-        return f"angle={self.angle}, power={self.power}, power_norm={self.power_norm}, scale={self.scale:.4g}"
+        exponents = f"power={self.power:g}, power_norm={self.power_norm}"
+        if self.query_power is not None:
+            exponents = f"query_power={self.query_power:g}, key_power={self.key_power:g}"
+        return f"angle={self.angle}, {exponents}, direction_scale={self.direction_scale}"
 
 
-class LearnedNaLa(Fp32Module, NaLa):
+class Angle(NaLa):
+    """`NaLa` without exponents, |√K d(q)| ⊙ [cos θ; sin θ] and |k| ⊙ [cos θ; sin θ]; `2K` features.
+
+    The options are those of `NaLa`. Exponents that are set are constants, so ‖q‖ has no effect on them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        angle: str | float = "rms",
+        direction_scale: str = "sqrt",
+        signs: str = "drop",
+        query_power: float = 1.0,
+        key_power: float = 1.0,
+    ):
+        super().__init__(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            angle=angle,
+            direction_scale=direction_scale,
+            signs=signs,
+            query_power=query_power,
+            key_power=key_power,
+        )
+
+
+class LearnedNaLa(Fp32Module, Angle):
     """`NaLa` with exponents that each head learns, `a` and `b` `[H]`; `2K` features.
 
         p_h = 1 + softplus(a_h) + b_h·tanh(‖q‖/√K) for q,    1 + softplus(a_h) for k
@@ -322,8 +374,8 @@ class LearnedNaLa(Fp32Module, NaLa):
 
     source = "–"
 
-    def __init__(self, *, num_heads: int, head_dim: int, angle: str = "rms"):
-        super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle, power=None)
+    def __init__(self, *, num_heads: int, head_dim: int, angle: str | float = "rms"):
+        super().__init__(num_heads=num_heads, head_dim=head_dim, angle=angle)
         powers = self.equation.replace("d(q)|", "d(q)|^p").replace("|k|", "|k|^r")
         self.equation = f"{powers}, r = 1 + softplus(a), p = r + b tanh(‖q‖/√K)"
         self.a = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
@@ -335,6 +387,9 @@ class LearnedNaLa(Fp32Module, NaLa):
     @property
     def fused(self) -> None:
         return None
+
+    def extra_repr(self) -> str:
+        return f"angle={self.angle}"
 
     def exponents(self, n: Tensor) -> tuple[Tensor, Tensor]:
         a, b = (x.to(n.dtype)[:, None] for x in (self.a, self.b))
@@ -501,7 +556,8 @@ FEATURE_MAPS = {
     "nala": NaLa,
     "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
     "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
-    "angle": partial(NaLa, power=None),
+    "nala_code": partial(NaLa, angle=20.0, power=3.0, power_norm="raw", direction_scale="none"),
+    "angle": Angle,
     "nala_learned": LearnedNaLa,
     "silu_shifted": ShiftedSiLU,
     "pola": Pola,

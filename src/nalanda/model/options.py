@@ -41,6 +41,12 @@ def is_option(parameter: inspect.Parameter) -> bool:
     return named and parameter.name not in OF_SUBCLASSES
 
 
+def defaults(function) -> dict:
+    """The options of `function` that have another default than None."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if is_option(p) and p.default is not None}
+
+
 def check_names(options: dict, function) -> None:
     """Raises TypeError for the first of `options` that is no option of `function`."""
     parameters = inspect.signature(function).parameters.values()

@@ -1,6 +1,5 @@
 """Builds what the training loop needs: the processes, the data, the model, the optimizer."""
 
-import json
 import os
 import platform
 import shlex
@@ -33,7 +32,6 @@ from nalanda.data.text_bytes import TextBytes, text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.data.workers import processors
-from nalanda.model import NalandaConfig
 from nalanda.train import checkpoint, memory, parallel
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
 from nalanda.train.checks import check_causal, keeps_documents_apart
@@ -134,20 +132,6 @@ class Run:
             write_facts(Path(self.config.output_dir), self.facts)
 
 
-def check_same_model(config: Any, checkpoint: Path) -> None:
-    """Raises `InputError` if the recipe's model, under today's defaults, is another one than was saved."""
-    if not isinstance(config, NalandaConfig):
-        return
-    saved = NalandaConfig.from_dict(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
-    for name in NalandaConfig.__annotations__:
-        here, there = getattr(config, name), getattr(saved, name)
-        if here != there and name not in ("model_type", "use_cache"):
-            raise InputError(
-                f"model.{name}: {here!r} by the recipe and {there!r} in {checkpoint}: a default has changed "
-                f"since; write the saved value into the recipe and into {checkpoint.parents[1]}/config.yaml"
-            )
-
-
 def set_up(
     config: RunConfig,
     accelerator: Accelerator,
@@ -189,8 +173,6 @@ def set_up(
     # Weights, gradients and one moment per parameter share a CPU's memory.
     bytes_each = 12 if accelerator.device.type == "cpu" and sharing.kind == "ddp" else 4
     model = build_model(config, tokenizer, weights=resume is None, bytes_each=bytes_each)
-    if resume:
-        check_same_model(model.config, resume)
     flops, flops_source = flops_per_token(model, config.data.seq_len)
     build = partial(build_optimizer, model, config.optim)
     wrapped, optimizer = parallel.parallelize(accelerator, model, sharing, config.train, build)

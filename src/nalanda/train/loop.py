@@ -97,7 +97,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
         if main:
             if resume and "train.resume" in changes and config.train.resume is not None:
                 make_newest(resume)
-            stack.enter_context(record_state(run_dir, run.facts, recipe))
+            stack.enter_context(record_state(run_dir, run.facts, recipe, run.model.config))
         log = open_log(step=run.at.step)
         stack.callback(lambda: log.close())
         announce(log, run, accumulation, changes)

@@ -1,10 +1,13 @@
 """The folder of a run: its lock, its records, and the checkpoint to resume from."""
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -12,7 +15,9 @@ from nalanda.common.errors import InputError, explained, output_folder
 from nalanda.common.files import verify_manifest, write_atomically
 from nalanda.common.versions import versions
 from nalanda.config.load import differences, load_config
+from nalanda.config.model import build_model_config, config_source, written_out
 from nalanda.config.schema import RunConfig
+from nalanda.model import NalandaConfig
 from nalanda.train import checkpoint
 from nalanda.train.checkpoint_dir import (
     MARK,
@@ -79,9 +84,16 @@ def is_exported(final: Path) -> bool:
 
 
 @contextlib.contextmanager
-def record_state(run_dir: Path, facts: dict, recipe: RunConfig) -> Iterator[None]:
+def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> Iterator[None]:
     """Writes `recipe` to config.yaml and `facts` to run.json, and at the end the state: finished, interrupted
-    or failed."""
+    or failed.
+
+    model: the model's config. One of Nalanda's is written out, so that config.yaml trains the same model
+    under other defaults.
+    """
+    if config_source(recipe.model) is NalandaConfig:
+        weights = {key: value for key, value in recipe.model.items() if key == "init_from"}
+        recipe = dataclasses.replace(recipe, model=weights | written_out(model))
     write_atomically(run_dir / "config.yaml", recipe.to_yaml())
     write_facts(run_dir, facts)
     try:
@@ -110,14 +122,17 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     others: list[str] = []
     saved, begun = checkpoint_folders(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
     if file.is_file():
-        changes = differences(read_recorded_recipe(file).to_dict(), config.to_dict())
+        recorded = read_recorded_recipe(file)
+        there, here = models_of(recorded, config, saved)
+        changes = differences(recorded.to_dict() | {"model": there}, config.to_dict() | {"model": here})
         changes.pop("output_dir", None)  # the folder was moved
         others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
         if others and begun:
             old, new = changes[others[0]]
             raise InputError(
-                f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; "
-                "choose another output_dir"
+                f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; set "
+                f"{others[0]}={old if isinstance(old, str) else json.dumps(old)} to go on with it, or choose "
+                "another output_dir"
             )
     elif begun:
         raise InputError(f"{file} is missing: restore it, or put the recipe there that the run started with")
@@ -150,6 +165,33 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         except OSError as error:
             raise InputError(f"output_dir: {explained(error) or error}") from None
     return {key: list(values) for key, values in changes.items()}, facts, resume
+
+
+def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tuple[dict, dict]:
+    """The models of the run in a folder and of the recipe `config`, with the keys that both have.
+
+    saved: the run's checkpoints. They tell a model of Nalanda's as it was trained, whatever the defaults are
+    now.
+    """
+    if config_source(config.model) is not NalandaConfig:
+        return recorded.model, config.model
+
+    here = written_out(build_model_config(config))
+    there = recorded.model
+    if config_source(recorded.model) is NalandaConfig:
+        there = written_out(build_model_config(recorded))
+    for checkpoint_folder in saved[-1:]:
+        with contextlib.suppress(OSError, ValueError):
+            text = (checkpoint_folder / "config.json").read_text(encoding="utf-8")
+            there = written_out(NalandaConfig.from_dict(json.loads(text)))
+
+    for name in ("vocab_size", "max_position_embeddings"):  # by default the tokenizer's and data.seq_len
+        if name not in config.model:
+            here[name] = there.get(name)
+    for model, recipe in ((there, recorded), (here, config)):
+        if "init_from" in recipe.model:
+            model["init_from"] = recipe.model["init_from"]
+    return there, here
 
 
 def read_recorded_recipe(file: Path) -> RunConfig:
