@@ -124,7 +124,7 @@ class StandIn:
     feature_dim: int
 
 
-# Exponents of the lengths of q: more work than the default of the delta rules, the angle alone.
+# Exponents that follow the length of q, as in `nala`.
 NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
 NALA |= {"query_power": None, "key_power": 2.0}
 

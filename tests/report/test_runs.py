@@ -196,6 +196,17 @@ def test_the_legend_tells_what_differs(tmp_path):
         "model.k 1, optim.k 1",
         "model.k –, optim.k 2",
     ]
+    # Keys that follow another one by default are named by that one alone.
+    wider = {"model__hidden_size": 512, "model__head_dim": 256, "model__intermediate_size": 1536}
+    narrow = {"model__hidden_size": 256, "model__head_dim": 128, "model__intermediate_size": 768}
+    assert legend(narrow, wider) == ["hidden_size 256", "hidden_size 512"]
+    mapped = {"model__feature_map": "nala", "model__feature_map_options": {"power": 2.0}}
+    assert legend(mapped, {"model__feature_map": "silu", "model__feature_map_options": {}}) == [
+        "feature_map nala",
+        "feature_map silu",
+    ]
+    steeper = mapped | {"model__feature_map_options": {"power": 3.0}}
+    assert legend(mapped, steeper) == ["power 2", "power 3"]
     # Keys of later versions and keys that change no curve are left out; the model comes first.
     later = {"train__z_loss": 0.0, "log": {"every": 1}, "seed": 1, "model__mixer": "nala"}
     assert legend({}, later) == ["gla, seed 0", "nala, seed 1"]
