@@ -1070,7 +1070,7 @@ def lra(
         str | None, Option(help="folder with text, retrieval and image; docs/lra.md describes the files")
     ] = None,
     size: Annotated[
-        str | None, Option(help="sizes as in the code of: skyformer (default) or transnormer")
+        str | None, Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)")
     ] = None,
     seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
     steps: Steps = None,

@@ -278,13 +278,38 @@ def test_bad_options(tmp_path, options, message):
 
 
 def test_published_rows():
-    """Their means, as printed in the papers."""
-    printed = (58.14, 60.72, 60.47, 60.57, 50.55)
-    for (*_, scores), mean in zip(PUBLISHED, printed, strict=True):
-        assert np.mean(scores) == pytest.approx(mean, abs=0.0051)
-    _, lines = arena_table([], ARENA, "skyformer")
-    same = [line[0].split(" ")[0] for line in lines if "same size" in line[1]]
-    assert same == ["Transformer", *["PolaFormer,"] * 3]
+    """Their means, as printed in the papers; SOFT has none, as a task is missing."""
+    printed = {"Transformer (PolaFormer)": 58.14, "PolaFormer, α = 3": 60.72, "PolaFormer, α = 5": 60.47}
+    printed |= {"PolaFormer, α = 7": 60.57, "Linear Transformer (LRA)": 50.55}
+    printed |= {"TransNormer T1": 63.71, "TransNormer T2": 64.80}
+    means = {name: np.mean(scores) for name, _, scores in PUBLISHED if None not in scores}
+    assert means == pytest.approx(printed, abs=0.0051)
+    rows = {line[0]: line[1:] for line in arena_table([], ARENA, "skyformer")[1]}
+    assert rows["SOFT"][1:-2] == ["37.4", "63.5", "81.8", "46.9", "–", "–"]
+    assert rows["TransNormer T1"][5] == "75.9"
+
+
+@pytest.mark.parametrize(
+    ("size", "same"),
+    [
+        ("skyformer", ["Transformer", *["PolaFormer,"] * 3, *["TransNormer"] * 2]),
+        ("transnormer_paper", ["Transformer", *["PolaFormer,"] * 3, *["TransNormer"] * 2]),
+        ("transnormer", []),
+        ("quick", []),
+    ],
+)
+def test_published_rows_of_the_same_size(size, same):
+    _, lines = arena_table([], ARENA, size)
+    assert [line[0].split(" ")[0] for line in lines if "same size" in line[1]] == same
+
+
+@pytest.mark.parametrize("size", ["skyformer", "transnormer_paper"])
+def test_the_feed_forward_has_the_published_weights(size):
+    """Two matrices of 64 × 128, within 1 %: the GLU has three."""
+    for task in ARENA.values():
+        config = arena_config({"mixer": "softmax"}, size, task)
+        weights = 3 * config.hidden_size * config.intermediate_size
+        assert weights == pytest.approx(2 * 64 * 128, rel=0.01)
 
 
 def test_speed():
