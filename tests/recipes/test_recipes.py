@@ -98,6 +98,11 @@ def test_twin_learns_by_its_mixers(recipe):
     assert not torch.allclose(a[:, -2], b[:, -2])
 
 
+@pytest.mark.parametrize("recipe", [p for p in RECIPES if "wikitext103" in p.stem], ids=lambda p: p.stem)
+def test_transnormers_setting_does_not_clip(recipe):
+    assert load_config(recipe).optim.max_grad_norm >= 1e9
+
+
 PEERS = sorted(Path("recipes/fla").glob("*.yaml"))
 
 
