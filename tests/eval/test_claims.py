@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from nalanda_eval.studies import claims
-from nalanda_eval.studies.claims_report import PAGES, Check, page_outcome, report_claims
+from nalanda_eval.studies.claims_report import CARE, PAGES, Check, page_outcome, report_claims
 from nalanda_eval.sweep import records
 
 from nalanda.common.errors import InputError
@@ -177,6 +177,7 @@ def test_words_are_kept_and_missing_pages_left_out(measured, tmp_path):
     (tmp_path / "claims.jsonl").write_text("\n".join(kept) + "\n")
     report_claims(tmp_path, quick=True)
     text = (tmp_path / "CLAIMS.md").read_text()
+    assert text.startswith(CARE)
     assert "## MALA" in text
     assert "## SOFT" not in text
     (tmp_path / "CLAIMS.md").write_text(text.replace("claims` -->\n\n<!--", "claims` -->\n\nMine.\n\n<!--"))
@@ -197,6 +198,11 @@ def test_records_of_another_size_are_not_counted(measured, tmp_path):
     assert (tmp_path / "CLAIMS.md").read_text() == first
     with pytest.raises(InputError, match="no record of this size"):
         report_claims(tmp_path)
+
+
+def test_the_shipped_pages_begin_with_what_two_seeds_can_tell():
+    shipped = Path(__file__).parents[2] / "recipes" / "study" / "claims" / "CLAIMS.md"
+    assert shipped.read_text().startswith(f"{CARE}\n\n# ")
 
 
 def test_nothing_recorded_is_said(tmp_path):

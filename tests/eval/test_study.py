@@ -32,6 +32,7 @@ from nalanda_eval.studies.plan import (
     systems,
 )
 from nalanda_eval.studies.report import (
+    SUPERSEDED,
     Results,
     calibrated,
     contrasts,
@@ -552,7 +553,7 @@ def test_a_verdict_says_when_it_is_of_early_training_and_when_rates_differ(finis
     assert results.runs[system]  # of the chosen rates
     results.__dict__["rates"] |= {system: 2e-3}
     said = next(line for line in verdicts(results) if "norm-awareness" in line)
-    assert said.startswith(f"By the rule, norm-awareness matters{early} inside the delta rule: ")
+    assert said.startswith(f"Withdrawn. By the rule, norm-awareness matters{early} inside the delta rule: ")
     assert re.findall(r"; ([^;]*) −0.1\d\d ± [\d.]+ \(rates 0.002 and 0.004\)", said) == [
         "tiny, deltanet + NaLa less constant p"
     ]
@@ -724,6 +725,7 @@ def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
     shutil.copytree(finished, folder)
     file = folder / "RESULTS.md"
     first = file.read_text()
+    assert first.startswith(SUPERSEDED)
     pictures = {p.name: p.read_bytes() for p in folder.glob("*.p*")}
     assert pictures.keys() == {"gaps.png", "gaps.pdf", "calibration.png", "calibration.pdf"}
     report(folder)
@@ -735,6 +737,10 @@ def test_the_report_is_the_same_bytes_and_keeps_the_words(finished, tmp_path):
     assert file.read_text() == words
     for system in systems(*load_study(folder)):
         assert f"| {system.size} | {system.name} |" in first
+
+
+def test_the_shipped_report_begins_with_what_is_withdrawn():
+    assert (SHIPPED / "RESULTS.md").read_text().startswith(f"{SUPERSEDED}\n\n# ")
 
 
 def test_a_study_of_no_run_is_refused(tmp_path):

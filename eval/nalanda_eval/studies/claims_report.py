@@ -29,6 +29,14 @@ RULE = (
     "does not if one does not, and cannot be told otherwise."
 )
 
+CARE = (
+    "> **Read with care.** Layers, heads and rows of two seeds count as independent below. With the seed "
+    "as the unit (n = 2, our records of 2026-11-23) TransNormer's gradients and PolaFormer's powers "
+    "cannot be told either; MALA's page and TransNormer's locality keep their outcomes. The speeds are of "
+    "one machine. The text of our records is public-domain and system text in SlimPajama's layout, not "
+    "SlimPajama."
+)
+
 
 @dataclass(frozen=True)
 class Check:
@@ -521,6 +529,7 @@ def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
             "**Why.** " + words_of(name, before),
         ]
     head = [
+        CARE,
         "# The papers' other claims, on small trained models",
         markdown_table(["claim", "outcome"], summary, 2),
     ]
