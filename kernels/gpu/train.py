@@ -94,7 +94,7 @@ def training(card: Card, model: Any, config: Any, T: int, ours: bool) -> tuple[C
             else:
                 loss = model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm).item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or float("inf")).item()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -366,7 +366,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decay of matrices; norms, biases and decays of states have none."""
     max_grad_norm: float = 1.0
-    """Norm that longer gradients are scaled down to."""
+    """Norm that longer gradients are scaled down to; 0: none are."""
     momentum: float = 0.95
     """Momentum of Muon."""
     muon_lr: float | None = None
@@ -392,8 +392,8 @@ class OptimConfig:
             raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
         if self.weight_decay < 0:
             raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
-        if self.max_grad_norm <= 0:
-            raise InputError(f"optim.max_grad_norm: expected a positive number, got {self.max_grad_norm:g}")
+        if self.max_grad_norm < 0:
+            raise InputError(f"optim.max_grad_norm: expected 0 or more, got {self.max_grad_norm:g}")
 
 
 @dataclass

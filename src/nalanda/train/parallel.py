@@ -216,10 +216,14 @@ def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales longer gradients down to `max_norm`; returns the norm before, the same on all processes."""
+    """Scales longer gradients down to `max_norm`, if it is not 0.
+
+    Returns the norm before, the same on all processes.
+    """
     parameters = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
