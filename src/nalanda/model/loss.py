@@ -53,16 +53,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dw is not None:
                 dw = dw.addmm_(dlogits.T, rows) if dw.dtype == rows.dtype else dw.add_(dlogits.T @ rows)
         ctx.save_for_backward(dh, dw)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.block = weight.dtype, block
         return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor):
         dh, dw = ctx.saved_tensors
-        dh = None if dh is None else dh * dtotal.to(dh.dtype)
+        dh = None if dh is None else _scaled(dh, dtotal, ctx.block)
         dw = None if dw is None else (dw * dtotal.to(dw.dtype)).to(ctx.weight_dtype)
         return dh, dw, None, None, None, None, None
+
+
+def _scaled(x: Tensor, factor: Tensor, block: int) -> Tensor:
+    """x times a number, in the dtype of x, but the number and the product have that of `factor`.
+
+    A factor of 1/N that is rounded to bf16 is wrong by up to 0.4 %. Blocks bound the memory of copies.
+    """
+    scaled = torch.empty_like(x)
+
+    for rows, into in zip(x.split(block), scaled.split(block), strict=True):
+        torch.mul(rows, factor.view(1), out=into)  # a scalar tensor would take the dtype of x
+
+    return scaled
 
 
 def linear_cross_entropy(
