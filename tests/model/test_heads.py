@@ -51,7 +51,11 @@ def test_masked_lm_loss_is_of_the_logits_in_place():
         close(a, b)
     divided = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
     close(divided * 100, out.loss * (labels != -100).sum())
-    assert model(tokens, labels=torch.full_like(tokens, -100)).loss == 0
+    for count in (None, 0, torch.tensor(0)):
+        nothing = model(tokens, labels=torch.full_like(tokens, -100), num_items_in_batch=count).loss
+        gradients = torch.autograd.grad(nothing, model.parameters())
+        assert nothing == 0
+        assert not any(bool((x != 0).any()) for x in gradients)
     mask = torch.ones_like(tokens)
     mask[0, 30:] = 0  # the labels of padding count for nothing
     own = labels.masked_fill(mask == 0, -100)

@@ -426,6 +426,37 @@ def test_half_precision_gradients_are_not_scaled_by_a_rounded_divisor(dtype, cou
         assert (rounded * exact).sum() / exact.square().sum() == pytest.approx(1, abs=3e-4)
 
 
+WITHOUT_A_LABEL = {
+    "ignored": {"labels": torch.full((2, 6), -100)},
+    "no items": {"num_items_in_batch": 0, "labels": torch.full((2, 6), -100)},
+    "no items, a tensor": {"num_items_in_batch": torch.tensor(0), "labels": torch.full((2, 6), -100)},
+    "z_loss": {"z_loss": 0.5, "labels": torch.full((2, 6), -100)},
+    "a token a row": {"attention_mask": F.pad(torch.ones(2, 1), (0, 5))},
+    "padding alone": {"attention_mask": torch.zeros(2, 6)},
+    "a token a document": {"cu_seqlens": torch.arange(13)},
+    "a column": {"input_ids": ids(2, 1), "labels": ids(2, 1)},
+}
+"""Batches in which no token has a target."""
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_batch_without_a_label_changes_no_weight(mixer):
+    model = build(mixer, dtype=torch.float32).train()
+    for name, described in WITHOUT_A_LABEL.items():
+        model.zero_grad()
+        loss = model(**{"input_ids": ids(2, 6), "labels": ids(2, 6), **described}).loss
+        loss.backward()
+        assert loss == 0, name
+        changed = [n for n, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())]
+        assert not changed, name
+
+
+@pytest.mark.parametrize("count", [-1, True, torch.tensor(-1), torch.tensor(True), torch.tensor([3, 4])])
+def test_a_number_of_labels_that_is_none_is_refused(small, count):
+    with pytest.raises(ValueError, match="num_items_in_batch"):
+        small(ids(2, 6), labels=ids(2, 6), num_items_in_batch=count)
+
+
 def test_z_loss_is_in_the_gradient_alone(small):
     """Against float64 autograd over all logits, in several blocks, rows left out."""
     from nalanda.model.loss import _LinearCrossEntropy
@@ -489,6 +520,7 @@ def test_loss_follows_transformers(small):
     out = small(tokens, labels=labels, num_items_in_batch=40)
     close(out.loss, expected.sum() / 40, 1e-5)
     assert out.logits is None
+    close(small(tokens, labels=labels, num_items_in_batch=torch.tensor([40])).loss, out.loss)
     assert small(tokens).logits.shape == (2, 11, VOCAB)
 
 

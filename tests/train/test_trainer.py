@@ -62,6 +62,17 @@ def test_smoothed_labels_are_those_of_the_next_token(encoded, tmp_path):
     assert model(row[None]).logits[0, :-1].argmax(-1).tolist() == row[1:].tolist()
 
 
+def test_rows_without_a_label_leave_the_weights_finite(tmp_path):
+    """As a collator leaves them that finds no answer in its rows."""
+    config = NalandaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_heads=2, intermediate_size=64
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 16
+    losses(model, rows, default_data_collator, tmp_path, max_steps=2)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 @pytest.fixture(scope="module")
 def pretrained(encoded, tmp_path_factory):
     tokenizer, rows = encoded

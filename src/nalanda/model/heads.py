@@ -9,6 +9,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration import NalandaConfig
 from .layers import at_least_fp32
+from .loss import mean_over
 from .modeling import Decoder, LanguageModel, NalandaPreTrainedModel
 from .sequences import Layout
 
@@ -60,9 +61,8 @@ class NalandaForMaskedLM(LanguageModel):
                 labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
             masked = labels != -100
             targets = labels[masked]
-            count = max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch
-            total = self._summed_loss(h[masked], targets, z_loss)
-            loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
+            count = len(targets) if num_items_in_batch is None else num_items_in_batch
+            loss = mean_over(self._summed_loss(h[masked], targets, z_loss), count)
         logits = self.lm_head(h) if labels is None or not self.training else None
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
 

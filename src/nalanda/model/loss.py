@@ -78,6 +78,27 @@ def _scaled(x: Tensor, factor: Tensor, block: int) -> Tensor:
     return scaled
 
 
+def mean_over(total: Tensor, count: int | Tensor) -> Tensor:
+    """total / count, or `total` where nothing was counted: 0/0 would make the gradients of all weights NaN.
+
+    Raises ValueError if `count` is no number of labels.
+    """
+    if isinstance(count, Tensor):
+        sound = count.numel() == 1 and count.dtype != torch.bool
+        # A count on a device is not read, since that would wait for the device.
+        if sound and count.device.type == "cpu" and not torch.compiler.is_compiling():
+            sound = bool(count >= 0)
+    else:
+        sound = count >= 0 and not isinstance(count, bool)
+
+    if not sound:
+        raise ValueError(f"num_items_in_batch={count!r}: give the number of labels, one integer from 0 on")
+    if isinstance(count, Tensor):
+        count = count.to(total.device).view(())
+
+    return total / (count + (count == 0))
+
+
 def linear_cross_entropy(
     h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, z_loss: float = 0.0
 ) -> Tensor:

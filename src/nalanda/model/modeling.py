@@ -23,7 +23,7 @@ from .context import Context, Parts
 from .epilogues import add_norm, swiglu
 from .graphs import current_graphs, decoding_graphs
 from .layers import PatchEmbedding, RMSNorm, ShortConv, at_least_fp32, rotary_angles
-from .loss import linear_cross_entropy
+from .loss import linear_cross_entropy, mean_over
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears, matrix_of
@@ -620,7 +620,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
             first token of a row or document, which nothing predicts.
         num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
-            must count none of those either.
+            must count none of those either. Without a label the loss is 0.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
         logits_to_keep: the last n positions, or the given positions; 0 for all.
         row_states: those of an earlier call's output, for documents that continue in the same row; only for
@@ -683,7 +683,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             if context is not None:  # a row's last token predicts none
                 targets, predicting = context.part(F.pad(targets, (0, 1), value=-100)), h
             total = self._summed_loss(predicting.flatten(0, 1), targets.flatten(), z_loss)
-            loss = total / (count.to(h.device) if isinstance(count, Tensor) else count)
+            loss = mean_over(total, count)
         if labels is None or not self.training:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(h[:, keep])
