@@ -113,6 +113,34 @@ def test_sequences_are_classified_alone_padded_or_packed(is_decoder):
         model(tokens, attention_mask=mask)
 
 
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
+    pad, lengths = VOCAB - 1, (9, 1, 17)
+    model = made(auto, is_decoder=is_decoder, num_labels=3, pad_token_id=pad)
+    tokens = ids(3, 17) % pad
+    tokens[0, 4] = pad  # a token before others is no padding
+    for row, length in zip(tokens, lengths, strict=True):
+        row[length:] = pad
+    padded = model(tokens).logits
+    for row, length, scores in zip(tokens, lengths, padded, strict=True):
+        alone = model(row[None, :length], attention_mask=torch.ones(1, length)).logits[0]
+        close(scores if scores.dim() == 1 else scores[:length], alone)
+    # A mask says itself what padding is.
+    masked = model(tokens, attention_mask=torch.ones_like(tokens)).logits
+    assert not torch.allclose(masked[0], padded[0])
+
+
+def test_rows_of_a_decoder_end_at_a_known_place():
+    """As transformers, a batch is refused that does not say where its rows end."""
+    model = made(AutoModelForSequenceClassification, is_decoder=True)
+    with pytest.raises(ValueError, match=r"pad_token_id is not set: .*attention_mask"):
+        model(ids(2, 9))
+    whole = model(ids(2, 9), attention_mask=torch.ones(2, 9)).logits
+    close(model(inputs_embeds=model.get_input_embeddings()(ids(2, 9))).logits, whole)
+    close(model(ids(2, 9)[:1]).logits, whole[:1])
+
+
 @pytest.mark.parametrize(
     ("labels", "num_labels", "problem", "loss"),
     [

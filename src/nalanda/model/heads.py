@@ -105,7 +105,12 @@ class TextClassifier(Classifier):
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
     ) -> Any:
-        """Logits and, with labels, their loss. The inputs are those of `NalandaForCausalLM.forward`."""
+        """Logits and, with labels, their loss. The inputs are those of `NalandaForCausalLM.forward`.
+
+        Where neither a mask nor a packing is given, the pad ids at the end of a row are padding.
+        """
+        if input_ids is not None and attention_mask is None and position_ids is None and cu_seqlens is None:
+            attention_mask = self._mask_of(input_ids)
         described = (attention_mask, position_ids, cu_seqlens)
         out = self.model(
             input_ids, *described[:2], inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens, use_cache=False,
@@ -114,6 +119,13 @@ class TextClassifier(Classifier):
         logits = self.score(self.dropout(self._pool(out.last_hidden_state, *described)))
         loss = self._loss(logits, labels)
         return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+    def _mask_of(self, input_ids: Tensor) -> Tensor | None:
+        """bool `[B, T]`: all tokens up to the last one of a row that is no padding."""
+        if self.config.pad_token_id is None:
+            return None
+        real = (input_ids != self.config.pad_token_id).int()
+        return real.flip(1).cummax(1).values.flip(1).bool()
 
     def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
         """What has scores, from hidden states `[B, T, D]` and attention_mask, position_ids, cu_seqlens."""
@@ -127,10 +139,19 @@ class NalandaForSequenceClassification(TextClassifier):
     `config.problem_type` or the labels' dtype and number. N is the number of rows, or of documents where
     cu_seqlens or position_ids say that rows are packed.
 
-    Raises ValueError for a sequence without a token.
+    Raises ValueError for a sequence without a token, and for several rows of a decoder without a mask, a
+    packing and a pad_token_id.
     """
 
     output = SequenceClassifierOutput
+
+    def _mask_of(self, input_ids: Tensor) -> Tensor | None:
+        if self.config.is_decoder and self.config.pad_token_id is None and len(input_ids) > 1:
+            raise ValueError(
+                "pad_token_id is not set: a batch does not say where its rows end; give attention_mask, or "
+                "set config.pad_token_id"
+            )
+        return super()._mask_of(input_ids)
 
     def _pool(self, h: Tensor, *described: Tensor | None) -> Tensor:
         layout = Layout(h, *described)
