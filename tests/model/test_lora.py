@@ -139,3 +139,26 @@ def test_half_precision_keeps_fp32_decays_and_adapters_apart():
     assert losses[-1] < losses[0]
     assert {p.dtype for n, p in model.named_parameters() if ".decay." in n} == {torch.float32}
     assert logits(model.merge_and_unload()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_norms_are_tuned(mixer, tmp_path):
+    """An adapter around a norm has neither its weight nor its epsilon."""
+    model = build(mixer)
+    norms = [n for n, m in model.named_modules() if type(m).__name__ in ("RMSNorm", "LayerNorm")]
+    model = peft.get_peft_model(model, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=norms))
+    losses = train(model.train())
+    assert losses[-1] < losses[0]
+    expected = logits(model)
+    tokens = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False)
+    merged = model.merge_and_unload()
+    assert torch.equal(logits(merged), expected)
+    assert torch.equal(merged.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
+
+
+def test_prefixes_of_keys_are_refused():
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    sizes = {"num_layers": 2, "token_dim": 16, "num_attention_heads": 2}
+    model = peft.get_peft_model(build("gla"), peft.PrefixTuningConfig(**options, **sizes))
+    with pytest.raises(ValueError, match="prefix tuning trains keys and values"):
+        model(input_ids=IDS, labels=IDS)

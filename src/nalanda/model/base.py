@@ -285,7 +285,9 @@ class Mixer(FusedLinears):
 
     def step(self, x: Tensor, seq: Sequences, state: State) -> tuple[Tensor, State] | None:
         """`forward` for one token per sequence, in one kernel after the projections; None: none serves it."""
-        options = None if self.value_conv else self.step_options()
+        # The kernel reads the norm's weight, which an adapter around the norm does not have.
+        plain_norm = self.norm != "head" or isinstance(self.o_norm, RMSNorm)
+        options = self.step_options() if plain_norm and not self.value_conv else None
         if options is None:
             return None
         fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together

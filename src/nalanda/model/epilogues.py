@@ -48,8 +48,10 @@ def norm_gate(
 
 
 def _norm_by_kernel(x: Tensor, norm: RMSNorm, **options):
-    weight = norm.weight  # an offloaded one is in memory only while its own module runs
-    return None if weight.is_meta else _by_kernel("rms_norm", x, weight, norm.eps, **options)
+    # An adapter around a norm has no weight of its own; an offloaded weight is in memory only in its module.
+    if not isinstance(norm, RMSNorm) or norm.weight.is_meta:
+        return None
+    return _by_kernel("rms_norm", x, norm.weight, norm.eps, **options)
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):

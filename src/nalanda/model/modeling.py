@@ -205,7 +205,10 @@ class Decoder(NalandaPreTrainedModel):
 
     def _check_cache(self, cache: NalandaCache, B: int) -> None:
         if not isinstance(cache, NalandaCache):
-            raise ValueError(f"past_key_values must be a NalandaCache, got {type(cache).__name__}")
+            raise ValueError(
+                f"past_key_values must be a NalandaCache, got {type(cache).__name__}; PEFT's prefix tuning "
+                "trains keys and values, which a recurrent state does not have: use LoRA or prompt tuning"
+            )
         cache.check_batch(B)
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
         if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
