@@ -597,6 +597,24 @@ def test_hidden_states(small):
 # Loading, precision, initialisation
 
 
+@pytest.mark.parametrize("mask", [None, [1, 1, 1, 1, 0, 0]])
+def test_hidden_states_have_gradients(small, mask):
+    mask = None if mask is None else torch.tensor([mask, [1] * 6])
+    out = small(ids(2, 6), attention_mask=mask, output_hidden_states=True)
+    for hidden in out.hidden_states:
+        hidden.retain_grad()
+    out.logits[0, 3].square().sum().backward()
+    for hidden in out.hidden_states:
+        assert bool((hidden.grad[0, 3] != 0).all())
+        assert bool((hidden.grad[0, 4:] == 0).all())  # nothing before sees them
+
+
+def test_a_model_loads_by_the_keyword_of_transformers(small, tmp_path):
+    small.save_pretrained(tmp_path)
+    for load in (NalandaForCausalLM.from_pretrained, NalandaConfig.from_pretrained):
+        assert load(pretrained_model_name_or_path=tmp_path)
+
+
 def test_loads_where_nalanda_is_not(small, tmp_path):
     """The checkpoint carries its code: a process that cannot import any of ours gives the same logits."""
     small.save_pretrained(tmp_path / "model")

@@ -89,8 +89,11 @@ class NalandaPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True  # prevents a warning of transformers
 
     @classmethod
-    def from_pretrained(cls, name, *args, config=None, trust_remote_code=None, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, config=None, trust_remote_code=None, **kwargs
+    ):
         """transformers'. With trust_remote_code, plugins that cannot be imported come from the checkpoint."""
+        name = pretrained_model_name_or_path
         if trust_remote_code:
             keys = ("cache_dir", "local_files_only", "revision", "token")
             hub = {key: kwargs[key] for key in keys if key in kwargs}
@@ -329,6 +332,7 @@ class Decoder(NalandaPreTrainedModel):
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if hidden is not None:
                 hidden.append(layout.unpack(x))
+                x = layout.pack(hidden[-1])  # what is returned has a gradient too
             x, state = layer(x, seq, states[i] if states else None)
             if states:
                 states[i] = state
