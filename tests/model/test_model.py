@@ -371,6 +371,50 @@ def test_misspelt_arguments_are_refused(small):
     assert isinstance(small(ids(1, 4), return_dict=False), tuple)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"input_ids": ids(6)}, r"input_ids must be \[batch, length\], got \[6\]"),
+        ({"inputs_embeds": torch.ones(6, 24)}, r"inputs_embeds must be \[batch, length, 24\], got \[6, 24\]"),
+        ({"inputs_embeds": torch.ones(2, 6, 23)}, r"inputs_embeds must be .* got \[2, 6, 23\]"),
+        ({"labels": ids(2, 5)}, r"labels must be integers .*\[2, 6\], got torch.int64 \[2, 5\]"),
+        ({"labels": ids(6)}, r"labels must be .* got torch.int64 \[6\]"),
+        ({"labels": torch.ones(2, 6)}, r"labels must be integers .* got torch.float32"),
+        (
+            {"labels": torch.full((2, 6), VOCAB)},
+            f"label {VOCAB}: give token ids from 0 to {VOCAB - 1}, or -100",
+        ),
+        ({"labels": torch.full((2, 6), -1)}, "label -1: give token ids"),
+        ({"cu_seqlens": [0, 12]}, "cu_seqlens must be an int32 or int64 tensor"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "cu_seqlens must be"),
+        ({"cu_seqlens": torch.tensor([0.0, 12.0])}, "cu_seqlens must be"),
+        *(
+            ({"position_ids": places}, r"position_ids must be \[batch, length\] or \[1, length\]")
+            for places in (
+                torch.tensor([0, 1, 2, 0, 1, 2]),
+                torch.arange(6),
+                torch.arange(5)[None],
+                torch.tensor([[0, 1, 0, 1, 2]]),
+                torch.arange(6).expand(3, 6),
+                torch.arange(6).expand(3, 2, 6),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_inputs_of_a_wrong_shape_or_kind_are_refused(small, inputs, says):
+    tokens = {} if "inputs_embeds" in inputs else {"input_ids": ids(2, 6)}
+    with pytest.raises(ValueError, match=says) as error:
+        small(**tokens | inputs)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_reading_in_pieces_of_nothing_is_refused(small, chunk_size):
+    with pytest.raises(ValueError, match=f"chunk_size={chunk_size} must be at least 1"):
+        small.read(ids(1, 9), chunk_size=chunk_size)
+
+
 def test_no_tokens(model):
     assert model(ids(2, 0)).logits.shape == (2, 0, VOCAB)
 

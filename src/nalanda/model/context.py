@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from .chunk import wide_dtype
 from .layers import at_least_fp32, no_autocast
 from .ops import linear_attention, map_features
-from .sequences import Rows, Sequences
+from .sequences import Rows, Sequences, bounds_on_host
 
 SCAN_FROM = 9
 """Processes from which a scan in ⌈log₂ N⌉ rounds replaces one all-gather. It sends less from N = 5 on, but in
@@ -100,7 +100,7 @@ class Parts:
         N, size = context.size, T // context.size
         self.context, self.whole = context, T
         before = context.rank * size
-        whole = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).unique()
+        whole = torch.arange(B + 1) * T if cu_seqlens is None else bounds_on_host(cu_seqlens, B * T).unique()
         if whole[0] != 0 or whole[-1] != B * T or not bool(torch.isin(torch.arange(B) * T, whole).all()):
             raise ValueError(f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row")
         edges = torch.arange(B * N) * size  # where the parts begin

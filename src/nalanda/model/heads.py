@@ -56,7 +56,7 @@ class NalandaForMaskedLM(LanguageModel):
         h = out.last_hidden_state
         loss = None
         if labels is not None:
-            labels = labels.to(h.device)
+            labels = self._checked_labels(labels, h, h.shape[1])
             if attention_mask is not None:
                 labels = labels.masked_fill(attention_mask.to(h.device) == 0, -100)
             masked = labels != -100

@@ -362,6 +362,13 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if pixel_values is not None:
             return self.embed_tokens(pixel_values, interpolate_pos_encoding)
+        if input_ids is not None and input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, length], got {list(input_ids.shape)}")
+        width = self.config.hidden_size
+        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
+            raise ValueError(
+                f"inputs_embeds must be [batch, length, {width}], got {list(inputs_embeds.shape)}"
+            )
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         if context is not None:
             given = context.part(given)
@@ -423,6 +430,26 @@ class LanguageModel(NalandaPreTrainedModel):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _checked_labels(self, labels: Tensor, h: Tensor, T: int) -> Tensor:
+        """Labels `[B, T]` as int64 on the device of h `[B, ·, D]`. Raises ValueError for other labels."""
+        integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        if not integers or labels.shape != (len(h), T):
+            raise ValueError(
+                f"labels must be integers of the input's shape {[len(h), T]}, "
+                f"got {labels.dtype} {list(labels.shape)}"
+            )
+
+        V = self.config.vocab_size
+        # Labels on a device are not read, since that would wait for the device.
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = labels[((labels < 0) & (labels != -100)) | (labels >= V)]
+            if len(outside):
+                raise ValueError(
+                    f"label {int(outside[0])}: give token ids from 0 to {V - 1}, or -100 for none"
+                )
+
+        return labels.to(h.device, torch.int64)
 
     def _summed_loss(self, h: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         """`linear_cross_entropy` of hidden states `[M, D]`; from the head's logits if the head is more than a
@@ -503,8 +530,11 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             every token), and does not change the result.
         context: processes that read the text together, each calling with all of it; all get the state.
 
-        Raises ValueError for an empty text, padding on the right, or a state that does not fit.
+        Raises ValueError for an empty text, padding on the right, a state that does not fit, or a chunk_size
+        below 1.
         """
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} must be at least 1")
         cache = NalandaCache(self.config.num_hidden_layers)
         if state is not None:
             cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
@@ -643,7 +673,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
 
         In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
 
-        Raises ValueError for a mask, a packing or a cache that does not fit the batch.
+        Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -684,7 +714,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            targets = next_tokens(labels.to(h.device), attention_mask, position_ids, cu_seqlens)
+            T = h.shape[1] * (1 if context is None else context.size)
+            targets = self._checked_labels(labels, h, T)
+            targets = next_tokens(targets, attention_mask, position_ids, cu_seqlens)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             predicting = h[:, :-1]
             if context is not None:  # a row's last token predicts none

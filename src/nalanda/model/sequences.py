@@ -322,7 +322,12 @@ class Layout:
         self.kept: Tensor | None = None  # int64 `[ΣT]`, the tokens among the B·T columns
         self.order: Tensor | None = None  # int64 `[B, T, 1]`, each row's columns with padding last
         restart = None  # transformers' way to mark where packed documents begin
-        if position_ids is not None and T > 1 and position_ids.dim() == 2:
+        if position_ids is not None:
+            if position_ids.shape not in ((B, T), (1, T)):
+                raise ValueError(
+                    f"position_ids must be [batch, length] or [1, length] with batch {B} and length {T}, "
+                    f"got {list(position_ids.shape)}"
+                )
             restart = position_ids.diff(dim=1) != 1
         if attention_mask is not None and not bool((mask := last_columns(attention_mask, B, T)).all()):
             if cu_seqlens is not None:
@@ -333,10 +338,7 @@ class Layout:
             self.mask, self.kept = mask, mask.flatten().nonzero().squeeze(1).to(x.device)
             self.cu_seqlens = offsets(mask.sum(1).cpu())
         elif cu_seqlens is not None:
-            self.cu_seqlens = cu_seqlens = cu_seqlens.to("cpu", torch.int64)
-            sound = cu_seqlens.dim() == 1 and cu_seqlens[0] == 0 and cu_seqlens[-1] == B * T
-            if not sound or bool((cu_seqlens.diff() < 0).any()):
-                raise ValueError(f"cu_seqlens must rise from 0 to the batch's {B * T} tokens")
+            self.cu_seqlens = cu_seqlens = bounds_on_host(cu_seqlens, B * T)
             if torch.equal(cu_seqlens, torch.arange(B + 1) * T):  # a document a row: a dense batch
                 self.cu_seqlens = None
         elif restart is not None and bool(restart.any()):
@@ -401,6 +403,20 @@ class Layout:
         return rows, past
 
 
+def bounds_on_host(cu_seqlens: Tensor, total: int) -> Tensor:
+    """cu_seqlens as int64 on the host. Raises ValueError if it does not bound documents of `total` tokens."""
+    integers = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
+
+    if integers and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
+        bounds = cu_seqlens.to("cpu", torch.int64)
+        if bounds[0] == 0 and bounds[-1] == total and not bool((bounds.diff() < 0).any()):
+            return bounds
+
+    raise ValueError(
+        f"cu_seqlens must be an int32 or int64 tensor [N + 1] that rises from 0 to the {total} tokens"
+    )
+
+
 def next_tokens(
     labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
@@ -415,7 +431,7 @@ def next_tokens(
         first = torch.zeros(B * T + 1, dtype=torch.bool, device=labels.device)
         first = first.index_fill(0, cu_seqlens.to(labels.device, torch.int64, non_blocking=True), True)
         targets = targets.masked_fill(first[:-1].view(B, T)[:, 1:], -100)
-    elif position_ids is not None and position_ids.dim() == 2:
+    elif position_ids is not None:
         targets = targets.masked_fill(position_ids.to(labels.device).diff(dim=1) != 1, -100)
     return targets
 
