@@ -131,6 +131,22 @@ def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
     assert not torch.allclose(masked[0], padded[0])
 
 
+@pytest.mark.parametrize(
+    "auto", [AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
+def test_keywords_of_other_models(auto):
+    """Those of trainers, collators and tokenizers; a misspelt one is refused."""
+    model, row = made(auto), torch.cat([ids(9, seed=1), ids(4, seed=2)])[None]
+    packed = {"cu_seq_lens_q": torch.tensor([0, 9, 13]), "max_length_q": 9}
+    expected = model(row, cu_seqlens=packed["cu_seq_lens_q"]).logits
+    none = {"use_cache": False, "past_key_values": None, "token_type_ids": torch.zeros_like(row)}
+    assert torch.equal(model(row, **packed, **none).logits, expected)
+    with pytest.raises(TypeError, match="lables"):
+        model(row, lables=row)
+    with pytest.raises(ValueError, match="cache"):
+        model(row, use_cache=True)
+
+
 def test_rows_of_a_decoder_end_at_a_known_place():
     """As transformers, a batch is refused that does not say where its rows end."""
     model = made(AutoModelForSequenceClassification, is_decoder=True)

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     TextIteratorStreamer,
@@ -366,9 +367,51 @@ def test_two_ways_to_say_the_same_are_refused(small):
 
 
 def test_misspelt_arguments_are_refused(small):
-    with pytest.raises(TypeError, match="lables"):
-        small(ids(1, 4), lables=ids(1, 4))
+    for called in (small, small.model):
+        with pytest.raises(TypeError, match="lables"):
+            called(ids(1, 4), lables=ids(1, 4))
     assert isinstance(small(ids(1, 4), return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_flash_attn_kwargs": True},
+        {"return_flash_attn_kwargs": True, "return_position_ids": False},
+        {"return_seq_idx": True},
+        {"return_seq_idx": True, "return_position_ids": False},
+    ],
+    ids=str,
+)
+def test_packed_batches_of_transformers(small, options):
+    """Whatever of it says where documents begin; none sees another."""
+    texts = [ids(5, seed=1), ids(9, seed=2), ids(3, seed=3)]
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": text.tolist()} for text in texts])
+    packed, alone = small(**batch), [small(text[None], labels=text[None]) for text in texts]
+    close(packed.logits, torch.cat([out.logits for out in alone], 1), 1e-5)
+    close(packed.loss, sum(out.loss * (len(text) - 1) for out, text in zip(alone, texts, strict=True)) / 14,
+          1e-5)  # fmt: skip
+    hidden = torch.cat([small.model(text[None]).last_hidden_state for text in texts], 1)
+    del batch["labels"]
+    close(small.model(**batch).last_hidden_state, hidden, 1e-5)
+
+
+def test_keywords_of_other_models_change_nothing_or_are_refused(small):
+    tokens = ids(2, 6)
+    empty = {"token_type_ids": torch.zeros_like(tokens), "cache_position": torch.arange(6), "head_mask": None}
+    assert torch.equal(small(tokens, **empty).logits, small(tokens).logits)
+    types = empty["token_type_ids"]
+    assert torch.equal(
+        small.generate(tokens, token_type_ids=types, max_new_tokens=4, do_sample=False),
+        small.generate(tokens, max_new_tokens=4, do_sample=False),
+    )
+    for call in (small, small.model, small.generate):
+        with pytest.raises(ValueError, match=r"token_type_ids: .*give zeros"):
+            call(tokens, token_type_ids=types + 1)
+    with pytest.raises(ValueError, match="head_mask"):
+        small(tokens, head_mask=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="not both"):
+        small(tokens, cu_seqlens=torch.tensor([0, 6, 12]), cu_seq_lens_q=torch.tensor([0, 6, 12]))
 
 
 @pytest.mark.parametrize(
@@ -385,6 +428,7 @@ def test_misspelt_arguments_are_refused(small):
             f"label {VOCAB}: give token ids from 0 to {VOCAB - 1}, or -100",
         ),
         ({"labels": torch.full((2, 6), -1)}, "label -1: give token ids"),
+        ({"shift_labels": ids(2, 5)}, "labels must be integers"),
         ({"cu_seqlens": [0, 12]}, "cu_seqlens must be an int32 or int64 tensor"),
         ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "cu_seqlens must be"),
         ({"cu_seqlens": torch.tensor([0.0, 12.0])}, "cu_seqlens must be"),
@@ -566,6 +610,20 @@ def test_loss_follows_transformers(small):
     assert out.logits is None
     close(small(tokens, labels=labels, num_items_in_batch=torch.tensor([40])).loss, out.loss)
     assert small(tokens).logits.shape == (2, 11, VOCAB)
+
+
+def test_labels_may_be_shifted_already(small):
+    """As trainers that cut rows over processes send them; transformers' loss then reads no other labels."""
+    tokens, labels = ids(2, 11), ids(2, 11, seed=1)
+    labels[0, 3:6] = -100
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=0)).loss_function
+    for count in (None, 40):
+        expected = theirs(logits(small, tokens), labels, VOCAB, num_items_in_batch=count, shift_labels=labels)
+        for mode in (small.train(), small.eval()):
+            for others in ({}, {"labels": tokens}):
+                out = mode(tokens, shift_labels=labels, num_items_in_batch=count, **others)
+                close(out.loss, expected, 1e-5)
+                assert (out.logits is None) == mode.training
 
 
 def test_loss_is_that_of_the_texts_alone(small):

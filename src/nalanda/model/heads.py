@@ -11,7 +11,7 @@ from .configuration import NalandaConfig
 from .layers import at_least_fp32
 from .loss import mean_over
 from .modeling import Decoder, LanguageModel, NalandaPreTrainedModel
-from .sequences import Layout
+from .sequences import Layout, foreign_bounds
 
 
 class NalandaForMaskedLM(LanguageModel):
@@ -36,6 +36,7 @@ class NalandaForMaskedLM(LanguageModel):
         num_items_in_batch: int | Tensor | None = None,
         z_loss: float = 0.0,
         output_attentions: bool | None = None,
+        **foreign: Any,
     ) -> MaskedLMOutput:
         """Logits `[B, T, vocab]` and, with labels, their loss.
 
@@ -52,6 +53,7 @@ class NalandaForMaskedLM(LanguageModel):
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             output_attentions=output_attentions,
+            **foreign,
         )
         h = out.last_hidden_state
         loss = None
@@ -104,11 +106,17 @@ class TextClassifier(Classifier):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
+        use_cache: bool | None = None,
+        **foreign: Any,
     ) -> Any:
         """Logits and, with labels, their loss. The inputs are those of `NalandaForCausalLM.forward`.
 
-        Where neither a mask nor a packing is given, the pad ids at the end of a row are padding.
+        Where neither a mask nor a packing is given, the pad ids at the end of a row are padding. use_cache is
+        accepted because trainers pass it; True is refused.
         """
+        if use_cache:
+            raise ValueError("use_cache: a classifier returns no cache; leave it out")
+        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
         if input_ids is not None and attention_mask is None and position_ids is None and cu_seqlens is None:
             attention_mask = self._mask_of(input_ids)
         described = (attention_mask, position_ids, cu_seqlens)

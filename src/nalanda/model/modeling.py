@@ -27,7 +27,7 @@ from .loss import linear_cross_entropy, mean_over
 from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears, matrix_of
-from .sequences import Layout, Sequences, next_tokens
+from .sequences import Layout, Sequences, foreign_bounds, next_tokens
 from .state import State
 
 
@@ -260,6 +260,7 @@ class Decoder(NalandaPreTrainedModel):
         output_attentions: bool | None = None,
         pixel_values: Tensor | None = None,
         interpolate_pos_encoding: bool = False,
+        **foreign: Any,
     ) -> DecoderOutput:
         """As `NalandaForCausalLM.forward`, without the head: `last_hidden_state` `[B, T, D]`, after the norm.
 
@@ -271,6 +272,7 @@ class Decoder(NalandaPreTrainedModel):
         """
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
+        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
         cache, both = past_key_values, not self.config.is_decoder
         carrying = return_row_states or row_states is not None or carried is not None
         if both and (carrying or use_cache or cache is not None or context is not None):
@@ -580,6 +582,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         lookup and `max_length` see these and the state's last token, not the text before. On CUDA it decodes
         by graphs (`graphs.py`).
         """
+        foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         if state is None:
             with decoding_graphs(self):
                 return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
@@ -645,6 +648,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return_row_states: bool = False,
         context: Context | None = None,
         output_attentions: bool | None = None,
+        shift_labels: Tensor | None = None,
+        **foreign: Any,
     ) -> CausalLMOutput:
         """Next-token logits and, with labels, their loss.
 
@@ -656,6 +661,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             the host. position_ids that restart are equivalent.
         labels: `[B, T]`, aligned with input_ids (shifted here). −100 is ignored, and so are padding and the
             first token of a row or document, which nothing predicts.
+        shift_labels: `[B, T]`, in place of labels: already the next tokens, of which only −100 is ignored.
         num_items_in_batch: the divisor of the summed loss; by default the number of labels not ignored. It
             must count none of those either. Without a label the loss is 0.
         z_loss: the weight of the mean of logsumexp(logits)² in the loss's gradient; its value leaves it out.
@@ -670,17 +676,20 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             Logits and hidden states are of this process's part `[B, T/N]`, and the loss is the part's share:
             that of the rows is the sum over the processes.
         output_attentions: accepted because PEFT passes it; True is refused.
+        foreign: keywords of other libraries, as `sequences.foreign_bounds` takes them.
 
         In training mode with labels `logits` is None: the loss is computed in blocks without all logits.
 
         Raises ValueError for labels, a mask, a packing or a cache that does not fit the batch.
         """
+        cu_seqlens = foreign_bounds(cu_seqlens, foreign)
+        given_labels = labels if shift_labels is None else shift_labels
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         graphs = None if torch.compiler.is_compiling() else current_graphs()
         if graphs is not None and isinstance(cache, NalandaCache) and input_ids is not None:
-            more = (inputs_embeds, labels, cu_seqlens, row_states, carried)
+            more = (inputs_embeds, given_labels, cu_seqlens, row_states, carried)
             plain = input_ids.shape[1] == 1 and not (output_hidden_states or return_row_states)
             if plain and all(x is None for x in more):
                 logits = graphs.decode(self, input_ids, cache)
@@ -689,7 +698,7 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                     return CausalLMOutput(logits=logits, past_key_values=cache)
         if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
             # `crop` may remove only positions after the first one with requested logits.
-            whole = labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)
+            whole = given_labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)
             columns = (input_ids, inputs_embeds, position_ids)
             if not whole and logits_to_keep:
                 columns = self._read_before(cache, logits_to_keep, attention_mask, *columns)
@@ -713,17 +722,17 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         )
         h = out.last_hidden_state
         loss = logits = None
-        if labels is not None:
+        if given_labels is not None:
             T = h.shape[1] * (1 if context is None else context.size)
-            targets = self._checked_labels(labels, h, T)
-            targets = next_tokens(targets, attention_mask, position_ids, cu_seqlens)
+            targets = self._checked_labels(given_labels, h, T)
+            if shift_labels is None:
+                targets = next_tokens(targets, attention_mask, position_ids, cu_seqlens)
             count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            predicting = h[:, :-1]
-            if context is not None:  # a row's last token predicts none
-                targets, predicting = context.part(F.pad(targets, (0, 1), value=-100)), h
-            total = self._summed_loss(predicting.flatten(0, 1), targets.flatten(), z_loss)
+            if context is not None:
+                targets = context.part(targets)
+            total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
             loss = mean_over(total, count)
-        if labels is None or not self.training:
+        if loss is None or not self.training:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(h[:, keep])
         return CausalLMOutput(

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -417,11 +418,54 @@ def bounds_on_host(cu_seqlens: Tensor, total: int) -> Tensor:
     )
 
 
+_FOREIGN = (
+    "cu_seq_lens_q",  # flash attention's name of cu_seqlens
+    "cu_seq_lens_k",  # the same bounds, as keys and values are those of the queries' tokens
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",  # each token's document, int `[B, T]`
+    "cache_position",  # the cache itself knows its length
+    "token_type_ids",  # all zero
+    "head_mask",  # None
+    "past_key_values",  # None, where a model has no cache
+)
+
+
+def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor | None:
+    """The bounds of packed documents, as given or from other libraries' keywords for them.
+
+    foreign: the keywords that `forward` does not name. Collators, trainers and tokenizers of transformers and
+    TRL send those of `_FOREIGN`; the ones that say nothing new are ignored.
+
+    Raises TypeError for any other keyword, and ValueError for a value that would change the result.
+    """
+    for name in foreign:
+        if name not in _FOREIGN:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+
+    for name in ("head_mask", "past_key_values"):
+        if foreign.get(name) is not None:
+            raise ValueError(f"{name}: this model does not use it; leave it out")
+
+    types = foreign.get("token_type_ids")
+    if types is not None and not torch.compiler.is_compiling() and bool(types.any()):
+        raise ValueError("token_type_ids: this model has no token types; give zeros, or leave them out")
+
+    bounds, documents = foreign.get("cu_seq_lens_q"), foreign.get("seq_idx")
+    if bounds is not None and cu_seqlens is not None:
+        raise ValueError("give cu_seqlens or cu_seq_lens_q, not both")
+    if bounds is None and cu_seqlens is None and documents is not None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents.diff(dim=1) != 0
+        bounds = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=begins.numel())
+    return cu_seqlens if bounds is None else bounds
+
+
 def next_tokens(
     labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """The targets `[B, T − 1]` of a batch: the label of the next column, or −100 where that is no token,
-    or none of the same document comes before it. The batch is described as for `Layout`."""
+    """The targets `[B, T]` of a batch: the label of the next column, or −100 where there is none, that is no
+    token, or none of the same document comes before it. The batch is described as for `Layout`."""
     B, T = labels.shape
     targets = labels[:, 1:]
     if attention_mask is not None:
@@ -433,7 +477,7 @@ def next_tokens(
         targets = targets.masked_fill(first[:-1].view(B, T)[:, 1:], -100)
     elif position_ids is not None:
         targets = targets.masked_fill(position_ids.to(labels.device).diff(dim=1) != 1, -100)
-    return targets
+    return F.pad(targets, (0, T - targets.shape[1]), value=-100)
 
 
 def last_columns(attention_mask: Tensor, B: int, T: int) -> Tensor:
