@@ -95,6 +95,7 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
 
     Raises ValueError for an unavailable backend.
     """
+    from_environment = backend == "auto" and len(_chosen) == 1
     known, backend = KERNELS.get(op, {}), _meant(backend)
     if backend == "torch":
         return []
@@ -109,7 +110,8 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
         names = [backend, *rest]
     else:
         there = ", ".join(["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))])
-        raise ValueError(f"backend={backend!r}: no {op} for {device_type}; choose one of {there}")
+        key = ENVIRONMENT if from_environment else "backend"
+        raise ValueError(f"{key}={backend!r}: no {op} for {device_type}; choose one of {there}")
     return [(name, known[name].load()) for name in names]
 
 

@@ -597,6 +597,14 @@ def test_the_environment_names_a_backend():
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_an_unknown_backend_is_refused_where_it_was_named(monkeypatch):
+    with pytest.raises(ValueError, match=r"^backend='bogus': no delta_rule for cpu; choose one of auto"):
+        nalanda_kernels.candidates("delta_rule", "bogus", "cpu")
+    monkeypatch.setattr(nalanda_kernels, "_chosen", ["bogus"])  # as the environment sets it at the start
+    with pytest.raises(ValueError, match=r"^NALANDA_BACKEND='bogus': no delta_rule"):
+        nalanda_kernels.candidates("delta_rule", "auto", "cpu")
+
+
 def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch):
     fake_kernels(monkeypatch, serves=False)
     inputs = make(1, 20)
