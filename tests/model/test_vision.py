@@ -163,6 +163,15 @@ def test_features_rotate_above_the_denominator_alone():
     close(mixer.mix(heads, seq, {}, None)[0].transpose(0, 1), expected @ v, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_are_interpolated_in_half_precision(dtype):
+    embed, wide = PatchEmbedding(1, 8, 4, 6, learnt=True), torch.randn(1, 1, 12, 8)
+    expected, _ = embed(wide, interpolate=True)
+    tokens, grid = embed.to(dtype)(wide.to(dtype), interpolate=True)
+    assert (tokens.dtype, grid) == (dtype, (3, 2))
+    close(tokens.float(), expected, 3e-2)
+
+
 def test_other_sizes_interpolate_positions():
     model = made("mala")
     wide = torch.randn(1, 3, 3 * PATCH, 5 * PATCH, dtype=torch.float64)

@@ -287,7 +287,9 @@ class PatchEmbedding(nn.Module):
         if self.positions is not None:
             table = self.positions.weight
             if grid != (self.side, self.side):
-                square = table.T.unflatten(1, (self.side, self.side))[None]
-                table = F.interpolate(square, grid, mode="bicubic", antialias=True).flatten(2)[0].T
+                square = at_least_fp32(table).T.unflatten(1, (self.side, self.side))[None]
+                table = (
+                    F.interpolate(square, grid, mode="bicubic", antialias=True).flatten(2)[0].T.to(x.dtype)
+                )
             x = x + table
         return x, grid
