@@ -1090,6 +1090,15 @@ def test_bad_configs_are_refused_in_one_line(options, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_changed_value_of_a_wrong_type_is_refused(small, tmp_path):
+    """transformers sets it after the config is made."""
+    small.save_pretrained(tmp_path)
+    for load in (NalandaForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        for key in ("num_hidden_layers", "vocab_size"):
+            with pytest.raises(ValueError, match=f"{key}='2' must be int"):
+                load(tmp_path, **{key: "2"})
+
+
 def test_config_round_trip(tmp_path):
     config = build(num_hidden_layers=1, mixer=["deltanet"]).config
     config.save_pretrained(tmp_path)

@@ -160,7 +160,7 @@ class NalandaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if isinstance(self.mixer, dict):
             self.mixer = repeated(self.mixer, self.num_hidden_layers)
-        self._check_types()
+        self.check_types()
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -202,7 +202,8 @@ class NalandaConfig(PreTrainedConfig):
             config_dict = config_dict | {"feature_map": "angle", "feature_map_options": options}
         return super().from_dict(config_dict, **kwargs)
 
-    def _check_types(self) -> None:
+    def check_types(self) -> None:
+        """Raises ValueError for a field of another type, or a size that is no size."""
         types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
         given = {name: getattr(self, name) for name in types}
         for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):

@@ -88,6 +88,10 @@ class NalandaPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar = ["Block"]
     _supports_sdpa = True  # prevents a warning of transformers
 
+    def __init__(self, config: NalandaConfig):
+        config.check_types()  # `from_pretrained` sets its keywords after the config has checked itself
+        super().__init__(config)
+
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path, *args, config=None, trust_remote_code=None, **kwargs
