@@ -1,14 +1,17 @@
 """Generation with every mixer: states that are cropped, kept, saved and continued; the commands."""
 
 import copy
-import itertools
 import json
+import os
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_models import VARIANTS, VOCAB, build, close, ids, logits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -358,59 +361,171 @@ assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_state_is_of_the_weights_at_any_precision(tmp_path):
-    path, text = tmp_path / "state", ids(1, 9)
-    wide = build(dtype=torch.float32)
-    narrow, double = (copy.deepcopy(wide).to(dtype) for dtype in (torch.bfloat16, torch.float64))
-    for reader, other in itertools.permutations((wide, narrow, double), 2):
-        reader.read(text).save(path)
-        loaded = other.load_state(path)
-        assert other.generate(state=loaded, max_new_tokens=3, do_sample=False).shape == (1, 3)
-        assert torch.equal(loaded.last, text[:, -1:])
-    narrow.lm_head.weight.data[0, 0] += 1
-    narrow.read(text).save(path)
-    with pytest.raises(ValueError, match=r"other weights, \w+ in bfloat16, than this model has in float32"):
-        wide.load_state(path)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_what_no_state_is_refused(small, tmp_path):
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("reader", DTYPES)
+@pytest.mark.parametrize("other", DTYPES)
+def test_a_state_is_of_the_weights_at_any_precision(reader, other, tmp_path):
+    path, text, wide = tmp_path / "state", ids(1, 9), build(dtype=torch.float32)
+    here, there = (copy.deepcopy(wide).to(dtype) for dtype in (reader, other))
+    here.read(text).save(path)
+    if {reader, other} == {torch.bfloat16, torch.float16}:
+        with pytest.raises(ValueError, match=r"cannot be compared; load the model in \w+ or float32"):
+            there.load_state(path)
+        return
+    loaded = there.load_state(path)
+    assert there.generate(state=loaded, max_new_tokens=3, do_sample=False).shape == (1, 3)
+    assert torch.equal(loaded.last, text[:, -1:])
+    there.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(
+        ValueError, match=r"read with other weights, \w+ in \w+, than this model has in \w+\d"
+    ):
+        there.load_state(path)
 
-    path = tmp_path / "state"
-    small.read(ids(1, 5)).save(path)
-    other = build()
-    other.lm_head.weight.data[0, 0] += 1e-9
-    with pytest.raises(ValueError, match="read with other weights") as error:
-        other.load_state(path)
-    assert "\n" not in str(error.value)
-    other = build()
-    other.config.norm_eps = 1e-5
-    with pytest.raises(ValueError, match=r"read with other settings: .*norm_eps"):
-        other.load_state(path)
-    tensors = load_file(path)
-    from safetensors import safe_open
 
+def contents(path) -> tuple[dict, dict]:
+    """The tensors and the texts of a file."""
     with safe_open(path, "pt") as file:
-        about = file.metadata()
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def save_unsummed(path, tensors: dict, about: dict) -> None:
+    """A file of the format before, which has no sum and one rounded fingerprint."""
+    rounded = json.loads(about["rounded"])["bfloat16"]
+    about = about | {"format": "nalanda-state-1", "rounded": rounded}
+    save_file(tensors, path, {name: text for name, text in about.items() if name != "sum"})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, and the file of a state of it."""
+    model = build(hidden_size=8, num_heads=2, dtype=torch.float32, **ENDLESS)
+    model.read(ids(1, 5)).save(tmp_path / "state", word="a note")
+    return model, tmp_path / "state"
+
+
+def refusal(model, path) -> str:
+    with pytest.raises(ValueError) as error:
+        model.load_state(path)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(str(path))
+    return str(error.value)
+
+
+def test_a_state_file_with_a_changed_bit_is_refused(saved):
+    model, path = saved
+    whole = path.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 400):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        refusal(model, path)
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "is not a state" in refusal(model, path)
+
+
+def test_a_state_file_without_a_field_is_refused(saved):
+    model, path = saved
+    tensors, about = contents(path)
+    for name in {**tensors, **about}:
+        fewer = [{n: x for n, x in fields.items() if n != name} for fields in (tensors, about)]
+        save_file(*fewer[:1], path, fewer[1])
+        refusal(model, path)
+
+
+def test_a_state_file_of_the_format_before_loads(saved):
+    model, path = saved
+    tensors, about = contents(path)
+    expected = model.generate(state=model.load_state(path), max_new_tokens=5, **GREEDY)
+    save_unsummed(path, tensors, about)
+    loaded = model.load_state(path)
+    assert torch.equal(model.generate(state=loaded, max_new_tokens=5, **GREEDY), expected)
+    assert loaded.notes == {"word": "a note"}
+    copy.deepcopy(model).bfloat16().load_state(path)
+    assert refusal(copy.deepcopy(model).half(), path).endswith("load the model in float32")
+    # What can be checked without a sum:
+    for name in ("fingerprint", "model", "notes", "last", "lengths", *tensors):
+        fewer = [{n: x for n, x in fields.items() if n != name} for fields in (tensors, about)]
+        save_unsummed(path, *fewer)
+        refusal(model, path)
+    for name in ("fingerprint", "model", "notes"):
+        for text in ("", "[]", "{", "null"):
+            save_unsummed(path, tensors, about | {name: text})
+            refusal(model, path)
+    last, lengths = tensors["last"], tensors["lengths"]
+    for name, bad in (
+        ("last", last.float()),
+        ("last", last[0]),
+        ("last", last.expand(2, 1).contiguous()),
+        ("last", last + VOCAB),
+        ("last", last - VOCAB),
+        ("lengths", lengths.float()),
+        ("lengths", lengths[0]),
+        ("lengths", lengths[:0]),
+        ("lengths", -lengths),
+        ("layers.0.recurrent", tensors["layers.0.recurrent"].long()),
+    ):
+        save_unsummed(path, tensors | {name: bad}, about)
+        assert "is damaged" in refusal(model, path), (name, bad)
+    save_unsummed(path, {"last": last, "lengths": lengths}, about)  # no layer, where a text was read
+    assert "has nothing for" in refusal(model, path)
+
+
+def test_what_no_state_is_refused(saved, tmp_path):
+    model, path = saved
+    other = copy.deepcopy(model)
+    other.lm_head.weight.data[0, 0] += 1e-3
+    assert "read with other weights" in refusal(other, path)
+    other = copy.deepcopy(model)
+    other.config.norm_eps = 1e-5
+    assert "other settings: norm_eps 1e-06, here 1e-05;" in refusal(other, path)  # and no setting that agrees
+    tensors, about = contents(path)
     for name, bad, says in (
-        ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), r"has \[1, 2, 3, 4\] for recurrent of layer 1"),
+        ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), "has [1, 2, 3, 4] for recurrent of layer 1"),
         ("layers.0.conv_q", None, "has nothing for conv_q of layer 0"),
         ("layers.2.recurrent", torch.zeros(1), "not in the model: layers.2.recurrent"),
     ):
         changed = {n: t for n, t in (tensors | {name: bad}).items() if t is not None}
-        save_file(changed, path, about)
-        with pytest.raises(ValueError, match=says):
-            small.load_state(path)
+        save_unsummed(path, changed, about)
+        assert says in refusal(model, path)
     for content in (b"", b"nothing of the kind", None):
         save_file({"x": torch.ones(1)}, path) if content is None else path.write_bytes(content)
-        with pytest.raises(ValueError, match="is not a state"):
-            small.load_state(path)
+        assert "is not a state" in refusal(model, path)
     with pytest.raises(ValueError, match="another model"):
-        other.generate(state=small.read(ids(1, 5)), max_new_tokens=1)
+        other.generate(state=model.read(ids(1, 5)), max_new_tokens=1)
     with pytest.raises(ValueError, match="holds 2 texts, the input has 3 rows"):
-        small.read(ids(3, 1), state=small.read(ids(2, 5)))
+        model.read(ids(3, 1), state=model.read(ids(2, 5)))
     with pytest.raises(ValueError, match="with a token"):
-        small.read(ids(1, 0))
+        model.read(ids(1, 0))
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing(saved, tmp_path):
+    model, path = saved
+    state, before = model.load_state(path), path.read_bytes()
+    for there in (tmp_path, tmp_path / "none" / "state", path / "state"):
+        with pytest.raises(OSError) as error:
+            state.save(there)
+        assert str(there) in str(error.value)
+        assert "\n" not in str(error.value)
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
+    assert [*tmp_path.rglob("*")] == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_saved_state_is_on_the_disk_before_its_name(saved, monkeypatch):
+    """So that after a power cut the file is whole: the old one or the new one."""
+    model, path = saved
+    calls, inodes = [], {}
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.fstat(fd).st_ino) or fsync(fd))
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda a, b: calls.append("renamed") or inodes.update(a=os.stat(a).st_ino) or replace(a, b),
+    )
+    model.load_state(path).save(path)
+    assert calls == [inodes["a"], "renamed", path.parent.stat().st_ino]
 
 
 class Largest(TorchDispatchMode):

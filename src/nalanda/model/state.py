@@ -1,9 +1,12 @@
 """The state of a model after reading a text: save, load, fork and continue it."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,23 @@ from torch import Tensor, nn
 
 from .cache import NalandaCache
 
-FORMAT = "nalanda-state-1"
+FORMAT = "nalanda-state-2"
+UNSUMMED = "nalanda-state-1"
+"""The format before, without a sum. Its files load, but damage within a tensor is not seen."""
+
 SETTINGS = (
     *("mixer", "mixer_options", "feature_map", "feature_map_options", "num_heads", "conv_size"),
     *("norm_eps", "position_embedding", "scale_embeddings"),
 )
 """Config keys that a state depends on and the fingerprint does not cover."""
+
+CONTAINED = {
+    "float64": ("float64", "float32", "bfloat16", "float16"),
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+}
+"""For each dtype, those of which it has every number, widest first."""
 
 
 def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
@@ -27,14 +41,13 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
 
     dtype: precision to round to first, for a fingerprint that does not depend on the model's dtype.
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is offloaded; a state is saved and loaded with all weights on devices")
-        tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    return _sum((name, rounded(name, tensor)) for name, tensor in sorted(model.state_dict().items()))[:16]
 
 
 class State:
@@ -106,65 +119,178 @@ class State:
         return cache, torch.cat([last.to(input_ids.device), input_ids], 1), attention_mask
 
     def save(self, path: str | Path, **notes: str) -> None:
-        """Writes a safetensors file with the state, the notes and the fingerprint of the weights."""
+        """Writes a safetensors file with the state, the notes, the weights' fingerprints and a sum.
+
+        Raises OSError if it cannot write.
+        """
         tensors = {"last": self.last, "lengths": self.lengths}
         for i, state in enumerate(self.cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        dtype = _dtype(self.model)
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),
-            "rounded": fingerprint(self.model, torch.bfloat16),
-            "dtype": _dtype(self.model),
+            "rounded": json.dumps(
+                {name: fingerprint(self.model, getattr(torch, name)) for name in CONTAINED.get(dtype, ())}
+            ),
+            "dtype": dtype,
             "model": _settings(self.model),
             "tokens": str(len(self)),
             "notes": json.dumps(notes),
         }
-        part = Path(f"{path}.part")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, about)
-        os.replace(part, path)
+        _write(Path(path), tensors, about | {"sum": _file_sum(tensors, about)})
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> "State":
-        """Loads a state that this model saved, at any precision of either, onto the model's devices.
+        """Loads a state that this model saved onto the model's devices.
 
-        Raises ValueError for another kind of file, other weights or settings, or shapes that do not match.
+        Either may have any precision, except that bfloat16 and float16 cannot be compared.
+
+        Raises ValueError for another kind of file, a damaged one, or other weights or settings.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError:
-            about, tensors = {}, {}
-        if about.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a state that this version can load")
-        if about["fingerprint"] != fingerprint(model):
-            saved, here = about.get("dtype", "an unknown dtype"), _dtype(model)
-            if saved == here or about.get("rounded") != fingerprint(model, torch.bfloat16):
-                raise ValueError(
-                    f"{path} was read with other weights, {about['fingerprint']} in {saved}, than this model "
-                    f"has in {here}: {about['model']}"
-                )
-        if json.loads(about["model"]) != json.loads(_settings(model)):  # keys may be in any order
-            raise ValueError(f"{path} was read with other settings: {about['model']}")
-        last, lengths = tensors.pop("last"), tensors.pop("lengths")
+        about, tensors = _read(path)
+        notes = _parsed(path, about, "notes")
+        _check_settings(path, about, model)
+        _check_fingerprint(path, about, model)
+        last, lengths = _take_tokens(path, tensors, model.config.vocab_size)
         cache = NalandaCache(len(model.model.layers))
-        if tensors:
+        begun = bool(tensors) or int(lengths.max()) > 1
+        if begun:
             cache.seen(int(lengths.max()) - 1, lengths - 1)
-        for i, layer in enumerate(model.model.layers if tensors else ()):
+        for i, layer in enumerate(model.model.layers if begun else ()):
             device = next(layer.parameters()).device
             for name, (shape, dtype) in layer.mixer.state_spec(cache.seen_tokens).items():
                 tensor = tensors.pop(f"layers.{i}.{name}", None)
                 if tensor is None or tensor.shape != (len(last), *shape):
                     has = "nothing" if tensor is None else list(tensor.shape)
                     raise ValueError(f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}")
-                if tensor.is_floating_point():  # a double model computes in float64 what others have in fp32
-                    dtype = model.dtype if dtype is None else torch.promote_types(dtype, model.dtype)
+                if not tensor.is_floating_point():
+                    raise _damaged(path, f"{name} of layer {i}")
+                # A double model computes in float64 what others have in fp32.
+                dtype = model.dtype if dtype is None else torch.promote_types(dtype, model.dtype)
                 cache.states[i][name] = tensor.to(device, dtype)
         if tensors:
             raise ValueError(f"{path} has tensors that are not in the model: {', '.join(tensors)}")
         state = cls(model, cache, last.to(model.device))
-        state.notes = json.loads(about["notes"])
+        state.notes = notes
         return state
+
+
+def _sum(tensors: Iterable[tuple[str, Tensor]], text: str = "") -> str:
+    """SHA-256 over a text, and the names, dtypes, shapes and values of tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _file_sum(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
+    return _sum(sorted(tensors.items()), json.dumps(about, sort_keys=True))
+
+
+def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    """Whenever the machine stops, `path` has the old content or the new. Raises OSError."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder; name a file", str(path))
+    part = path.with_name(f"{path.name}.part")
+    try:
+        save_file(tensors, part, about)
+        _sync(part)
+        os.replace(part, path)
+        _sync(path.parent)
+    except SafetensorError as error:
+        raise OSError(f"{path}: not saved: {error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """fsync of a file, or of the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a state file. Raises ValueError if it is none, or is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError:
+        about, tensors = {}, {}
+    if about.get("format") not in (FORMAT, UNSUMMED):
+        raise ValueError(f"{path} is not a state that this version can load")
+    written = about.pop("sum", None)
+    if about["format"] == FORMAT and written != _file_sum(tensors, about):
+        raise ValueError(f"{path} does not have the bytes that were written: read the text again")
+    return about, tensors
+
+
+def _damaged(path: str | Path, what: str) -> ValueError:
+    return ValueError(f"{path} is damaged, its {what} is missing or wrong: read the text again")
+
+
+def _parsed(path: str | Path, about: dict[str, str], name: str) -> dict[str, Any]:
+    try:
+        values = json.loads(about[name])
+    except (KeyError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise _damaged(path, name)
+    return values
+
+
+def _check_settings(path: str | Path, about: dict[str, str], model: Any) -> None:
+    saved = _parsed(path, about, "model")
+    here = json.loads(_settings(model))  # as in the file: JSON has lists for tuples
+    different = [name for name in saved | here if saved.get(name) != here.get(name)]
+    if different:
+        values = ", ".join(f"{name} {saved.get(name)!r}, here {here.get(name)!r}" for name in different)
+        raise ValueError(f"{path} was read with other settings: {values}; read the text again")
+
+
+def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> None:
+    """Compares the weights as saved, or else rounded to the widest dtype that both dtypes contain."""
+    if "fingerprint" not in about:
+        raise _damaged(path, "fingerprint")
+    if about["fingerprint"] == fingerprint(model):
+        return
+    here = _dtype(model)
+    saved = about.get("dtype", here)
+    summed = about["format"] == FORMAT
+    rounded = _parsed(path, about, "rounded") if summed else {"bfloat16": about.get("rounded")}
+    shared = [x for x in CONTAINED.get(saved, ()) if x in CONTAINED.get(here, ()) and x in rounded]
+    if saved != here and not shared:
+        raise ValueError(
+            f"{path} was read in {saved}, and this model is in {here}: their weights cannot be compared; "
+            f"load the model in {saved}{' or float32' if summed else ''}"
+        )
+    if saved == here or rounded[shared[0]] != fingerprint(model, getattr(torch, shared[0])):
+        raise ValueError(
+            f"{path} was read with other weights, {about['fingerprint']} in {saved}, than this model has in "
+            f"{here}: read the text again"
+        )
+
+
+def _take_tokens(path: str | Path, tensors: dict[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Removes the last tokens `[B, 1]` and the lengths `[B]` from the tensors, and returns them."""
+    last, lengths = (tensors.pop(name, torch.empty(0)) for name in ("last", "lengths"))
+    int64 = last.dtype == lengths.dtype == torch.int64
+    shaped = lengths.dim() == 1 and len(lengths) > 0 and last.shape == (len(lengths), 1)
+    if (
+        not int64
+        or not shaped
+        or not bool((lengths > 0).all() & (last >= 0).all() & (last < vocab_size).all())
+    ):
+        raise _damaged(path, "last tokens or lengths")
+
+    return last, lengths
 
 
 def _warn_about_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
