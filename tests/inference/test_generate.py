@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -526,6 +527,99 @@ def test_a_saved_state_is_on_the_disk_before_its_name(saved, monkeypatch):
     )
     model.load_state(path).save(path)
     assert calls == [inodes["a"], "renamed", path.parent.stat().st_ino]
+
+
+def stepped(model, **options):
+    model.train()(input_ids=ids(1, 9), labels=ids(1, 9)).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-3, **options).step()
+
+
+def written(model):
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] += 1e-3
+
+
+def replaced(model):
+    model.load_state_dict({n: x.clone() for n, x in model.state_dict().items()}, assign=True)
+    model.lm_head.weight.data += 1e-3
+
+
+CHANGES = {
+    "step": stepped,
+    "fused_step": lambda model: stepped(model, fused=True),  # which does not count as a write
+    "one_value": written,
+    "loaded": lambda model: model.load_state_dict(almost(model).state_dict()),
+    "replaced": replaced,
+    "resized": lambda model: model.resize_token_embeddings(VOCAB + 1),
+    "data": lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_of_earlier_weights_is_refused(change, tmp_path):
+    model = build(hidden_size=8, num_heads=2, dtype=torch.float32, **ENDLESS)
+    state = model.read(ids(1, 9))
+    change(model.eval())
+    for use in (
+        lambda: model.generate(state=state, max_new_tokens=2),
+        lambda: model.read(ids(1, 3), state=state),
+        lambda: state.save(tmp_path / "state"),
+        state.fork,
+    ):
+        with pytest.raises(ValueError, match=r"weights or adapters have changed: read .* again"):
+            use()
+    assert not list(tmp_path.iterdir())
+    model.eval().generate(state=model.read(ids(1, 9)), max_new_tokens=2)
+
+
+def test_a_state_outlives_what_leaves_the_weights_as_they_are(small):
+    from accelerate import cpu_offload
+
+    state, options = small.read(ids(1, 9)), {"max_new_tokens": 3, **GREEDY}
+    expected = small.generate(state=state, **options)
+    small.train().eval()  # which lays the weights side by side
+    small.to("cpu").float().double()
+    small.train()(input_ids=ids(1, 9), labels=ids(1, 9)).loss.backward()
+    small.eval().zero_grad()
+    with torch.inference_mode():
+        assert torch.equal(small.generate(state=state, **options), expected)
+    assert torch.equal(small.generate(state=state.fork(), **options), expected)
+    again = pickle.loads(pickle.dumps(state))
+    assert torch.equal(again.model.generate(state=again, **options), expected)
+    with torch.inference_mode():
+        frozen = build(**ENDLESS)
+        assert torch.equal(frozen.generate(state=frozen.read(ids(1, 9)), **options), expected)
+    cpu_offload(small, torch.device("cpu"))  # from here, new tensors in every call
+    assert torch.equal(small.generate(state=small.read(ids(1, 9)), **options), expected)
+
+
+def test_states_of_a_model_with_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = build(dtype=torch.float32, **ENDLESS)
+    base, options = model.read(ids(1, 9)), {"max_new_tokens": 4, **GREEDY}
+    base.save(tmp_path / "base")
+    expected = model.generate(state=base, **options)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(model, lora, "first").eval()
+    adapted.add_adapter("second", lora)
+    other = model.read(ids(1, 9))
+    other.save(tmp_path / "adapted")
+    model.load_state(tmp_path / "adapted")
+    with pytest.raises(ValueError, match="changed"):
+        model.generate(state=base, **options)
+    with pytest.raises(ValueError, match="other weights"):
+        model.load_state(tmp_path / "base")
+    with adapted.disable_adapter():  # the base model's states are its own
+        assert torch.equal(model.generate(state=base, **options), expected)
+        assert torch.equal(model.generate(state=model.load_state(tmp_path / "base"), **options), expected)
+        with pytest.raises(ValueError, match="changed"):
+            model.generate(state=other, **options)
+    adapted.set_adapter("second")
+    with pytest.raises(ValueError, match="changed"):
+        model.generate(state=other, **options)
+    adapted.merge_and_unload()
+    with pytest.raises(ValueError, match="changed"):
+        model.generate(state=base, **options)
 
 
 class Largest(TorchDispatchMode):

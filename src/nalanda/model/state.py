@@ -1,11 +1,13 @@
 """The state of a model after reading a text: save, load, fork and continue it."""
 
 import contextlib
+import copy
 import errno
 import hashlib
 import json
 import os
 import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,65 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
             raise ValueError(f"{name} is offloaded; a state is saved and loaded with all weights on devices")
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    return _sum((name, rounded(name, tensor)) for name, tensor in sorted(model.state_dict().items()))[:16]
+    return _sum((name, rounded(name, tensor)) for name, tensor in weights(model).items())[:16]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that the model computes with, by name.
+
+    Without PEFT's adapters that are off; where all are, names are those of the model without PEFT.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    for path, module in model.named_modules():
+        base = next((name for name in ("base_layer", "original_module") if hasattr(module, name)), None)
+        if base is None or not hasattr(module, "active_adapters"):
+            continue
+        on: Any = () if module.disable_adapters else module.active_adapters
+        for name in [name for name in tensors if name.startswith(f"{path}.")]:
+            first, *rest = name.removeprefix(f"{path}.").split(".")
+            if first != base and not {first, *rest} & set(on):
+                del tensors[name]
+            elif first == base and not on:
+                tensors[".".join([path, *rest])] = tensors.pop(name)
+    return dict(sorted(tensors.items()))
+
+
+class Trace:
+    """What tells whether a model's weights have changed, without reading all of them.
+
+    Tensors count writes, but not those of fused optimizers or through `.data`. So some values are kept too.
+    Offloaded weights are new tensors in every call: only their names are compared.
+    """
+
+    SAMPLE = 16  # values of a tensor, at most
+
+    def __init__(self, model: nn.Module):
+        tensors = weights(model)
+        self.names = set(tensors)
+        tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+        self.tensors = weakref.WeakValueDictionary(tensors)
+        self.writes = {name: 0 if x.is_inference() else x._version for name, x in tensors.items()}
+        self.samples = self._samples(tensors.values())
+
+    def _samples(self, tensors: Iterable[Tensor]) -> dict[tuple, Tensor]:
+        """Bytes of some values, by dtype and device."""
+        values: dict[tuple, list[Tensor]] = {}
+        for tensor in tensors:
+            if type(tensor) in (nn.Parameter, Tensor):  # others need not have values to index
+                flat = tensor.detach().flatten()
+                some = flat[:: len(flat) // self.SAMPLE + 1]
+                values.setdefault((tensor.dtype, tensor.device), []).append(some)
+        return {key: torch.cat(some).view(torch.uint8) for key, some in values.items()}
+
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model has the same weights; it may have been moved, or cast to another dtype."""
+        now = Trace(model)
+        if (self.names, self.writes) != (now.names, now.writes):
+            return False
+        if any(self.tensors.get(name) is not tensor for name, tensor in now.tensors.items()):
+            return False
+        pairs = [(self.samples[key], now.samples[key]) for key in self.samples.keys() & now.samples.keys()]
+        return all(a.shape != b.shape or torch.equal(a, b) for a, b in pairs)
 
 
 class State:
@@ -65,6 +125,7 @@ class State:
         model.model.catch_up(cache)
         cache.release()  # graphs of one thread would write over what others read
         self.model, self.cache, self.last = model, cache, last
+        self.trace = Trace(model)
         self.notes: dict[str, str] = {}  # the notes of `save`
 
     def __repr__(self) -> str:
@@ -88,9 +149,19 @@ class State:
     def nbytes(self) -> int:
         return self.cache.nbytes + self.last.nbytes
 
+    def check_weights(self) -> None:
+        """Raises ValueError if the model has other weights than those that read the text."""
+        if not self.trace.matches(self.model):
+            raise ValueError("the model's weights or adapters have changed: read the state's text again")
+
     def fork(self) -> "State":
         """An independent state of the same text, which shares the tensors."""
-        return State(self.model, self.cache.fork(), self.last)
+        return copy.copy(self)
+
+    def __reduce__(self) -> tuple:
+        """For copies and pickles, whose tensors count writes from 0."""
+        self.check_weights()
+        return State, (self.model, self.cache.fork(), self.last), {"notes": self.notes}
 
     def __deepcopy__(self, memo: dict) -> "State":
         return self.fork()  # must not copy the model
@@ -100,10 +171,12 @@ class State:
     ) -> tuple[NalandaCache, Tensor, Tensor | None]:
         """A cache, and the tokens to read into it next with their mask: the last tokens, then input_ids.
 
-        Raises ValueError for another model's state, or one with other than 1 or the input's number of rows.
+        Raises ValueError for another model's state, one of other weights, or one with other than 1 or the
+        input's number of rows.
         """
         if model is not self.model:
             raise ValueError("the state belongs to another model: save it, and load it for this one")
+        self.check_weights()
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
             return cache, last, None
@@ -121,8 +194,9 @@ class State:
     def save(self, path: str | Path, **notes: str) -> None:
         """Writes a safetensors file with the state, the notes, the weights' fingerprints and a sum.
 
-        Raises OSError if it cannot write.
+        Raises ValueError if the weights have changed since the text was read, OSError if it cannot write.
         """
+        self.check_weights()
         tensors = {"last": self.last, "lengths": self.lengths}
         for i, state in enumerate(self.cache.states):
             tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
