@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import VARIANTS, VOCAB, build, close, ids, logits
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
@@ -780,6 +780,127 @@ def test_chat_with_a_vocabulary_of_words(tmp_path, capsys):
     talk = Conversation(build(vocab_size=len(words)), tokenizer, {"max_new_tokens": 4, "do_sample": False})
     talk.answer("good day")
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+WORDS = ["state", "stat", "gate", "don", "'", "t", ",", ".", "naïve", "日本", "語", "🦆"]
+LETTERS = sorted({*"abcdefghijklmnopqrstuvwxyz.,'ïéñ日本語文章🦆🎈"})
+
+
+def wrapped(backend: Tokenizer, **options) -> PreTrainedTokenizerFast:
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama's and Mistral's: characters that are not in the vocabulary are tokens of bytes."""
+    tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.,'é語"]
+    merges = [("▁", "s"), ("t", "a"), ("▁s", "ta"), ("a", "t"), ("at", "e")]
+    vocabulary = {token: i for i, token in enumerate([*tokens, *(a + b for a, b in merges)])}
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return wrapped(backend)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2's; some tokens hold parts of characters, or of two."""
+    alphabet, byte = sorted(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(False, False)
+    pieces = ["".join(piece for piece, _ in byte.pre_tokenize_str(word)) for word in ("日本", "🦆", " st")]
+    merges = [(x[:n], x[n]) for x in pieces for n in range(1, min(len(x), 4))]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet, *(a + b for a, b in merges)])}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer, backend.decoder = byte, decoders.ByteLevel()
+    return wrapped(backend)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    pieces = ["▁", *LETTERS, *WORDS, *(f"▁{word}" for word in WORDS)]
+    scored = [(piece, -float(i % 7) - 8 / len(piece)) for i, piece in enumerate(dict.fromkeys(pieces))]
+    backend = Tokenizer(models.Unigram([*((token, 0.0) for token in SPECIAL), *scored], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return wrapped(backend)
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    """With the cleaning of spaces, which changes text that came before."""
+    pieces = dict.fromkeys([*SPECIAL, *LETTERS, *WORDS, *(f"##{letter}" for letter in LETTERS)])
+    backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return wrapped(backend, clean_up_tokenization_spaces=True)
+
+
+def wordlevel() -> PreTrainedTokenizerFast:
+    words = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrapped(backend)
+
+
+TOKENIZERS = (byte_fallback, byte_level, unigram, wordpiece, wordlevel)
+
+
+def decoded(tokenizer, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def whole(tokenizer, tokens: list[int]) -> str:
+    """The tokens' text, without a character of which only some bytes have come."""
+    texts = [decoded(tokenizer, tokens[: len(tokens) - n]) for n in range(min(4, len(tokens) + 1))]
+    return next((text for text in texts if not text.endswith("\ufffd")), texts[0])
+
+
+def streamed(tokenizer, prompt: list[int], tokens: list[int], capsys) -> list[str]:
+    """What has been printed after each token, and at the end."""
+    capsys.readouterr()
+    printer, printed = Printer(tokenizer, prompt), [""]
+    printer.put(torch.tensor([prompt]))
+    for token in tokens:
+        printer.put(torch.tensor([token]))
+        printed.append(printed[-1] + capsys.readouterr().out)
+    printer.end()
+    return [*printed[1:], printed[-1] + capsys.readouterr().out.removesuffix("\n")]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_streamed_text_is_the_decoded_text(make, capsys):
+    """At every token, except for the bytes of a character that is not whole yet."""
+    tokenizer, draw = make(), random.Random(0)
+    for _ in range(40):
+        tokens = []
+        for _ in range(draw.choice([1, 1, 3])):  # texts, with special tokens between
+            words = draw.choices(WORDS, k=draw.randint(1, 40))
+            text = "".join(word + draw.choice(["", " ", " ", "  "]) for word in words)
+            tokens += tokenizer(text, add_special_tokens=False).input_ids + [1] * draw.choice([0, 1, 12])
+        at = draw.randint(0, len(tokens))  # also inside a character
+        prompt = [1] * draw.choice([0, 1, 9]) + tokens[:at]
+        start = len(whole(tokenizer, prompt))
+        *printed, last = streamed(tokenizer, prompt, tokens[at:], capsys)
+        for n, shown in enumerate(printed, 1):
+            assert shown == whole(tokenizer, prompt + tokens[at : at + n])[start:]
+        assert last == decoded(tokenizer, prompt + tokens[at:])[start:]
+
+
+@pytest.mark.parametrize("make", [byte_fallback, byte_level])
+def test_bytes_that_are_no_text_do_not_hold_it_back(make, capsys):
+    """As those of an untrained model. Text that has been printed stays."""
+    tokenizer, draw = make(), random.Random(0)
+    vocabulary = tokenizer.get_vocab()
+    if make is byte_fallback:
+        bytes_ = [vocabulary[f"<0x{i:02X}>"] for i in range(256)]
+    else:
+        bytes_ = [vocabulary[letter] for letter in pre_tokenizers.ByteLevel.alphabet()]
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in ("ab日本", "ate 日 é"))
+    for _ in range(20):
+        noise = draw.choices(bytes_, k=draw.choice([1, 2, 5, 100]))
+        *printed, last = streamed(tokenizer, [1], before + noise + after, capsys)
+        assert last.startswith("ab日本")
+        assert last.endswith("ate 日 é")
+        assert len(printed[len(before) + len(noise) - 1]) >= len("ab日本") + len(noise) // 8
+        if make is byte_level:
+            assert last == decoded(tokenizer, before + noise + after)
 
 
 def test_printing_stops_at_the_stop_text(tokenizer, capsys):

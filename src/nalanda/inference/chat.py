@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.config.schema import check_seed
-from nalanda.inference.generate import Printer, describe_speed, load_state, read_with_progress
+from nalanda.inference.generate import Printer, decode, describe_speed, load_state, read_with_progress
 from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
@@ -134,7 +134,7 @@ class Conversation:
                 self.tokens, self.cache = self.tokens + tokens + printer.tokens, None
         seconds = time.perf_counter() - start
         self.text = whole
-        spoken = str(self.tokenizer.decode(printer.tokens, skip_special_tokens=True)).removesuffix(self.end)
+        spoken = decode(self.tokenizer, printer.tokens).removesuffix(self.end)
         self.text += spoken
         answer = spoken.split(self.stop)[0] if self.stop else spoken
         self.messages.append({"role": "assistant", "content": answer})

@@ -23,42 +23,86 @@ from nalanda.model import NalandaCache, State
 PIECE = 4096
 """Tokens of a prompt read between updates of the progress."""
 
+REPLACEMENT = "\ufffd"
+"""Stands in decoded text for bytes that form no character, yet or at all."""
+
+MAX_BYTES = 4
+"""Bytes of a character in UTF-8, at most."""
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | Tensor) -> str:
+    """Text without special tokens. Spaces are not cleaned up, which would change text that came before."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)
+
 
 class Printer(BaseStreamer):
     """Prints generated tokens as soon as they form characters, up to a stop text, and keeps the tokens.
 
+    What is printed is the text of prompt and answer, from the end of the prompt's last whole character. It
+    stays where later bytes change how those before them decode, as bytes that form no character may.
+
     before: tokens of the prompt, whose end decides whether the first word begins with a space.
     """
+
+    CONTEXT, WINDOW = 8, 64  # tokens: as many are decoded again, at least and at most
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int], stop: str = ""):
         self.tokenizer, self.stop = tokenizer, stop
         self.tokens: list[int] = []
-        self.window, self.held, self.silent = before[-8:], "", True
-        self.shown = len(self._decoded())
+        self.held, self.silent = "", True
+
+        ends = range(len(before), max(len(before) - MAX_BYTES, -1), -1)
+        whole = next((n for n in ends if not self._decoded(before[:n]).endswith(REPLACEMENT)), len(before))
+        self.window = before[:whole]  # tokens
+        self.shown = self._decoded(self.window)  # as much of their text as is printed
+        self._shorten()
+        self.window = self.window + before[whole:]
+        self.waiting = len(before) - whole  # tokens behind the last whole character
 
     @property
     def stopped(self) -> bool:
         """Whether the stop text has come."""
         return bool(self.stop) and self.stop in self.held
 
-    def _decoded(self) -> str:
-        return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
+    def _decoded(self, tokens: list[int]) -> str:
+        return decode(self.tokenizer, tokens)
+
+    def _shorten(self) -> None:
+        """Leaves the last tokens of the window, if they decode to the end of what is shown."""
+        for count in range(self.CONTEXT, min(self.WINDOW, len(self.window))):
+            text = self._decoded(self.window[-count:])
+            if text and self.shown.endswith(text):
+                self.window, self.shown = self.window[-count:], text
+                return
 
     def put(self, value: Tensor) -> None:
         if self.silent:  # `generate` first puts the prompt
             self.silent = False
             return
-        new = value.flatten().tolist()
-        self.tokens += new
-        self.window += new
-        text = self._decoded()
-        if text.endswith("\ufffd"):  # an incomplete character
+        for token in value.flatten().tolist():
+            self.tokens.append(token)
+            self.window.append(token)
+            self.waiting += 1
+            self._take()
+
+    def _take(self) -> None:
+        text = self._decoded(self.window)
+        if text.endswith(REPLACEMENT) and self.waiting < MAX_BYTES:  # bytes of a character, if more come
             return
-        self._print(text[self.shown :])
-        self.shown = len(text)
-        if len(self.window) > 64:
-            self.window = self.window[-8:]
-            self.shown = len(self._decoded())
+        self._show(text, open_end=True)
+        if len(self.window) > self.WINDOW and not text.endswith(REPLACEMENT):
+            self._shorten()
+
+    def _show(self, text: str, open_end: bool) -> None:
+        """Prints what is new in the window's text; open_end: the last byte may begin a character."""
+        if not text.startswith(self.shown):  # bytes that form no character change those before them
+            self.window, self.shown = self.window[len(self.window) - self.waiting :], ""
+            text = self._decoded(self.window)
+        if open_end:
+            text = text.removesuffix(REPLACEMENT)
+        self._print(text[len(self.shown) :])
+        self.shown, self.waiting = text, 0
 
     def _print(self, text: str) -> None:
         self.held += text
@@ -72,7 +116,7 @@ class Printer(BaseStreamer):
         self.held = self.held[ready:]
 
     def end(self) -> None:
-        self._print(self._decoded()[self.shown :])
+        self._show(self._decoded(self.window), open_end=False)
         print(self.held.split(self.stop)[0] if self.stop else self.held, flush=True)
         self.held = ""
 
@@ -223,4 +267,4 @@ def generate(
     if stream:
         seconds = time.perf_counter() - start
         print(describe_speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
-    return str(tokenizer.decode(new, skip_special_tokens=True))
+    return decode(tokenizer, new)
