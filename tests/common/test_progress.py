@@ -95,6 +95,17 @@ def test_a_terminal_gets_a_bar_that_goes(monkeypatch, total):
     assert text.endswith("\x1b[2K")  # the last line is erased
 
 
+def test_work_of_unknown_length_counts_what_is_done(monkeypatch, capsys):
+    terminal = open_terminal(monkeypatch)
+    with Progress("reading", unit="rows") as shown:
+        shown.advance(1500, "of a book")
+    assert "1,500 rows  of a book" in terminal.getvalue()
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    with Progress("reading", unit="rows") as shown:
+        shown.to(2, end=True)
+    assert terminal.getvalue() == "reading 2 rows\n"
+
+
 def test_what_is_printed_under_a_bar_goes_where_it_was_sent(monkeypatch, capsys):
     """With a bar on the terminal and stdout in a file."""
     terminal = open_terminal(monkeypatch)

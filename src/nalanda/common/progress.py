@@ -130,6 +130,8 @@ class Progress:
     def _count(self) -> str:
         if self.unit == "%":
             return f"{self.done / self.total:4.0%}" if self.total else ""
+        if not self.total:
+            return f"{self.done:,} {self.unit}".rstrip()
         whole = f"{self.total:,}"
         return f"{self.done:>{len(whole)},}/{whole} {self.unit}".rstrip()
 
@@ -144,11 +146,13 @@ class Progress:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        columns = [TextColumn("{task.description}", markup=False), SpinnerColumn()]
-        if self.total is None:
-            columns += [TimeElapsedColumn()]
-        else:
-            columns += [BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False)]
+        pace = TimeElapsedColumn() if self.total is None else BarColumn(bar_width=None)
+        columns = [
+            TextColumn("{task.description}", markup=False),
+            SpinnerColumn(),
+            pace,
+            TextColumn("{task.fields[text]}", markup=False),
+        ]
         bar = Bar(
             *columns,
             console=Console(file=self.stream),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 
 def redact(text: str) -> str:
     """`text` without the passwords and query strings of its URLs."""
-    text = re.sub(r"(\w://)[^/\s@'\"]+@", r"\1***@", text)
+    # A password may have an @ or, as keys of S3 do, a slash. A port and a path with an @ are no password.
+    text = re.sub(r"(\w://)[^/\s'\"]+@", r"\1***@", text)
+    text = re.sub(r"(\w://)[^/\s:@'\"]*:(?!\d+/)((?!\w://)[^\s'\"])*@", r"\1***@", text)
     return re.sub(r"(?<=[\w/.~-])\?[^\s'\"()<>]*=[^\s'\"()<>]*", "?***", text)
 
 
@@ -35,7 +38,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`, `192 years`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `4 d 07 h`, `192 years`; `unknown` for what is no number."""
+    if not math.isfinite(seconds):
+        return "unknown"
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
