@@ -259,10 +259,60 @@ def test_a_state_is_continued_by_its_cache_alone(small):
     assert torch.equal(again[:, turn.shape[1] :], small.generate(whole, **options)[:, whole.shape[1] :])
 
 
-def test_a_state_is_used_whatever_use_cache_says(small):
-    tokens = ids(1, 9)
-    expected = small.generate(tokens, max_new_tokens=5, **GREEDY)[:, 9:]
-    found = small.generate(state=small.read(tokens), max_new_tokens=5, use_cache=False, **GREEDY)
+ONES, EMBEDDED = torch.ones, torch.ones(1, 5, 24, dtype=torch.float64)
+BAD_MASK = r"attention_mask must be \[1, 5\], got"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        (ids(1, 0), {}, r"input_ids must be \[batch, length\] with a token, not \[1, 0\]"),
+        (ids(1, 5)[:0], {}, r"with a token, not \[0, 5\]"),
+        (ids(1, 5)[0], {}, r"with a token, not \[5\]"),
+        *((ids(1, 5), {"attention_mask": ONES(x)}, BAD_MASK) for x in ((1, 3), (1, 4), (1, 6), (2, 5), (5,))),
+        (None, {"inputs_embeds": EMBEDDED, "attention_mask": ONES(1, 3)}, BAD_MASK),
+        (
+            ids(1, 5),
+            {"past_key_values": True, "attention_mask": ONES(1, 2)},
+            r"\[1, 5 or more\], got \[1, 2\]",
+        ),
+        (ids(1, 5)[0], {"state": True}, r"not \[5\]"),
+        (ids(1, 5), {"state": True, "attention_mask": ONES(1, 6)}, BAD_MASK),
+        (ids(1, 5), {"state": True, "attention_mask": ONES(2, 5)}, BAD_MASK),
+        (None, {"state": "text"}, "state must be of model.read or model.load_state, not str"),
+        (None, {"state": True, "past_key_values": True}, "a state is a cache: leave past_key_values out"),
+        (None, {"state": True, "use_cache": False}, "a state is a cache: leave use_cache=False out"),
+    ],
+)
+def test_generate_refuses_what_does_not_fit(small, prompt, options, says):
+    if options.get("state") is True:
+        options = options | {"state": small.read(ids(1, 5))}
+    if "past_key_values" in options:
+        cache = NalandaCache(2)
+        logits(small, ids(1, 4), past_key_values=cache)
+        options = options | {"past_key_values": cache}
+    with pytest.raises(ValueError, match=says):
+        small.generate(prompt, max_new_tokens=2, **options)
+    if prompt is not None and "past_key_values" not in options:
+        with pytest.raises(ValueError, match=says):
+            small.read(prompt, **options)
+
+
+def test_read_refuses_what_is_no_state(small):
+    with pytest.raises(ValueError, match="not str"):
+        small.read(ids(1, 5), state="text.safetensors")
+
+
+def test_a_state_with_an_empty_prompt_or_a_cache_with_all_of_the_mask(small):
+    tokens, more, options = ids(1, 9), ids(1, 3), {"max_new_tokens": 4, **GREEDY}
+    state = small.read(tokens)
+    alone = small.generate(state=state, use_cache=True, **options)
+    assert torch.equal(small.generate(ids(1, 0), state=state, **options), alone)
+    cache = NalandaCache(2)
+    logits(small, tokens, past_key_values=cache)
+    mask = torch.ones(1, 12).long()
+    expected = small.generate(torch.cat([tokens, more], 1), **options)[:, 9:]
+    found = small.generate(more, past_key_values=cache, attention_mask=mask, **options)
     assert torch.equal(found, expected)
 
 

@@ -28,7 +28,7 @@ from .mixers import build_mixer, uncut_mixers
 from .plugins import load_copies
 from .projections import FusedLinears, matrix_of
 from .sequences import Layout, Sequences, foreign_bounds, next_tokens
-from .state import State
+from .state import State, check_prompt, check_state
 
 
 @dataclass
@@ -543,9 +543,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             raise ValueError(f"chunk_size={chunk_size} must be at least 1")
         cache = NalandaCache(self.config.num_hidden_layers)
         if state is not None:
+            check_state(state)
             cache, input_ids, attention_mask = state.resumed(self, input_ids, attention_mask)
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids must be [batch, length] with a token, not {list(input_ids.shape)}")
+        check_prompt(input_ids, attention_mask)
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError("a state ends with its last token: pad on the left")
         if attention_mask is not None:  # on the host, so that a piece of one column is not taken for a token
@@ -588,10 +588,18 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         if state is None:
+            embedded, cached = (kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values"))
+            given = kwargs["inputs_embeds"] if embedded else kwargs.get("input_ids", inputs)
+            if given is not None:
+                check_prompt(given, kwargs.get("attention_mask"), cached=cached)
             with decoding_graphs(self):
                 return super().generate(inputs, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a state continues with input_ids, not inputs_embeds")
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False:
+            named = "use_cache=False" if kwargs.get("past_key_values") is None else "past_key_values"
+            raise ValueError(f"a state is a cache: leave {named} out")
+        check_state(state)
         cache, ids, mask = state.resumed(
             self, kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
         )

@@ -180,6 +180,7 @@ class State:
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
             return cache, last, None
+        check_prompt(input_ids, attention_mask, least=0)
         _warn_about_bos(input_ids, attention_mask, model.config.bos_token_id)
         rows = len(input_ids)
         if rows != self.batch_size:
@@ -249,6 +250,28 @@ class State:
         state = cls(model, cache, last.to(model.device))
         state.notes = notes
         return state
+
+
+def check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise ValueError(f"state must be of model.read or model.load_state, not {type(state).__name__}")
+
+
+def check_prompt(
+    tokens: Tensor, attention_mask: Tensor | None, *, least: int = 1, cached: bool = False
+) -> None:
+    """Raises ValueError unless the mask is of the tokens, ids `[B, T]` or embeddings `[B, T, D]`.
+
+    least: tokens that there must be. cached: the mask may also be of tokens before, which a cache holds.
+    """
+    if tokens.dim() < 2 or len(tokens) == 0 or tokens.shape[1] < least:
+        raise ValueError(f"input_ids must be [batch, length] with a token, not {list(tokens.shape)}")
+    if attention_mask is None:
+        return
+    B, T = tokens.shape[:2]
+    mask = list(attention_mask.shape)
+    if mask != [B, T] and not (cached and len(mask) == 2 and mask[0] == B and mask[1] > T):
+        raise ValueError(f"attention_mask must be [{B}, {T}{' or more' * cached}], got {mask}")
 
 
 def _sum(tensors: Iterable[tuple[str, Tensor]], text: str = "") -> str:
@@ -372,7 +395,7 @@ def _warn_about_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
 
     bos is not removed, because it may be intended: where it equals eos, it also starts a new text.
     """
-    if bos is None or ids.dim() != 2 or ids.shape[1] == 0:
+    if bos is None or ids.shape[1] == 0:
         return
     first = ids[:, :1] if mask is None else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
     if bool((first == bos).any()):
