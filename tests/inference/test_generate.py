@@ -783,11 +783,16 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
 
 
 def test_generate_refuses(checkpoint, tmp_path):
+    run("generate", checkpoint, "hello", "--save-state", str(tmp_path / "damaged"), "--max-new-tokens", "1")
+    whole = bytearray((tmp_path / "damaged").read_bytes())
+    whole[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(whole)
     for args, says in (
         (("hello", "--file", "x"), "not both"),
         (("--file", str(tmp_path / "none")), "cannot read"),
         (("caf\udce9",), "cannot read the prompt: not UTF-8"),
-        (("hello", "--state", str(tmp_path / "none")), "none"),
+        (("hello", "--state", str(tmp_path / "none")), "none: no such file; write one with --save-state"),
+        (("hello", "--state", str(tmp_path / "damaged")), "damaged does not have the bytes .* read the text"),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
         (("hello", "--temperature", "nan"), "temperature is nan"),
         (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),
@@ -1061,6 +1066,23 @@ def test_a_saved_conversation_goes_on(template, older, follows, tokenizer, tmp_p
         read = bos + tokenizer(talk.text + "<|endoftext|>", add_special_tokens=False).input_ids
         assert len(talk.state) == 50 * follows + len(read)
     assert "without" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"messages": "[]"},
+        {"messages": "{", "text": ""},
+        {"messages": "{}", "text": ""},
+        {"messages": "[1]", "text": ""},
+    ],
+)
+def test_notes_that_are_no_conversation_are_refused(notes, tokenizer, tmp_path):
+    model, talk = talker(tokenizer)
+    model.read(ids(1, 5)).save(tmp_path / "state", **notes)
+    with pytest.raises(InputError, match=r"state: its notes hold no conversation; .* --state"):
+        talk.load(str(tmp_path / "state"))
+    assert talk.state is None
 
 
 def test_text_before_a_saved_conversation_is_not_lost_silently(tokenizer, tmp_path, capsys):

@@ -65,9 +65,10 @@ class Conversation:
 
     def load(self, path: str) -> None:
         state = load_state(path, self.model)
+        messages = saved_messages(path, state.notes)
         self.reset(state)
-        if "messages" in state.notes:
-            self.messages, self.text = json.loads(state.notes["messages"]), state.notes["text"]
+        if messages is not None:
+            self.messages, self.text = messages, state.notes["text"]
             self.follows = bool(state.notes.get("follows", self.text.startswith("\n")))
             self.base = None  # the file has the state after the turns only
 
@@ -158,6 +159,20 @@ class Conversation:
                 ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
             )
             self.tokens, self.cache = out.sequences[0].tolist(), getattr(out, "past_key_values", None)
+
+
+def saved_messages(path: str, notes: dict[str, str]) -> list[dict[str, str]] | None:
+    """The messages in the notes of a state; None without any. Raises InputError for notes of another kind."""
+    if "messages" not in notes:
+        return None
+    try:
+        messages = json.loads(notes["messages"])
+    except ValueError:
+        messages = None
+    listed = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not listed or "text" not in notes or not all({"role", "content"} <= set(x) for x in messages):
+        raise InputError(f"{path}: its notes hold no conversation; continue it by generate --state")
+    return messages
 
 
 class _Stopped(StoppingCriteria):

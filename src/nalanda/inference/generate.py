@@ -140,6 +140,8 @@ def load_state(path: str | Path, model: Any) -> State:
         raise InputError(f"{model.config.model_type} models have no state to load; leave the state file out")
     if (path := Path(path).expanduser()).is_dir():
         raise InputError(f"{path}: a folder; name a file with a state")
+    if not path.exists():
+        raise InputError(f"{path}: no such file; write one with --save-state, or with /save in a chat")
     try:
         return model.load_state(path)
     except (OSError, ValueError) as error:
