@@ -297,12 +297,10 @@ def _config(source: TaskSource) -> str | dict[str, Any]:
         return source.name
     config = load_yaml(OFFICIAL / source.local.official)
     if source.documents and "class" in config:
-        config["class"] = _on_rows(
-            config["class"], source.local.split, read_rows(source.documents, source.local)
-        )
+        config["class"] = _on_rows(config["class"], source.local.split, read_rows(source))
     elif source.documents:
         split = source.local.split
-        rows = read_rows(source.documents, source.local)
+        rows = read_rows(source)
         config |= {
             "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
             "training_split": None,

@@ -3,11 +3,13 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import closest
 from nalanda_eval.needles import NEEDLE_GROUPS, NEEDLES, NeedleTask
 from nalanda_eval.report import RECALL, TABLE4
 
@@ -30,17 +32,17 @@ class LocalData:
 
 
 def _lambada(row: dict) -> dict:
-    return row if "text" in row else {"text": row["context"] + row["continuation"]}
+    return row if "text" in row else {"text": f"{row['context'].rstrip()} {row['continuation'].strip()}"}
 
 
 def _arc(row: dict, question: str = "question") -> dict:
     if question in row:
         return row
-    labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
+    labels = [str(i) for i in range(len(row["choices"]))]
     return {
         question: row["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
         "choices": {"text": row["choices"], "label": labels},
-        "answerKey": labels[row["gold"]],
+        "answerKey": row["gold"],
     }
 
 
@@ -49,7 +51,7 @@ def _openbookqa(row: dict) -> dict:
 
 
 def _boolq(row: dict) -> dict:
-    return row if "label" in row else row | {"label": int(row["answer"])}
+    return row if "label" in row else row | {"label": row["answer"]}
 
 
 _ARC = ("question", "choices", "answerKey")
@@ -98,6 +100,63 @@ _IN_CONTEXT = {
 
 GROUPS = {"table4": [task for task, _, _ in TABLE4], "recall": [*_IN_CONTEXT, *_QA], "all": list(LOCAL)}
 LOCAL |= _IN_CONTEXT | _QA
+
+
+Rule = Callable[[dict, Any], Any]
+"""Function from a row and one of its values to the hub's value. Raises ValueError for a wrong value."""
+
+
+def _one_of(known: Iterable | Callable[[dict], Iterable]) -> Rule:
+    """The rule that a value is one of `known`, which may depend on the row, or is written like one."""
+
+    def rule(row: dict, value: Any) -> Any:
+        values = {str(each): each for each in (known(row) if callable(known) else known)}
+        name = str(int(value) if isinstance(value, bool) else value).strip()
+        if name not in values:
+            unlabelled = "; a test split without answers cannot be scored" * (name in ("-1", "", "None"))
+            raise ValueError(f"{value!r} is not one of {', '.join(values)}{unlabelled}")
+        return values[name]
+
+    return rule
+
+
+def _answered(row: dict, value: Any) -> Any:
+    """The rule that there is an answer."""
+    if not (value["aliases"] if isinstance(value, dict) else value):
+        raise ValueError("is empty; a test split without answers cannot be scored")
+    return value
+
+
+def _endings(row: dict) -> list[str]:
+    return [str(i) for i in range(len(row["endings"]))]
+
+
+def _letters(row: dict) -> list[str]:
+    choices = row["choices"]
+    return choices["label"][: len(choices["text"])]
+
+
+RULES: dict[str, dict[str, Rule]] = {
+    "piqa": {"label": _one_of((0, 1))},
+    "hellaswag": {"label": _one_of(_endings)},
+    "winogrande": {"answer": _one_of(("1", "2"))},
+    "arc_easy": {"answerKey": _one_of(_letters)},
+    "arc_challenge": {"answerKey": _one_of(_letters)},
+    "boolq": {"label": _one_of((0, 1))},
+    "openbookqa": {"answerKey": _one_of(_letters)},
+    "copa": {"label": _one_of((0, 1)), "question": _one_of(("cause", "effect"))},
+    "social_iqa": {"label": _one_of(("1", "2", "3"))},
+    "commonsense_qa": {"answerKey": _one_of("ABCDE")},
+    "triviaqa": {"answer": _answered},
+    "nq_open": {"answer": _answered},
+    "swde": {"value": _answered},
+    "fda": {"value": _answered},
+    "squad_completion": {"value": _answered},
+    "based_triviaqa": {"answers": _answered},
+    "based_nq": {"answers": _answered},
+    "based_drop": {"answers": _answered},
+}
+"""The rules of each task's fields that say which answer is right. All other fields hold text."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +216,11 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
             raise InputError(f"{task}: no such task file")
         files = [path]
     elif data is not None:
-        raise InputError(
-            f"--data {data}: cannot serve {task}; local data is for task files and for {', '.join(LOCAL)}"
+        near = closest(task, (*GROUPS, *NEEDLE_GROUPS, *LOCAL))
+        advice = (
+            f"did you mean {near}?" if near else f"local data is for task files and for {', '.join(LOCAL)}"
         )
+        raise InputError(f"--data {data}: cannot serve {task}; {advice}")
     else:
         return [TaskSource(task)]
     return [TaskSource(str(file), task_file=file, data=data) for file in files]
@@ -173,22 +234,42 @@ def _official(name: str, data: Path | None) -> TaskSource:
     )
 
 
-def read_rows(file: Path, local: LocalData) -> list[dict]:
-    """The documents of `file`, each with the hub's fields.
+def read_rows(source: TaskSource) -> list[dict]:
+    """The local documents of a task, each with the hub's fields. Blank lines are skipped.
 
     Raises:
-        InputError: a broken line or a missing field, with its line number.
+        InputError: a damaged line, a missing field or a wrong label, with its line number.
     """
+    file: Any = source.documents
     rows: list[dict] = []
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = local.convert(json.loads(line))
-                rows.append({field: row[field] for field in local.fields})
-    except KeyError as error:
-        raise InputError(f"{file}, line {len(rows) + 1}: the field {error} is missing") from error
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, IndexError) as error:
-        raise InputError(f"{file}, line {len(rows) + 1} is broken: {error}") from error
+            for number, line in enumerate(lines, 1):
+                if text := line.strip("\ufeff \t\r\n"):  # some editors write a byte order mark
+                    rows.append(_row(source, text, f"{file}, line {number}"))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is damaged: {error}") from error
     if not rows:
         raise InputError(f"{file} is empty")
     return rows
+
+
+def _row(source: TaskSource, line: str, place: str) -> dict:
+    """The document in a line, with the hub's fields. place: the file and line, for messages."""
+    local: Any = source.local
+    try:
+        row = local.convert(json.loads(line))
+        document = {name: row[name] for name in local.fields}
+    except KeyError as error:
+        raise InputError(f"{place}: the field {error} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{place} is broken: {error}") from error
+    for name, rule in RULES.get(source.name, {}).items():
+        try:
+            document[name] = rule(row, row[name])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{place}: {name} {error}") from None
+    for name, value in document.items():
+        if value is None:
+            raise InputError(f"{place}: {name} is null")
+    return document

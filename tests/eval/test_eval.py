@@ -1,6 +1,7 @@
 """Evaluation through lm-evaluation-harness on a tiny model and documents of our own making; generation."""
 
 import csv
+import dataclasses
 import errno
 import functools
 import gzip
@@ -23,7 +24,7 @@ from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
-from nalanda_eval.task_data import PACKAGED, find_tasks
+from nalanda_eval.task_data import PACKAGED, RULES, find_tasks, read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -844,7 +845,8 @@ def test_excerpts_end_with_a_line():
     [
         (["wikitext"], "has no wikitext_test.jsonl"),
         (["boolq"], "has no boolq_val.jsonl"),
-        (["mmlu"], "cannot serve mmlu"),
+        (["mmlu"], "cannot serve mmlu; local data is for task files and for wikitext, "),
+        (["lambadaa"], "cannot serve lambadaa; did you mean lambada_openai?"),
         (["nowhere.yaml"], "nowhere.yaml: no such task file"),
         (["python_docs"], "no such data file"),
         (["."], "holds no task file"),
@@ -883,6 +885,76 @@ def test_broken_data_is_named_with_its_line(adapter, tmp_path, content, found):
     (tmp_path / "piqa_val.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
     with pytest.raises(InputError, match=r"piqa_val\.jsonl\.gz"):
         adapter.load_tasks(find_tasks(["piqa"], str(tmp_path))[0])
+
+
+# task: a row of its file, and its field that says which answer is right
+LABELLED = {
+    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c", "label": 1}, "label"),
+    "hellaswag": (
+        {"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": list("defg"), "label": 1},
+        "label",
+    ),
+    "winogrande": ({"sentence": "_ a", "option1": "b", "option2": "c", "answer": 1}, "answer"),
+    "arc_easy": (arc(1), "gold"),
+    "arc_challenge": (hub_arc(1), "answerKey"),
+    "boolq": (MORE[0][2] | {"answer": 1}, "answer"),
+    "openbookqa": (arc(1), "gold"),
+    "copa": (MORE[3][3], "label"),
+    "social_iqa": (MORE[4][3] | {"label": 1}, "label"),
+    "commonsense_qa": (MORE[5][3], "answerKey"),
+    "triviaqa": ({"question": "a", "answer": {"aliases": ["b"]}}, "answer"),
+    "nq_open": ({"question": "a", "answer": ["b"]}, "answer"),
+    **dict.fromkeys(("swde", "fda", "squad_completion"), ({"text": "a", "value": "b"}, "value")),
+    **dict.fromkeys(
+        ("based_triviaqa", "based_nq", "based_drop"),
+        ({"context": "a", "question": "b", "answers": ["c"]}, "answers"),
+    ),
+}
+
+
+def read(folder, task: str, rows: list[dict]) -> list[dict]:
+    [source] = find_tasks([task], None)[0]
+    file = folder / f"{source.local.file}.jsonl"
+    write(folder, file.name, rows)
+    return read_rows(dataclasses.replace(source, documents=file))
+
+
+@pytest.mark.parametrize("task", RULES)
+def test_only_labelled_rows_are_scored(tmp_path, task):
+    row, field = LABELLED[task]
+    free = not isinstance(row[field], (int, str)) or task in ("swde", "fda", "squad_completion")
+    written = [row] if free else [row, row | {field: str(row[field])}]
+    documents = read(tmp_path, task, written)
+    assert documents == [documents[0]] * len(written)
+    wrong = (None, "", []) if free else (None, "", "-1", -1, 7, 1.0, "two")
+    for value in wrong:
+        with pytest.raises(InputError, match=r"_(val|test)\.jsonl, line 2: \w+ .*(not one of|empty)"):
+            read(tmp_path, task, [row, row | {field: value}])
+
+
+def test_other_values_are_checked_too(tmp_path):
+    row = MORE[3][3]
+    with pytest.raises(InputError, match="line 1: question 'why' is not one of cause, effect"):
+        read(tmp_path, "copa", [row | {"question": "why"}])
+    with pytest.raises(InputError, match="line 2: premise is null"):
+        read(tmp_path, "copa", [row, row | {"premise": None}])
+    choices = {"text": list("abc"), "label": list("ABCD")}
+    with pytest.raises(InputError, match="line 1: answerKey 'D' is not one of A, B, C"):
+        read(tmp_path, "arc_easy", [{"question": "a", "choices": choices, "answerKey": "D"}])
+    assert read(tmp_path, "copa", [row | {"label": True}]) == [row]
+
+
+def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path):
+    row = LABELLED["piqa"][0]
+    [source] = find_tasks(["piqa"], None)[0]
+    (tmp_path / "piqa.jsonl").write_text(f"\ufeff{json.dumps(row)}\n\n \n\ufeff{json.dumps(row)}\n\ufeff\n")
+    assert read_rows(dataclasses.replace(source, documents=tmp_path / "piqa.jsonl")) == [row, row]
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_lambadas_two_parts_are_a_word_apart(tmp_path, blank):
+    row = {"context": f"They all sat down next to{blank}", "continuation": f"{blank}signs"}
+    assert read(tmp_path, "lambada_openai", [row]) == [{"text": "They all sat down next to signs"}]
 
 
 def test_an_unknown_task_brings_the_nearest_name(adapter, tmp_path, monkeypatch):
