@@ -23,7 +23,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained
 from nalanda.inference.load import bos_token, is_ours
@@ -164,6 +164,7 @@ class HarnessModel(HFLM):
         """
         model: Any = self.model
         tokenizer: Any = self.tokenizer
+        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: self._numbers(scores)])
         if not is_ours(model):
             out = super()._model_generate(context, max_length, stop, **options)
         else:
@@ -194,6 +195,7 @@ class HarnessModel(HFLM):
         self.advance(unit * sum(map(_length, answers)))
         missing = [request for request in own if request not in answers]
         for batch in self.score(missing):
+            self._numbers(torch.tensor([value for value, _ in batch.values()]))
             self.cache.keep(batch)
             self.advance(unit * sum(map(_length, batch)))
             answers |= batch
@@ -204,6 +206,16 @@ class HarnessModel(HFLM):
         self.answered += len(answers)
         self.found += found
         return [answers[request] for request in asked]
+
+    def _numbers(self, values: Tensor) -> Tensor:
+        """The values. Raises `InputError` for NaN, which a comparison of choices would take for an answer."""
+        if bool(values.isnan().any()):
+            name = self.model.name_or_path or "the model"  # type: ignore[missing-attribute]
+            raise InputError(
+                f"{name}: its log-probabilities are not numbers; its weights may be damaged, or --dtype too "
+                "narrow for them"
+            )
+        return values
 
     def _cut(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
         """The request with the left of its context cut so that at most `max_length` inputs remain."""

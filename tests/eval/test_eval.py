@@ -399,6 +399,24 @@ def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tm
     json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=refuse)
 
 
+@pytest.mark.parametrize("kind", ["nalanda", "llama"])
+def test_a_model_that_computes_no_numbers_has_no_scores(adapter, tokenizer, kind):
+    from lm_eval.api.instance import Instance
+
+    if kind == "nalanda":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1}
+        model = NalandaForCausalLM(NalandaConfig(vocab_size=320, bos_token_id=0, eos_token_id=0, **sizes))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=320, **sizes))
+    model.eval().get_output_embeddings().weight.data[7, 3] = math.nan
+    scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
+    options = {"until": ["."], "max_gen_toks": 4}
+    for request, arguments in (("loglikelihood", ("a", " b")), ("generate_until", ("a", options))):
+        with pytest.raises(InputError, match="its log-probabilities are not numbers; its weights may be"):
+            getattr(scorer, request)([Instance(request, {}, arguments, 0)])
+
+
 def test_bits_per_byte_stand_below_the_table():
     facts = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
     wiki = {"metrics": {"word_perplexity": 30.0, "bits_per_byte": 0.9171}, "stderr": {}}
