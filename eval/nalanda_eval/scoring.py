@@ -70,6 +70,7 @@ def answers(
     for i, (context, _) in enumerate(asked):
         groups[context].append(i)
     share = share and _resumes_exactly(model)
+    limited = not _ours(model) and _keeps_positions(model)
 
     alone, shared = [], []
     for context, members in groups.items():
@@ -78,11 +79,11 @@ def answers(
         else:
             alone += [_row(context + asked[i][1], len(context), i) for i in members]
     for rows in _batches(alone, batch_size):
-        _read(model, rows, tally)
+        _read(model, rows, tally, limited=limited)
         yield _settled(rows, asked, tally)
     # Batches of equal length: padding between context and continuation would shift positions and caches.
     for rows in _batches(shared, batch_size, even=not _ours(model)):
-        cache = _read(model, rows, tally, keep=True)
+        cache = _read(model, rows, tally, keep=True, limited=limited)
         endings = [
             (_row(asked[i][1], 1, i), origin)
             for origin, row in enumerate(rows)
@@ -93,7 +94,7 @@ def answers(
         while endings:
             size = batch_size * min(4, 1 + 128 // len(endings[0][0].tokens))
             batch, origins = zip(*endings[:size], strict=True)
-            _read(model, batch, tally, _fork(cache, torch.tensor(origins)))
+            _read(model, batch, tally, _fork(cache, torch.tensor(origins)), limited=limited)
             del endings[:size]
         yield _settled(rows, asked, tally)
 
@@ -142,6 +143,19 @@ def _resumes_exactly(model: PreTrainedModel) -> bool:
     return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
+def _keeps_positions(model: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` may be the wanted positions: older code takes only a number, of the last."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return False
+    ids, places = torch.arange(3, device=model.device)[None], torch.tensor([0, 2], device=model.device)
+    whole = model(ids, use_cache=False).logits[:, places]
+    try:
+        some = model(ids, use_cache=False, logits_to_keep=places).logits
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        return False
+    return some.shape == whole.shape and torch.allclose(some, whole, rtol=1e-2, atol=1e-2)
+
+
 def _fork(cache: Any, rows: Tensor) -> Any:
     """A copy of the cache with the given `rows`, which may repeat."""
     fork = copy.copy(cache)  # selecting replaces tensors, it writes into none
@@ -150,8 +164,19 @@ def _fork(cache: Any, rows: Tensor) -> Any:
     return fork
 
 
-def _read(model: Any, rows: Sequence[Reading], tally: Tally, cache: Any = None, keep: bool = False) -> Any:
-    """Reads `rows`, padded on the right, into the tally; returns the cache after them if `keep`."""
+def _read(
+    model: Any,
+    rows: Sequence[Reading],
+    tally: Tally,
+    cache: Any = None,
+    *,
+    keep: bool = False,
+    limited: bool = False,
+) -> Any:
+    """Reads `rows`, padded on the right, into the tally; returns the cache after them if `keep`.
+
+    limited: whether a model of another library computes logits only where they are wanted.
+    """
     width = max(len(row.tokens) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -162,7 +187,6 @@ def _read(model: Any, rows: Sequence[Reading], tally: Tally, cache: Any = None, 
     row, position, token, request = wanted.unbind(1)
     if not _ours(model):
         kept, column = position.unique(return_inverse=True)
-        limited = "logits_to_keep" in inspect.signature(model.forward).parameters
         some = {"logits_to_keep": kept.to(model.device)} if limited else {}
         # No mask: padding on the right reaches no token.
         out = model(ids.to(model.device), past_key_values=cache, use_cache=keep, **some)

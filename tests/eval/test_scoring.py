@@ -78,6 +78,29 @@ def test_answers_are_those_of_each_request_alone(name, share):
     assert differ(score(model, other), expected, requests) > 0.1
 
 
+class OlderLlama(transformers.LlamaForCausalLM):
+    """Takes `logits_to_keep` only as a number, as older code of the hub does."""
+
+    def forward(self, input_ids, logits_to_keep=0, **options):
+        hidden = self.model(input_ids, **options).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(hidden[:, -logits_to_keep:]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_models_that_keep_no_chosen_positions_are_scored_too(batch_size):
+    torch.manual_seed(0)
+    model, requests = OlderLlama(FOREIGN["llama"]()).double().eval(), draw()
+    expected = [alone(model, request) for request in requests]
+    assert differ(score(model, requests, batch_size=batch_size, share=False), expected, requests) < 1e-9
+
+
+def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
+    model, sizes = build("llama"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: sizes.append(logits.shape[1]))
+    score(model, [(tuple(range(40)), (1, 2))], share=False)
+    assert sizes[-1] == 2
+
+
 @pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "mala", "llama"])
 def test_batch_size_and_order_change_nothing(name):
     model, requests = build(name), draw()
@@ -130,14 +153,14 @@ def test_a_shared_context_is_read_once(name):
     counts = count_tokens(model)
     asked = [(tuple(range(40)), (i, i, i)) for i in range(4)]
     score(model, asked)
-    probe = 1 if name == "llama" else 0
-    assert sum(counts) == probe + 40 + 4 * 2
+    of_cache, of_logits = (1, 2 * 3) if name == "llama" else (0, 0)  # probes
+    assert sum(counts) == of_cache + of_logits + 40 + 4 * 2
     counts.clear()
     score(model, asked, share=False)
-    assert sum(counts) == 4 * 42
+    assert sum(counts) == of_logits + 4 * 42
     counts.clear()
     score(model, [(context, ids[:1]) for context, ids in asked])
-    assert sum(counts) == probe + 40
+    assert sum(counts) == of_cache + of_logits + 40
 
 
 def test_caches_that_may_not_resume_exactly_are_not_shared():
