@@ -42,7 +42,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from nalanda.common.errors import DiskFull, InputError, no_room, output_folder
+from nalanda.common.errors import DiskFull, InputError, first_line, no_room, output_folder
 from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 from nalanda.common.versions import versions
@@ -125,13 +125,8 @@ def evaluate(
     with Progress("loading lm-evaluation-harness and the tasks"), _quiet():
         from nalanda_eval.adapter import HarnessModel, characters, harness, load_tasks
 
-        tokens = len
-        if any(source.needle for source in sources):
-            tokenizer: Any = AutoTokenizer.from_pretrained(models[0], trust_remote_code=trust_remote_code)
-
-            def tokens(text: str) -> int:
-                return len(tokenizer(text, add_special_tokens=False).input_ids)
-
+        needles = any(source.needle for source in sources)
+        tokens = most_tokens(models, trust_remote_code) if needles else len
         samples = min(SAMPLES, int(limit)) if limit and limit >= 1 else SAMPLES
         loaded = load_tasks(sources, tokens, samples)
 
@@ -258,6 +253,25 @@ def _sees(name: str, trust_remote_code: bool) -> int:
         raise InputError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     known = (getattr(config, key, None) for key in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next(filter(None, known), 2048)
+
+
+def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[[str], int]:
+    """The function that counts a text's tokens, by whichever of the models' tokenizers makes most of it.
+
+    So a prompt fits every model, and does not depend on their order.
+    """
+    different: dict[str, Any] = {}
+    for name in models:
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except Exception as error:  # tokenizers and transformers share no exception class
+            raise InputError(f"{name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+        different[tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name] = tokenizer
+
+    def count(text: str) -> int:
+        return max(len(each(text, add_special_tokens=False).input_ids) for each in different.values())
+
+    return count
 
 
 def _check_endless(model: Any, name: str) -> None:

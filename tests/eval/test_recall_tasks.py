@@ -1,5 +1,6 @@
 """Recall from a text, and needles, through lm-evaluation-harness: tiny models, documents of our own."""
 
+import copy
 import functools
 import gzip
 import json
@@ -9,7 +10,7 @@ import pytest
 import torch
 from nalanda_eval import needles, report
 from nalanda_eval.fetch import fetch_tasks
-from nalanda_eval.harness import evaluate
+from nalanda_eval.harness import evaluate, most_tokens
 from nalanda_eval.needles import KINDS, NEEDLES, NeedleTask, haystack, needle_rows
 from nalanda_eval.task_data import GROUPS, LOCAL, find_tasks, read_rows
 from tiny_models import save
@@ -167,7 +168,9 @@ def test_recall_tasks_are_fetched_from_the_sets_that_they_name(tmp_path, monkeyp
     assert {split for _, split in asked.values()} == {"validation"}
     assert asked["mandarjoshi/trivia_qa"][0] == "rc.nocontext"
     for name, row in ROWS.items():
-        assert read_rows(tmp_path / f"{LOCAL[name].file}.jsonl.gz", LOCAL[name]) == [row]
+        [source] = find_tasks([name], str(tmp_path))[0]
+        assert source.documents == tmp_path / f"{LOCAL[name].file}.jsonl.gz"
+        assert read_rows(source) == [row]
 
 
 # ------------------------------ needles
@@ -249,6 +252,18 @@ def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words,
     assert "--long whole" in how[1]
     with pytest.raises(InputError, match="no needle fits: a model sees 512 tokens"):
         evaluate([short], ["needles"], max_length=512)
+
+
+def test_needles_fit_every_model_in_any_order(checkpoint, tokenizer, tmp_path):
+    with_words = copy.deepcopy(tokenizer)
+    with_words.add_tokens(["Stones", "lie", "still"])
+    other = save(with_words, tmp_path / "other")
+    text = "Stones lie still"
+    assert most_tokens([checkpoint, other])(text) == most_tokens([other, checkpoint])(text) == len(text)
+    assert most_tokens([other])(text) == 5
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="other: its tokenizer cannot be loaded"):
+        most_tokens([checkpoint, other])
 
 
 def test_a_right_answer_is_found_in_what_is_generated(words):
