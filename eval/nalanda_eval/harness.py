@@ -97,15 +97,17 @@ def evaluate(
         share: read a context once for all its continuations; without it, once for each.
         device: as in `nalanda.inference.load.load_model`, and so dtype and trust_remote_code.
         output: a directory for results.json, .md and .csv, and the answer cache, from which an interrupted
-            command resumes.
+            command resumes. Tasks that results.json has of the same models and settings are kept, and are in
+            the results.
 
     Raises:
-        InputError: no such model, task or file, or a text that is too long.
+        InputError: no such model, task or file, a text that is too long, or an `output` with tasks that this
+            command would neither repeat nor may stand beside.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size}: must be at least 1")
-    if limit is not None and limit <= 0:
-        raise InputError(f"--limit {limit:g}: must be a number of documents, or a share below 1")
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and float(limit).is_integer())):
+        raise InputError(f"--limit {limit:g}: must be a whole number of documents, or a share below 1")
     if long not in ("window", "whole"):
         raise InputError(f"--long {long}: use window or whole")
     if long == "whole" and max_length is not None:
@@ -141,6 +143,9 @@ def evaluate(
         "left_out": left_out,
         "models": [],
     }
+    names = {*loaded["tasks"], *loaded["groups"]}
+    earlier = None if directory is None else _earlier(directory, results, models, names)
+    kept = {model["name"]: model for model in (earlier or {"models": []})["models"]}
     with Progress("loading", 0, "%") as progress:
 
         def advance(count: float) -> None:
@@ -170,11 +175,7 @@ def evaluate(
                     processes=processes,
                     advance=advance,
                 )
-                for task in loaded["tasks"].values():  # the same examples for every model
-                    task.set_fewshot_seed(seed=1234)
-                raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
-            results["models"].append(
-                {
+                facts = {
                     "name": name,
                     "fingerprint": scorer.identity["weights"],
                     "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -182,14 +183,28 @@ def evaluate(
                     "device": str(model.device),
                     "max_length": None if long == "whole" else scorer.max_length,
                     "begins_with_bos": bool(scorer.bos),
-                    "log_likelihoods": scorer.answered,
-                    "found": scorer.found,
-                    "prompts": scorer.prompts,
-                    "prompts_cut": scorer.cut,
-                    "seconds": round(time.perf_counter() - start, 1),
-                    "tasks": {task: _scores(task, raw) for task in raw["results"]},
                 }
-            )
+                if name in kept:
+                    decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
+                    _check_same(directory, {key: kept[name][key] for key in decisive}, facts)
+                for task in loaded["tasks"].values():  # the same examples for every model
+                    task.set_fewshot_seed(seed=1234)
+                raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
+            counts = {
+                "log_likelihoods": scorer.answered,
+                "found": scorer.found,
+                "prompts": scorer.prompts,
+                "prompts_cut": scorer.cut,
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+            scores = {task: _scores(task, raw) for task in raw["results"]}
+            if name in kept:  # the counts are those of all commands
+                counts = {key: round(count + kept[name][key], 1) for key, count in counts.items()}
+                scores = kept[name]["tasks"] | scores
+            results["models"].append(facts | counts | {"tasks": scores})
+    if earlier is not None:
+        absent = {task: why for task, why in earlier["left_out"].items() if task not in names}
+        results["left_out"] = absent | results["left_out"]
     if directory is not None and main:
         rows = io.StringIO(newline="")
         csv.writer(rows).writerows(report.result_rows(results))
@@ -207,6 +222,45 @@ def _directory(path: Path) -> Path:
         tempfile.TemporaryFile(dir=path).close()
     AnswerCache(path / "answers.sqlite", {}).close()
     return path
+
+
+def _earlier(
+    directory: Path, results: dict[str, Any], models: list[str], tasks: set[str]
+) -> dict[str, Any] | None:
+    """The results of an earlier command that stay beside those of `tasks`; None if all are scored again.
+
+    Raises:
+        InputError: they are of other models or settings, or unreadable.
+    """
+    file = directory / "results.json"
+    if not file.is_file():
+        return None
+    try:
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        names = sorted(model["name"] for model in earlier["models"])
+        if {*names} <= {*models} and all(model["tasks"].keys() <= tasks for model in earlier["models"]):
+            return None
+        for scores in (scores for model in earlier["models"] for scores in model["tasks"].values()):
+            for kind in ("metrics", "stderr"):  # infinities are written as text
+                scores[kind] = {k: float(v) if isinstance(v, str) else v for k, v in scores[kind].items()}
+        settings = {key: earlier[key] for key in ("data", "limit", "long")} | earlier["versions"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(
+            f"--output: {file} is damaged, or of another version; remove it, or choose another directory"
+        ) from None
+    now = results | results["versions"] | {"models": ", ".join(sorted({*models}))}
+    _check_same(directory, {"models": ", ".join(names)} | settings, now)
+    return earlier
+
+
+def _check_same(directory: Path | None, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises `InputError` if a value of `before` is another one now: no table may have scores of both."""
+    for key, value in before.items():
+        if now.get(key) != value:
+            raise InputError(
+                f"--output: {directory}: results.json has other tasks with {key} {value}, this command has "
+                f"{now.get(key)}; choose another directory, or remove the file"
+            )
 
 
 @contextlib.contextmanager

@@ -546,6 +546,7 @@ def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
 
 def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_path, forwards):
     def run(path):
+        (tmp_path / "out" / "results.json").unlink(missing_ok=True)  # of other weights
         results = evaluate([str(path)], ["piqa"], data=str(data), output=str(tmp_path / "out"))
         return results["models"][0]
 
@@ -566,6 +567,46 @@ def test_answers_are_the_weights_not_the_names(adapter, checkpoint, data, tmp_pa
     (tmp_path / "out" / "answers.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(InputError, match=r"answers\.sqlite: cannot keep answers"):
         run(checkpoint)
+
+
+def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, tmp_path, forwards):
+    mine, other, out = str(tmp_path / "mine"), str(tmp_path / "other"), tmp_path / "out"
+    shutil.copytree(checkpoint, mine)
+    shutil.copytree(checkpoint, other)
+
+    def run(tasks, models=(mine,), **options):
+        return evaluate([*models], tasks, data=str(data), output=str(out), **options)
+
+    run(["piqa"], limit=3)
+    first = run(["piqa", "lambada_openai"])  # again all its tasks, so that none of the other limit is left
+    second = run(["piqa", "arc_easy"])
+    written = json.loads((out / "results.json").read_text())["models"]
+    assert written[0]["tasks"] == second["models"][0]["tasks"]
+    assert first["models"][0]["tasks"].items() < second["models"][0]["tasks"].items()
+    counts = [results["models"][0]["log_likelihoods"] for results in (first, second)]
+    assert counts[1] == counts[0] + 6 * 2 + 6 * 4
+    assert "| LMB ppl | PIQA | " in (out / "results.md").read_text()
+
+    forwards.calls = 0
+    for said, options in {
+        "limit None, this command has 3": {"limit": 3},
+        "long window, this command has whole": {"long": "whole"},
+        f"models {mine}, this command has {other}": {"models": [other]},
+        "max_length 64, this command has 32": {"max_length": 32},
+        "dtype float32, this command has bfloat16": {"dtype": "bfloat16"},
+    }.items():
+        with pytest.raises(InputError, match=f"results.json has other tasks with {re.escape(said)}; choose"):
+            run(["arc_easy"], **options)
+    model = NalandaForCausalLM.from_pretrained(mine)
+    model.lm_head.weight.data[5, 5] += 1
+    model.save_pretrained(mine)
+    with pytest.raises(InputError, match="has other tasks with fingerprint"):
+        run(["arc_easy"])
+    assert forwards.calls == 0  # no work was lost
+    assert json.loads((out / "results.json").read_text())["models"] == written
+    (out / "results.json").write_text("{}")
+    with pytest.raises(InputError, match=r"results\.json is damaged"):
+        run(["piqa"])
 
 
 def test_a_damaged_answer_is_named_and_never_given(tmp_path):
@@ -876,6 +917,12 @@ def test_bad_tasks_are_one_line(checkpoint, data, tasks, found, monkeypatch):
     with pytest.raises(InputError, match=re.escape(found)) as caught:
         evaluate([checkpoint], tasks, data=str(data))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, math.nan, math.inf])
+def test_a_limit_is_a_number_of_documents_or_a_share(limit):
+    with pytest.raises(InputError, match=f"--limit {limit:g}: must be a whole number of documents, or a sh"):
+        evaluate(["any"], ["piqa"], limit=limit)
 
 
 def test_no_data_at_all(checkpoint, tmp_path):
