@@ -320,7 +320,7 @@ def show(header: list[str], lines: list[list[str]], console: Console) -> None:
         table.add_column(head, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
     for line in lines:
         table.add_row(*line)
-    console.print(table)
+    console.print(table, markup=False)
 
 
 # ------------------------------ speed and memory

@@ -486,7 +486,7 @@ def print_perplexity(result: dict[str, Any], console: Console | None = None) -> 
             f"{one['bits_per_byte']:.3f}",
         )
     console.print(f"perplexity of {result['text']}", style="bold", markup=False, soft_wrap=True)
-    console.print(table)
+    console.print(table, markup=False)
     for reason in incomparable(result["models"]):
         console.print(f"not comparable: {reason}", style="yellow", markup=False, soft_wrap=True)
     for model in result["models"]:
@@ -504,7 +504,7 @@ def print_perplexity(result: dict[str, Any], console: Console | None = None) -> 
             )
         console.print()
         console.print(model["name"], style="bold", markup=False, soft_wrap=True)
-        console.print(table)
+        console.print(table, markup=False)
     names = ", ".join(["perplexity.json", "perplexity.csv", *result["figures"]])
     console.print(f"\n{names} in {result['directory']}", style="dim", markup=False, soft_wrap=True)
 

@@ -121,7 +121,7 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
         table.add_row(str(row["layer"]), row["mixer"], *shown)
     heading = f"{result['model']}, {result['rows']} × {result['length']} tokens"
     console.print(heading, style="bold", markup=False, soft_wrap=True)
-    console.print(table)
+    console.print(table, markup=False)
     for note in result["notes"]:
         console.print(note, style="dim", markup=False, soft_wrap=True)
     console.print(f"\nfigures (.png, .pdf) and numbers in {directory}:", markup=False, soft_wrap=True)

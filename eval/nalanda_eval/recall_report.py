@@ -82,7 +82,7 @@ def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], con
                 table.add_column(header[i], justify="right" if i else "left", no_wrap=narrow, overflow="fold")
             for line in group:
                 table.add_row(*(line[i] for i in shown))
-            console.print(table)
+            console.print(table, markup=False)
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
 

@@ -25,7 +25,7 @@ from nalanda_eval.studies.spec import load_study
 from nalanda_eval.sweep import records
 
 from nalanda.bench.decode import FLOOR, OURS, PEER, draw_decode
-from nalanda.report.figures import COLUMN, GREY, MOST, PAGE, files, in_panels, look
+from nalanda.report.figures import COLUMN, GREY, MOST, PAGE, drawing, files, in_panels, look
 from nalanda.report.plot import plot
 
 STUDY = Path(__file__).parents[2] / "recipes" / "study"
@@ -247,3 +247,9 @@ def test_panels_hold_every_name_once_and_the_reference_always(many):
 def test_forty_nine_series_differ():
     assert len({tuple(map(str, look(i).values())) for i in range(49)}) == 49
     assert math.isclose(PAGE, 2 * COLUMN, abs_tol=0.3)
+
+
+def test_a_dollar_in_a_name_is_a_dollar(tmp_path):
+    with drawing(tmp_path / "figure", "m$_{$", "n = 1 seed, m$_{$") as [axes]:
+        axes.plot([1, 2], label="m$_{$")
+    assert (tmp_path / "figure.png").is_file()

@@ -20,6 +20,7 @@ STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.3, "lines.markersize": 4,
     "errorbar.capsize": 2, "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
+    "text.parse_math": False,  # a dollar in a name is a dollar
 }  # fmt: skip
 COLUMN, PAGE = 3.4, 7.0
 """Widths of one and two columns of a paper, in inches."""
