@@ -11,29 +11,30 @@ from rich.table import Table
 
 from nalanda_eval.needles import NEEDLES, short_length
 
-# The zero-shot suite of NaLaFormer's table 4: task, metric, column.
+# The zero-shot suite of NaLaFormer's table 4, and LAMBADA's accuracy: task, metric, column.
 TABLE4 = (
     ("wikitext", "word_perplexity", "Wiki ppl"),
     ("lambada_openai", "perplexity", "LMB ppl"),
+    ("lambada_openai", "acc", "LMB acc"),
     ("piqa", "acc", "PIQA"),
     ("hellaswag", "acc_norm", "Hella"),
     ("winogrande", "acc", "Wino"),
     ("arc_easy", "acc", "ARC-e"),
     ("arc_challenge", "acc_norm", "ARC-c"),
 )
-# NaLaFormer, table 4. By its numbers, its DeltaNet row is the variant without short convolutions; the row
-# with them is from the DeltaNet paper, and MALA's from its own, which lacks the other columns.
+# NaLaFormer, table 4; the row of DeltaNet with convolutions is from DeltaNet's paper. MALA's row and all of
+# LMB acc are from MALA's table 6, which has no perplexities, no ARC, and names Transformer++ Transformer.
 LITERATURE: dict[str, tuple[float | None, ...]] = {
-    "Transformer++": (28.39, 42.69, 63.3, 34.0, 50.4, 44.5, 24.2),
-    "RetNet": (32.33, 49.19, 63.5, 33.5, 52.5, 44.5, 23.4),
-    "Mamba": (28.39, 39.66, 65.0, 35.4, 50.1, 46.3, 23.6),
-    "GLA": (28.65, 43.35, 64.8, 34.5, 51.4, 45.1, 22.7),
-    "DeltaNet, no conv": (29.08, 50.87, 63.6, 33.6, 51.7, 46.0, 23.0),
-    "DeltaNet": (28.24, 37.37, 64.8, 34.3, 52.2, 45.8, 23.2),
-    "MALA": (None, None, 65.0, 34.5, 51.9, None, None),
-    "NaLa + DeltaNet": (27.82, 49.77, 64.9, 34.3, 52.7, 46.5, 23.1),
-    "Gated DeltaNet": (26.59, 31.67, 65.8, 35.2, 50.8, 46.0, 23.5),
-    "NaLa + Gated DeltaNet": (25.89, 32.32, 65.6, 36.2, 53.2, 45.4, 23.8),
+    "Transformer++": (28.39, 42.69, 31.0, 63.3, 34.0, 50.4, 44.5, 24.2),
+    "RetNet": (32.33, 49.19, 28.6, 63.5, 33.5, 52.5, 44.5, 23.4),
+    "Mamba": (28.39, 39.66, 30.6, 65.0, 35.4, 50.1, 46.3, 23.6),
+    "GLA": (28.65, 43.35, 30.3, 64.8, 34.5, 51.4, 45.1, 22.7),
+    "DeltaNet": (29.08, 50.87, None, 63.6, 33.6, 51.7, 46.0, 23.0),
+    "DeltaNet, own paper": (28.24, 37.37, None, 64.8, 34.3, 52.2, 45.8, 23.2),
+    "MALA": (None, None, 31.0, 65.0, 34.5, 51.9, None, None),
+    "NaLa + DeltaNet": (27.82, 49.77, None, 64.9, 34.3, 52.7, 46.5, 23.1),
+    "Gated DeltaNet": (26.59, 31.67, None, 65.8, 35.2, 50.8, 46.0, 23.5),
+    "NaLa + Gated DeltaNet": (25.89, 32.32, None, 65.6, 36.2, 53.2, 45.4, 23.8),
 }
 # Recall from the text that is read, as in Based's paper (arXiv 2402.18668) and later ones: the share of
 # continuations that contain the right answer. Three of the tasks are the harness's, three in `tasks/recall`.
@@ -61,6 +62,8 @@ RECALL_LITERATURE: dict[str, tuple[float | None, ...]] = {
 PERPLEXITIES = ("word_perplexity", "byte_perplexity", "perplexity", "bits_per_byte")
 SHARES = ("acc", "contains", "em", "exact_match", "f1")
 """Metrics from 0 to 1, or their first letters; they are shown in percent."""
+IN_PERCENT = {"squadv2": ("f1",), "scrolls": ("em", "f1")}
+"""Tasks of the harness, or their first letters, that give these metrics in percent already."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,18 @@ class Suite:
     published: dict[str, tuple[float | None, ...]]
     note: str
     """What the published rows are; `{}` is their number."""
+    apart: tuple[str, ...] = ()
+    """Columns that the average leaves out."""
 
 
 SUITES = {
     "table4": Suite(
-        TABLE4, LITERATURE, "The first {} rows are published: 340 M parameters, 15 B tokens of SlimPajama."
+        TABLE4,
+        LITERATURE,
+        "The first {} rows are published: 340 M parameters, 15 B tokens of SlimPajama. By its numbers, "
+        "DeltaNet is the variant without short convolutions; its own paper's row has them. LMB acc is from "
+        "MALA's paper, and not in avg.",
+        apart=("LMB acc",),
     ),
     "recall": Suite(
         RECALL,
@@ -94,7 +104,7 @@ def suite(
     """One of `SUITES` as text: header, published rows and two rows a model; None if none of its tasks ran.
 
     A model's second row has the standard errors. Shares are in percent. A dash marks what was not measured;
-    `avg` is the mean of the shares, a dash if one is missing.
+    `avg` is the mean of the shares but those apart, a dash if one is missing.
     """
     table = SUITES[name]
     if not _named(table) & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
@@ -201,28 +211,29 @@ def results_markdown(results: dict[str, Any]) -> str:
 def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> str:
     """A table in Markdown; all columns but the first `left` are right-aligned."""
     marks = ["---"] * left + ["---:"] * (len(header) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, marks, *lines])
+    rows = [[cell.replace("|", "\\|") for cell in line] for line in [header, marks, *lines]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def print_results(results: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables."""
     console = console or Console()
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
-        table = _table(header, left=1)
+        table = _table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:
             table.add_row(*row, style="dim", end_section=row is published[-1])
         for row in ours:
             table.add_row(*row, style=None if row[0] else "dim")
-        console.print(table)
+        console.print(table, markup=False)
         console.print()
     for header, rows in filter(None, (needle_table(results), others(results))):
         table = _table(header, left=2)
         for row in rows:
             table.add_row(*row)
-        console.print(table)
+        console.print(table, markup=False)
         console.print()
     for note in notes(results):
-        console.print(note, style="dim", highlight=False)
+        console.print(note, style="dim", markup=False, highlight=False)
 
 
 def _titles(results: dict[str, Any]) -> list[str]:
@@ -249,7 +260,11 @@ def _named(table: Suite) -> set[str]:
 def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str]:
     """A row of a model's figures, or without a name of their standard errors."""
     metrics = [metric for _, metric, _ in table.tasks]
-    shares = [value for metric, value in zip(metrics, figures, strict=True) if metric.startswith(SHARES)]
+    shares = [
+        value
+        for (_, metric, title), value in zip(table.tasks, figures, strict=True)
+        if metric.startswith(SHARES) and title not in table.apart
+    ]
     known = [value for value in shares if value is not None]
     average = (
         (sum(known) if name else math.hypot(*known)) / len(shares) if len(known) == len(shares) else None
@@ -263,8 +278,10 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
 def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics") -> float | None:
     found = model["tasks"].get(task, {"metrics": {}, kind: {}})
     value, whole = found[kind].get(metric), found["metrics"].get(metric)
-    share = metric.startswith(SHARES) and whole is not None and 0 <= whole <= 1  # some tasks give percent
-    return value * 100 if value is not None and share else value
+    if value is None or whole is None or not metric.startswith(SHARES):
+        return value
+    percent = any(task.startswith(name) and metric.startswith(IN_PERCENT[name]) for name in IN_PERCENT)
+    return value if percent or whole > 1 else 100 * value  # no share is above 1
 
 
 def _cell(metric: str, value: float | None) -> str:

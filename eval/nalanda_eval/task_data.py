@@ -98,7 +98,11 @@ _IN_CONTEXT = {
 }
 
 
-GROUPS = {"table4": [task for task, _, _ in TABLE4], "recall": [*_IN_CONTEXT, *_QA], "all": list(LOCAL)}
+GROUPS = {
+    "table4": list(dict.fromkeys(task for task, _, _ in TABLE4)),
+    "recall": [*_IN_CONTEXT, *_QA],
+    "all": list(LOCAL),
+}
 LOCAL |= _IN_CONTEXT | _QA
 
 

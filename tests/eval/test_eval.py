@@ -19,12 +19,17 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from nalanda_eval import fetch, report
+from nalanda_eval import fetch, lra, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import evaluate
+from nalanda_eval.perplexity import print_perplexity
+from nalanda_eval.plots import print_analysis
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
-from nalanda_eval.task_data import PACKAGED, RULES, find_tasks, read_rows
+from nalanda_eval.recall_report import print_recall
+from nalanda_eval.synthetic import TASKS
+from nalanda_eval.task_data import GROUPS, PACKAGED, RULES, find_tasks, read_rows
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -153,7 +158,7 @@ def test_local_prompts_are_the_harness_own(adapter, data, tmp_path):
         "wikitext": [("= Mill =\nthe miller's sacks, 3,000 of them\n",)]
     }
     asked = requests(adapter, ["table4"], data)
-    assert list(asked) == [task for task, _, _ in report.TABLE4 if task != "wikitext"]
+    assert list(asked) == GROUPS["table4"][1:]
     assert asked["lambada_openai"] == [(text(0, 12), f" {WORDS[0]}")]
     prompt = f"Question: {text(0)}\nAnswer:"
     assert asked["piqa"] == [(prompt, f" {text(1)}"), (prompt, f" {text(2)}")]
@@ -264,7 +269,7 @@ def test_all_further_tasks_are_the_harness_own(adapter, checkpoint, tmp_path):
         (document,) = loaded[task].eval_docs
         assert loaded[task].doc_to_target(document) == target, task
     results = evaluate([checkpoint], ["all"], data=str(compact))
-    assert list(results["left_out"]) == [task for task, _, _ in report.TABLE4]
+    assert list(results["left_out"]) == GROUPS["table4"]
     metrics = {task: set(scores["metrics"]) for task, scores in results["models"][0]["tasks"].items()}
     both = {"acc", "acc_norm"}
     assert metrics == {task: both if task in ("openbookqa", "sciq") else {"acc"} for task, *_ in MORE}
@@ -293,9 +298,11 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     assert json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
 
     lines = (tmp_path / "results.md").read_text().splitlines()
-    assert lines[0] == "| model | Wiki ppl | LMB ppl | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
-    assert "| NaLa + Gated DeltaNet | 25.89 | 32.32 | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |" in lines
-    assert sum(line.startswith("| DeltaNet") for line in lines) == 2
+    assert lines[0] == "| model | Wiki ppl | LMB ppl | LMB acc | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
+    assert "| NaLa + Gated DeltaNet | 25.89 | 32.32 | — | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |" in lines
+    assert "| DeltaNet | 29.08 | 50.87 | — | 63.6 | 33.6 | 51.7 | 46.0 | 23.0 | 43.6 |" in lines
+    assert "| GLA | 28.65 | 43.35 | 30.3 | 64.8 | 34.5 | 51.4 | 45.1 | 22.7 | 43.7 |" in lines
+    assert any("DeltaNet is the variant without short convolutions" in line for line in lines)
     assert any("wikitext is left out" in line for line in lines)
     row = next(i for i, line in enumerate(lines) if line.startswith(f"| **{short(checkpoint)}** |"))
     ours = lines[row].strip("| ").split(" | ")
@@ -305,13 +312,13 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     ]
     assert ours[1] == "—"
     assert float(ours[2]) == pytest.approx(scores[0], rel=0.05)
-    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [f"{20 * sum(scores[1:]):.1f}"]
+    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [f"{20 * sum(scores[2:]):.1f}"]
     errors = [
         100 * model["tasks"][task]["stderr"][metric]
         for task, metric, _ in report.TABLE4
         if task in accuracies
     ]
-    assert lines[row + 1].split(" | ")[3:8] == [f"±{error:.1f}" for error in errors]
+    assert lines[row + 1].split(" | ")[4:9] == [f"±{error:.1f}" for error in errors]
     assert lines[row + 1].endswith(f" | ±{math.hypot(*errors) / 5:.1f} |")
 
 
@@ -428,6 +435,35 @@ def test_bits_per_byte_stand_below_the_table():
     lines = report.notes({"models": models, "left_out": {}, "limit": None})
     told = "a: bits per byte 0.917 of wikitext, 1.250 of LAMBADA's last words."
     assert [line for line in lines if "bits" in line] == [told]
+
+
+NAMED = {"parameters": 1e6, "dtype": "float32", "max_length": None, "found": 0, "seconds": 1.0}
+TOTALS = {"perplexity": 9.0, "stderr": None, "word_perplexity": 99.0, "bits_per_byte": 1.0}
+
+
+@pytest.mark.parametrize("name", ["m[lr=1]", "odd[/b]", "a|b"])
+def test_names_of_models_are_no_markup(name):
+    console = Console(record=True, width=150, file=io.StringIO())
+    tasks = {task: {"metrics": {"acc": 0.5}, "stderr": {"acc": 0.1}} for task in ("piqa", "mine")}
+    scored = NAMED | {"name": name, "tasks": tasks, "log_likelihoods": 1, "prompts": 2, "prompts_cut": 1}
+    results = {"models": [scored], "left_out": {}, "limit": None}
+    report.print_results(results, console)
+    read = NAMED | {"name": name, "tokens": 8, "window": 8, "length": 8, "bytes": 8, "ranges": []}
+    read |= {"one_pass": TOTALS, "windows": TOTALS}
+    print_perplexity({"models": [read], "text": "t", "directory": "d", "figures": []}, console)
+    trial = {"task": "needle", "match": "parameters", "model": name, "lr": 0.1, "scores": [0.5] * 5}
+    trial |= {"spreads": [0.0] * 5, "score": 0.5, "spread": 0.0, "parameters": 9, "state_bytes": 9}
+    trial |= {"state_grows": False, "flops_per_token": 9, "seeds": 1}
+    print_recall([trial], TASKS, [], console)
+    lra.show(["model", "listops"], [[name, "0.5"]], console)
+    layer = {"layer": 0, "mixer": name}
+    facts = {"layers": [layer], "uniform": {}, "windows": [0.1], "model": name, "rows": 1, "length": 8}
+    print_analysis(facts | {"notes": [], "figures": []}, "d", console)
+    text = console.export_text()
+    assert text.count(name) == 10
+    cells = report.results_markdown(results).splitlines()[12].replace("\\|", "/").split("|")
+    assert len(cells) == 12
+    assert cells[1].strip() == f"**{name.replace('|', '/')}**"
 
 
 # ------------------------------ long texts
@@ -819,12 +855,15 @@ def test_prompts_begin_as_training_texts_do(adapter):
     assert ids.tolist() == [[5, 6]]
 
 
-def test_percentages_stay_percentages():
-    model = {"tasks": {"squad": {"metrics": {"f1": 45.2, "acc": 0.5}, "stderr": {"f1": 1.5, "acc": 0.01}}}}
-    assert report._figure(model, "squad", "f1") == 45.2
-    assert report._figure(model, "squad", "f1", "stderr") == 1.5
-    assert report._figure(model, "squad", "acc") == 50
-    assert report._figure(model, "squad", "acc", "stderr") == 1
+@pytest.mark.parametrize("f1", [0.93, 93.0])
+def test_percentages_stay_percentages(f1):
+    scores = {"metrics": {"f1": f1, "acc": 0.5}, "stderr": {"f1": 0.7, "acc": 0.01}}
+    model = {"tasks": {"squadv2": scores, "mine": scores}}
+    assert report._figure(model, "squadv2", "f1") == f1
+    assert report._figure(model, "squadv2", "f1", "stderr") == 0.7
+    assert report._figure(model, "mine", "f1") == pytest.approx(93)
+    assert report._figure(model, "mine", "acc") == 50
+    assert report._figure(model, "mine", "acc", "stderr") == 1
     assert report._cell("brier_score", 0.123456) == "0.1235"
 
 
