@@ -654,6 +654,28 @@ def test_results_that_cannot_be_read_lose_no_model(evaluated, tmp_path, capsys):
     assert all(f"{name}/results.json: unreadable" in said for name in "abc")
 
 
+def test_only_scores_of_all_documents_are_in_the_card(evaluated, tmp_path, capsys):
+    results = json.loads((evaluated / "eval" / "results.json").read_text())
+    mine = results["models"][0]
+
+    def write(name, task, **settings):
+        scores = {"metrics": {"acc": 0.5, "perplexity": "inf"}, "stderr": {"perplexity": "inf"}}
+        model = mine | {"tasks": {task: scores}, "max_length": settings.pop("max_length", None)}
+        (evaluated / name).mkdir()
+        (evaluated / name / "results.json").write_text(json.dumps({"models": [model]} | settings))
+
+    write("some", "boolq", limit=3)
+    write("windows", "sciq", limit=None, max_length=64)
+    write("whole", "piqa")
+    card = (exporting.export(evaluated, tmp_path / "out") / "README.md").read_text()
+    assert "boolq" not in card
+    assert "| copa | acc | 0.6250 | 0.0625 |  |" in card  # of an older version, which did not say
+    assert "| sciq | acc | 0.5000 |  | windows of 64 tokens |" in card
+    assert "| piqa | acc | 0.5000 |  | read whole |" in card
+    assert "| sciq | perplexity | inf | inf | windows of 64 tokens |" in card
+    assert "some/results.json: the card lacks its scores" in capsys.readouterr().err
+
+
 def test_a_run_is_pushed_with_its_card(hub, evaluated, tmp_path, capsys):
     out = tmp_path / "out"
     assert push(evaluated, out, "me/small").endswith("/me/small/commit/0a1b")

@@ -199,7 +199,10 @@ def load_model_config(path: Path) -> Any:
 
 def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     """Results of `nalanda eval` for the model in `folder`, by task, from every results.json in the run or a
-    folder of it. A fingerprint of the weights, not a name, decides whether results belong to the model."""
+    folder of it. A fingerprint of the weights, not a name, decides whether results belong to the model.
+
+    `texts` says how the model read them. Results of a part of the documents are left out, which a line on
+    stderr says."""
     found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
     if not found:
         return {}
@@ -207,9 +210,15 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for file in sorted(found, key=lambda file: file.stat().st_mtime):
         try:
-            models = json.loads(file.read_text(encoding="utf-8"))["models"]
+            results = json.loads(file.read_text(encoding="utf-8"))
+            models = [model for model in results["models"] if model["fingerprint"] == mine]
+            if models and results.get("limit") is not None:
+                print(f"{file}: the card lacks its scores, which are of --limit documents", file=sys.stderr)
+                continue
             for model in models:
-                tasks |= model["tasks"] if model["fingerprint"] == mine else {}
+                window = model.get("max_length", "")
+                read = {None: "read whole", "": ""}.get(window, f"windows of {window} tokens")
+                tasks |= {task: scores | {"texts": read} for task, scores in model["tasks"].items()}
         except (ValueError, KeyError, TypeError) as error:  # the model matters more than its scores
             print(f"{file}: unreadable; the card lacks its scores: {error!r}", file=sys.stderr)
     return tasks
@@ -276,7 +285,7 @@ def model_card(
     purpose = "fill in masked tokens" if masked else "continue text"
     trust = ", trust_remote_code=True" if ours else ""
     scores = [
-        (task, metric, value, found.get("stderr", {}).get(metric))
+        (task, metric, float(value), found.get("stderr", {}).get(metric), found["texts"])
         for task, found in (tasks or {}).items()
         for metric, value in found["metrics"].items()
         if value is not None
@@ -285,11 +294,11 @@ def model_card(
         library_name="transformers",
         pipeline_tag="fill-mask" if masked else "text-generation",
         model_name=title,
-        eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, _ in scores],
+        eval_results=[EvalResult("text-generation", t, t, m, value) for t, m, value, *_ in scores],
     )
     zero_shot = "".join(
-        f"| {task} | {metric} | {value:.4f} | {'' if error is None else f'{error:.4f}'} |\n"
-        for task, metric, value, error in scores
+        f"| {task} | {metric} | {value:.4f} | {'' if error is None else f'{float(error):.4f}'} | {texts} |\n"
+        for task, metric, value, error, texts in scores
     )
     again = tokens = ""
     if recipe:
@@ -297,7 +306,7 @@ def model_card(
     if (run_dir / "tokenizer").is_dir():
         tokens = f'tokenizer = AutoTokenizer.from_pretrained("{source}", trust_remote_code=True)\n'
     if zero_shot:
-        zero_shot = "\n| zero-shot | | | standard error |\n|---|---|---:|---:|\n" + zero_shot
+        zero_shot = "\n| zero-shot | | | standard error | texts |\n|---|---|---:|---:|---|\n" + zero_shot
     return f"""---
 {about.to_yaml()}
 ---
