@@ -1085,6 +1085,19 @@ def test_bad_models_are_one_line(checkpoint, tmp_path):
         load_model(checkpoint, dtype="fp8")
 
 
+def test_a_model_needs_its_own_tokenizer(checkpoint, tokenizer, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "step-2", ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(
+        InputError, match=r"step-2 has no tokenizer; copy its files there, or .*nalanda export"
+    ):
+        load_model(str(tmp_path / "step-2"))
+    small = NalandaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=1)
+    NalandaForCausalLM(small).save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    with pytest.raises(InputError, match="small: its tokenizer has 257 tokens, the model only 64"):
+        load_model(str(tmp_path / "small"))
+
+
 def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -1,6 +1,7 @@
 """Loads a model and its tokenizer for inference."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -41,10 +42,10 @@ def load_model(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if (folder := Path(name).expanduser()).is_dir():
+        name = str(folder)
     try:
-        if (folder := Path(name).expanduser()).is_dir():
-            name = str(folder)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
@@ -54,6 +55,9 @@ def load_model(
     except Exception as error:  # tokenizers, safetensors and transformers share no exception class
         if out_of_memory(error):
             raise explained(error) from None  # pyrefly: ignore[bad-raise]
+        if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("*.model")]:
+            advice = "copy its files there, or make a model of a run's step with `nalanda export`"
+            raise InputError(f"{name} has no tokenizer; {advice}") from None
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
@@ -64,6 +68,12 @@ def load_model(
     if report["missing_keys"]:  # transformers only warns and initialises them randomly
         missing = sorted(report["missing_keys"])
         raise InputError(f"{name} lacks {len(missing)} of the model's tensors, such as {missing[0]}")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+    if tokenizer.vocab_size > known:  # without added tokens, of which some models read none
+        raise InputError(
+            f"{name}: its tokenizer has {tokenizer.vocab_size} tokens, the model only {known}; give it the "
+            "tokenizer that it was trained with"
+        )
     return model.eval(), tokenizer  # type: ignore[bad-return]
 
 
