@@ -257,3 +257,9 @@ def test_tables_fit_a_terminal(capsys):
     assert "[relu(x)^p;" in out  # brackets are not markup
     assert "transnormer_t1_wikitext103" in out
     assert all(cell_len(line) <= 80 for line in out.splitlines())
+
+
+def test_the_folder_of_a_run_names_its_recipe(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(InputError, match=f"a folder, not a recipe; its recipe is {tmp_path / 'config.yaml'}"):
+        info(str(tmp_path), [])

@@ -48,6 +48,8 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in recipe_folders())):
         if path.is_file():
             return path
+    if (kept := Path(name) / "config.yaml").is_file():
+        raise InputError(f"{name}: a folder, not a recipe; its recipe is {kept}")
     raise InputError(f"{name}: no such recipe or file{suggest(name, shipped_recipes())}")
 
 
