@@ -270,8 +270,8 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
     ]  # fmt: skip
     assert re.fullmatch(title, _title(curves, labels(curves)))
     texts = {"data__source", "data__max_validation_rows"} & settings.keys() and not own
-    assert ("validation texts differ" in _caption(curves, True)) == bool(texts)
-    assert ("tokenizers differ" in _caption(curves, True)) == bool(
+    assert ("validation texts differ" in _caption(curves, labels(curves), True)) == bool(texts)
+    assert ("tokenizers differ" in _caption(curves, labels(curves), True)) == bool(
         {"tokenizer", "data__source"} & settings.keys()
     )
 
@@ -289,6 +289,20 @@ def test_one_runs_picture(tmp_path):
     make(tmp_path / "odd", lines=[{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match="odd: unreadable"):
         plot([tmp_path / "odd"], tmp_path / "none.png")
+
+
+def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
+    """A line that just ends looks like a run that was stopped."""
+    lines = losses(30)
+    for line in lines:
+        if line["step"] in (5, 26, 27, 28, 29, 30):
+            line["loss"] = math.nan if line["step"] % 2 else "inf"
+    broken, whole = make(tmp_path / "broken", lines=lines), make(tmp_path / "whole", lines=losses(30))
+    one, two = [curve(broken)], [curve(broken), curve(whole)]
+    assert _title(one, ["broken"]) == "broken: no finite training loss from step 26 on"
+    assert _title(two, ["a", "b"]) == "Training loss of 2 runs, of which 1 ended without a finite one"
+    assert "Without a finite training loss: a from step 26 on." in _caption(two, ["a", "b"], True)
+    assert plot([broken], tmp_path / "loss.png").is_file()
 
 
 def test_smoothing_keeps_the_fall_and_calms_the_end():

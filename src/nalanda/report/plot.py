@@ -1,5 +1,6 @@
 """Draws loss curves."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,12 @@ class Curve:
     """[(step, kind)]"""
     bits_per_byte: float | None = None
     """Of the last validation."""
+
+    @property
+    def broken_at(self) -> int | None:
+        """The first step of the training losses at the end that are not finite; None if the last one is."""
+        end = [*itertools.takewhile(lambda point: not math.isfinite(point[3]), reversed(self.train))]
+        return int(end[-1][0]) if end else None
 
 
 def curve(folder: str | Path) -> Curve:
@@ -127,7 +134,7 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
     steep = losses and max(losses) > 2 * min(losses) > 0
     height = 2.8 if len(groups) == 1 else 2.2
-    with drawing(png, _title(curves, names), _caption(curves, smooth), len(groups), height=height,
+    with drawing(png, _title(curves, names), _caption(curves, names, smooth), len(groups), height=height,
                  sharey=True) as panels:  # fmt: skip
         for axes, i in [(axes, i) for axes, (_, mine) in zip(panels, groups, strict=True) for i in mine]:
             c, style = curves[i], looks[i]
@@ -159,7 +166,11 @@ MARKS = {"skipped": "x", "rollback": "v"}
 
 
 def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
-    """The last validation loss, or the lowest of several that compare."""
+    """The last validation loss, or the lowest of several that compare; before all, that a run is broken."""
+    if broken := [c for c in curves if c.broken_at is not None]:
+        if len(curves) == 1:
+            return f"{broken[0].name}: no finite training loss from step {broken[0].broken_at} on"
+        return f"Training loss of {len(curves)} runs, of which {len(broken)} ended without a finite one"
     ends = [(c.validation[-1][3], i) for i, c in enumerate(curves) if c.validation]
     ends = [end for end in ends if math.isfinite(end[0])]
     if len(ends) < len(curves):
@@ -178,7 +189,7 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
     return f"{curves[i].name}: validation loss {loss:.3f} (perplexity {math.exp(min(loss, 700)):.4g}{bits})"
 
 
-def _caption(curves: Sequence[Curve], smooth: bool) -> str:
+def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str:
     means = "running means of the training loss, over the logged values (pale)"
     parts = [f"Lines: {means if smooth else 'training loss as logged'}."]
     if any(c.validation for c in curves):
@@ -190,6 +201,9 @@ def _caption(curves: Sequence[Curve], smooth: bool) -> str:
     found = {kind for c in curves for _, kind in c.events}
     parts += [f"{sign}: {what}." for kind, sign, what in (("skipped", "×", "skipped step"),
               ("rollback", "▼", "rollback")) if kind in found]  # fmt: skip
+    broken = [f"{name} from step {c.broken_at}" for c, name in zip(curves, names, strict=True) if c.broken_at]
+    if broken:
+        parts.append(f"Without a finite training loss: {', '.join(broken)} on.")
     seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
     many = f"n = {len(curves)} run{'s' * (len(curves) > 1)}"
     return " ".join([*parts, f"{many}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}."])
