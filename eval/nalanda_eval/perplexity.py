@@ -163,8 +163,8 @@ def tokenise_documents(
     """Texts as `(tokens, words, bytes)`; the last text is cut where `limit` tokens are predicted.
 
     A text begins with bos if training wrote one; otherwise its first token is not predicted. Words are
-    separated by white space, as lm-evaluation-harness counts them for WikiText. Bytes are those of the
-    predicted tokens (`TextBytes`); of the whole text, if the tokenizer loses some.
+    separated by white space, as lm-evaluation-harness counts them for WikiText. Bytes are those of the text
+    behind the predicted tokens (`TextBytes`); of the whole text, if the tokenizer loses some.
     """
     joined = data.documents == "joined"
     bos, eos = bos_token(model, tokenizer), [tokenizer.eos_token_id]
@@ -174,28 +174,27 @@ def tokenise_documents(
     sizes = text_bytes(tokenizer)
     words, size, left, empty = 0, 0, limit, True
 
-    def predicted_bytes(tokens: np.ndarray, whole: int) -> int:
-        return int(sizes(tokens)[1:].sum()) if sizes else whole
-
     for text in documents(data):
         found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         room = left if joined or bos else left + 1
         if len(found) > room:
             found, text = found[:room], _beginning(text, room, tokenizer, found)
         empty &= not found
-        counts = len(re.split(r"\s+", text)), len(text.encode())
+        text_words, text_size = len(re.split(r"\s+", text)), len(text.encode())
+        if sizes:
+            predicted = slice(0 if joined or bos else 1, None)
+            text_size = int(sizes.of_text(np.array(found, int))[predicted].sum())
         if joined:
             added = (found + eos)[:left]
             ids, left = ids + added, left - len(added)
-            words, size = words + counts[0], size + counts[1]
+            words, size = words + text_words, size + text_size
         elif len(bos + found) > 1:
             left -= len(bos + found) - 1
-            tokens = np.array(bos + found)
-            yield tokens, counts[0], predicted_bytes(tokens, counts[1])
+            yield np.array(bos + found), text_words, text_size
         if left == 0:
             break
     if joined and len(ids) > 1:
-        yield np.array(ids), words, predicted_bytes(np.array(ids), size)
+        yield np.array(ids), words, size
     if empty:
         raise InputError(f"{data.source}: holds no text")
 

@@ -213,6 +213,18 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     assert read(DataConfig(source=str(folder / "novel.md")), limit=999)[0][2] == 34 * 9
 
 
+def test_a_special_token_that_a_text_spells_counts_as_text(folder, tokenizer, tmp_path):
+    stories = "The weir.\n<|endoftext|>\nThe mill.\n<|endoftext|>\n"
+    (tmp_path / "stories.txt").write_text(stories)
+    model, unmarked = build(), build()
+    unmarked.config.bos_token_id = None
+    for joined, one, lost in ((False, model, 0), (True, model, 0), (False, unmarked, 1)):
+        data = module.text_data(str(tmp_path / "stories.txt"), [], joined=joined)
+        ((tokens, _, size),) = tokenise_documents(one, tokenizer, data, limit=999)
+        assert size == len(stories) - lost
+        assert (tokens == tokenizer.eos_token_id).sum() == 2 + (one is model) + joined
+
+
 def test_the_command(folder):
     arguments = [
         "perplexity",

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class TextBytes:
-    """UTF-8 bytes that each token adds to the text; special tokens (bos, eos, unknown) add none,
-    also where a text spells one.
+    """UTF-8 bytes that each token adds to the text; special tokens (bos, eos, unknown) add none.
+
+    So the bytes of one that a text spells, as `<|endoftext|>` between stories, are missing: rows do not tell
+    it from one put there. Who knows the text takes `of_text`.
 
     The bytes of a document's tokens add up to those of its text, wherever rows cut it and whichever tokenizer
     made them. They are exact for the tokenizers that keep every byte: byte-level ones, and SentencePiece's
@@ -24,15 +26,20 @@ class TextBytes:
     the text (NFC), the normalised text counts.
     """
 
-    def __init__(self, inside: np.ndarray, first: np.ndarray, special: np.ndarray):
-        """Tables [vocabulary]: bytes of a token inside a text and at its beginning; whether it is special."""
-        self.inside, self.first, self.special = inside, first, special
+    def __init__(self, inside: np.ndarray, first: np.ndarray, special: np.ndarray, spelled: np.ndarray):
+        """Tables [vocabulary]: bytes of a token inside a text and at its beginning; whether it is special;
+        the bytes of a special token's name."""
+        self.inside, self.first, self.special, self.spelled = inside, first, special, spelled
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         """The bytes of each token, int64 [..., T]: a text begins at the first and after special tokens."""
         begins = np.ones(tokens.shape, bool)
         begins[..., 1:] = self.special[tokens[..., :-1]]
         return np.where(begins, self.first[tokens], self.inside[tokens])
+
+    def of_text(self, tokens: np.ndarray) -> np.ndarray:
+        """The bytes of each token of a text, int64 [T]: special tokens are those that the text spells."""
+        return self(tokens) + self.spelled[tokens]
 
 
 def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
@@ -61,4 +68,8 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
         byte = np.array([bool(re.fullmatch("<0x[0-9A-F]{2}>", piece)) for piece in pieces])
         first = np.where(byte, 1, [len(text.encode()) for text in alone])
         inside = np.where(byte, 1, [len(text.encode()) - 1 for text in after])
-    return TextBytes(np.where(special, 0, inside), np.where(special, 0, first), special)
+    spelled = np.zeros(len(ids), int)
+    for i in np.flatnonzero(special):
+        if i != tokenizer.unk_token_id and i in added:
+            spelled[i] = len(added[i].content.encode())
+    return TextBytes(np.where(special, 0, inside), np.where(special, 0, first), special, spelled)
