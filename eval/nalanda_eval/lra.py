@@ -40,6 +40,7 @@ from nalanda_eval.equal import MODEL, label, models
 from nalanda_eval.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
 from nalanda_eval.report import markdown_table
 from nalanda_eval.sweep import follow, key
+from nalanda_eval.synthetic import best_constant
 
 # (layers, width, heads, width of the GLU, batch, learning rate). `skyformer` is that of code/config.py in
 # github.com/pkuzengqi/Skyformer, with PolaFormer's rate for pathfinder. `transnormer_paper` is appendix E of
@@ -160,7 +161,8 @@ def run_lra(
 
     Returns:
         `settings`; `accuracy` on the test rows of the weights that are best on the validation rows, of ten
-        points of the training; `curve`, [step, mean loss since the last point, accuracy in validation];
+        points of the training; `chance`, that of the best constant answer to the test rows; `curve`, [step,
+        mean loss since the last point, accuracy in validation];
         `parameters`, `seconds`, `device`, `versions`.
     """
     start, (*_, batch, lr) = time.perf_counter(), SIZES[size][task.name]
@@ -196,6 +198,7 @@ def run_lra(
     net.load_state_dict(weights)
     return {
         "settings": arena_settings(model, task, file, size, seed, steps),
+        "chance": best_constant(rows["test_labels"]),
         "accuracy": accuracy(net, rows["test_ids"], rows["test_labels"], batch),
         "curve": curve,
         "parameters": sum(p.numel() for p in net.parameters()),
@@ -236,7 +239,7 @@ def arena_models(mixers: Iterable[str], maps: Iterable[str]) -> tuple[list[dict[
 
 
 def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each model: by task the mean accuracy over seeds and its deviation; parameters; seconds."""
+    """A row for each model: by task mean accuracy over seeds, deviation and chance; parameters; seconds."""
     of: dict[str, dict[str, list[dict]]] = {}
     for record in records:
         chosen = record["settings"]
@@ -249,6 +252,7 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "model": name,
                 "accuracy": {task: fmean(mine) for task, mine in scores.items()},
                 "spread": {task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()},
+                "chance": {task: mine[0]["chance"] for task, mine in tasks.items() if "chance" in mine[0]},
                 "seeds": max(map(len, tasks.values())),
                 "parameters": max(record["parameters"] for mine in tasks.values() for record in mine),
                 "seconds": sum(fmean(r["seconds"] for r in mine) for mine in tasks.values()),
@@ -257,11 +261,20 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def chance_levels(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask]) -> dict[str, float]:
+    """By task the accuracy of the best constant answer to the test rows; of guessing, in older records."""
+    known: dict[str, float] = {}
+    for row in rows:
+        known |= row.get("chance", {})
+    return {name: known.get(name, 1 / task.classes) for name, task in tasks.items()}
+
+
 def arena_table(
     rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], size: str
 ) -> tuple[list[str], list[list[str]]]:
     """Header and lines: chance, ours, and published rows with a word on what they can be compared with."""
-    lines = [["chance", "–", *(f"{100 / task.classes:.1f}" for task in tasks.values()), "–", "–", "–"]]
+    chance = chance_levels(rows, tasks)
+    lines = [["chance", "–", *(f"{100 * level:.1f}" for level in chance.values()), "–", "–", "–"]]
     for row in rows:
         found = row["accuracy"]
         cells = [
@@ -294,8 +307,8 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
     )
     with drawing(file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows),
                  sharey=True) as panels:  # fmt: skip
-        for panel, (name, asked) in zip(panels, tasks.items(), strict=True):
-            panel.axvline(100 / asked.classes, color=GREY, linestyle="--", linewidth=1)
+        for panel, (name, level) in zip(panels, chance_levels(rows, tasks).items(), strict=True):
+            panel.axvline(100 * level, color=GREY, linestyle="--", linewidth=1)
             for i, row in enumerate(reversed(rows)):  # the first is at the top
                 if name in row["accuracy"]:
                     x, bar = (100 * row[part][name] for part in ("accuracy", "spread"))

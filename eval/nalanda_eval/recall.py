@@ -56,6 +56,7 @@ from nalanda_eval.synthetic import (
     Regression,
     StateTracking,
     Task,
+    best_constant,
 )
 
 SIGNED = ("deltanet:allow_neg_eigval=true", "gated_deltanet:allow_neg_eigval=true")
@@ -73,7 +74,7 @@ class Training:
     rows: int = 512
     """Rows of each case in test and validation."""
     points: int = 10
-    """Points of the curve, each a score on 64 rows of each case."""
+    """Points of the curve, each a score on 64 validation rows of each case."""
     curriculum: bool = False
     """Whether the trained cases come in turn, not mixed: `Task.batches`."""
 
@@ -127,9 +128,10 @@ def run_recall(
 
     Returns:
         `settings`, from `recall_settings`, the record's key; `scores` of the test, one for each of `cases`,
-        and their mean `score`: accuracies, or relative errors of a regression, with those of least squares in
-        `reference`; `validation`, the mean score on other rows, for choosing settings; `curve`, [step, mean
-        training loss since the last point, score on a part of the test]; `parameters`; `state_bytes` after
+        and their mean `score`: accuracies, with those of the best constant answer in `chance`, or relative
+        errors of a regression, with those of least squares in `reference`; `validation`, the mean score on
+        other rows, for choosing settings; `curve`, [step, mean training loss since the last point, score on a
+        part of the validation]; `parameters`; `state_bytes` after
         the longest trained length, and `state_grows`; `flops_per_token` of a forward pass at that length;
         `seconds`, `device`, `versions`.
 
@@ -151,7 +153,7 @@ def _run_recall(
     schedule = ScheduleConfig(warmup_steps=training.steps // 10)
     optimizer = build_optimizer(net, optim)
     tests, held = (fixed_batches(task, training.rows, split) for split in ("test", "validation"))
-    part = [(inputs[:64], labels[:64]) for inputs, labels in tests]
+    part = [(inputs[:64], labels[:64]) for inputs, labels in held]
     ends = {round(training.steps * (i + 1) / training.points) for i in range(training.points)}
     in_turn = training.steps if training.curriculum else None
     data, losses, curve = task.batches(seed, training.batch_size, "train", in_turn), [], []
@@ -190,6 +192,8 @@ def _run_recall(
         record["reference"] = [
             relative_error(task.least_squares(inputs), labels[:, -1]) for inputs, labels in tests
         ]
+    else:
+        record["chance"] = [best_constant(labels) for _, labels in tests]
     return json.loads(json.dumps(record))  # as read from a file: tuples become lists
 
 
@@ -282,7 +286,7 @@ def describe_recall(record: dict[str, Any]) -> str:
     return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
 
-SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "reference")
+SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "chance", "reference")
 
 
 def summary(

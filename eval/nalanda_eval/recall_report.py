@@ -29,7 +29,7 @@ def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str
         what = (
             "relative error; predicting 0 has 1"
             if task.error
-            else f"accuracy, %; chance {value(task.chance)}"
+            else f"accuracy, %; chance {value(fmean(chance_levels(task, mine)))}, the best constant answer"
         )
         title = f"{name}: {what}; by {task.axis}"
         cases = [case_name(case) for case in task.cases]
@@ -54,6 +54,11 @@ def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str
             )
         found.append((title, header, lines))
     return found
+
+
+def chance_levels(task: Task, rows: list[dict]) -> list[float]:
+    """By case the score of the best constant answer to the test rows; of guessing, in older records."""
+    return next((row["chance"] for row in rows if "chance" in row), [task.chance] * len(task.cases))
 
 
 def case_name(case: Any) -> str:
@@ -107,9 +112,9 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
     def scaled(task: Task, values: Iterable[float]) -> list[float]:
         return [max(x, 1e-4) if task.error else 100 * x for x in values]
 
-    def finish(axes: Any, task: Task) -> None:
+    def finish(axes: Any, task: Task, places: Iterable[float], chance: Iterable[float]) -> None:
         label = "predicting 0" if task.error else "chance"
-        axes.axhline(*scaled(task, [task.chance]), color=GREY, linestyle=":", linewidth=1, label=label)
+        axes.plot(places, scaled(task, chance), color=GREY, linestyle=":", linewidth=1, label=label)
         if task.error:
             log_axis(axes.yaxis)
             axes.set(ylabel="relative error (ratio)")
@@ -124,6 +129,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
             ("error", f"{best['score']:.3f}") if task.error else ("accuracy", f"{100 * best['score']:.0f} %")
         )
         matched = [row for row in mine if row["match"].startswith("state")]
+        chance = chance_levels(task, mine)
         title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
         present = [(kind, group) for kind, group in groups if any(row["model"] in group for row in mine)]
         axis = task.axis if "(" in task.axis else f"{task.axis} (number)"
@@ -151,7 +157,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                     a.set_title(f"{kind}, equal {match}".removeprefix(", "))
                     a.set_xticks(places, map(case_name, task.cases))
                     a.set_xlabel(axis)
-                    finish(a, task)
+                    finish(a, task, places, chance)
             if not matched:
                 continue
             file = directory / f"{task.name}_state{number}"
@@ -174,6 +180,6 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                         a.errorbar(x, y, bar, clip_on=False, **style, label=name)
                     a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
                     a.margins(x=0.1)
-                    finish(a, task)
+                    finish(a, task, a.get_xlim(), [fmean(chance)] * 2)
                     log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
     return written

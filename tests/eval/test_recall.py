@@ -25,7 +25,18 @@ from nalanda_eval.equal import (
     with_parameters,
     with_state,
 )
-from nalanda_eval.recall import EVERY, QUICK, Training, override, plan_recall, recall, recall_jobs, run_recall
+from nalanda_eval.recall import (
+    EVERY,
+    QUICK,
+    Training,
+    fixed_batches,
+    override,
+    plan_recall,
+    recall,
+    recall_jobs,
+    run_recall,
+)
+from nalanda_eval.recall_report import chance_levels
 from nalanda_eval.sweep import records, sweep
 from nalanda_eval.synthetic import (
     IGNORED,
@@ -415,8 +426,14 @@ def test_every_task_trains_and_its_record_is_json(task):
     assert record["settings"]["task"]["name"] == task.name
     again = run_recall(TINY | parse("deltanet", "silu"), task, 0, training)
     assert again | {"seconds": 0} == record | {"seconds": 0}
+    assert record["curve"][-1][2] == record["validation"]  # never of the test, which is to judge
     if task.error:
         assert record["reference"][-1] < 1e-3 < record["reference"][0]
+        return
+    answers = [labels[labels != IGNORED].tolist() for _, labels in fixed_batches(task, 4, "test")]
+    assert record["chance"] == [max(map(a.count, a)) / len(a) for a in answers]
+    assert chance_levels(task, [record]) == record["chance"]
+    assert chance_levels(task, [{}]) == [task.chance] * len(task.cases)  # of an older version
 
 
 def test_dropout_follows_from_the_seed():

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from nalanda_eval import equal
+from nalanda_eval.recall import recall_settings
 from nalanda_eval.studies import paired
 from nalanda_eval.studies import report as study_report
 from nalanda_eval.studies import run as study_run
@@ -23,10 +24,12 @@ from nalanda_eval.studies.estimate import Gap, document_variance, gap_of, holm, 
 from nalanda_eval.studies.plan import (
     CALIBRATION,
     System,
+    best_recall_rate,
     bigram_settings,
     chosen_rate,
     final_settings,
     recall_models,
+    recall_run,
     run_config,
     steps_to,
     systems,
@@ -465,6 +468,17 @@ def test_steps_to_recall_is_where_the_score_stays():
     curve = [[10, 1.0, 0.95], [20, 1.0, 0.4], [30, 1.0, 0.9], [40, 1.0, 0.92]]
     assert steps_to(0.9, {"curve": curve}) == 30
     assert math.isinf(steps_to(0.93, {"curve": curve}))
+
+
+def test_the_rate_of_recall_is_chosen_in_validation(tmp_path):
+    write(tmp_path, STUDY | {"recall": STUDY["recall"] | {"rates": [1e-3, 1e-2]}})
+    study, _ = load_study(tmp_path)
+    model = next(iter(recall_models(study).values()))
+    found = {}
+    for rate, test, validation in ((1e-3, 0.8, 0.2), (1e-2, 0.3, 0.4)):
+        settings = recall_settings(*recall_run(model, study, rate, study.rates.seed))
+        found[key(settings)] = {"curve": [[2, 1.0, 0.1]], "score": test, "validation": validation}
+    assert best_recall_rate(model, study, found) == 1e-2
 
 
 # ------------------------------ the estimator

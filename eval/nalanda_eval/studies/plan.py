@@ -245,12 +245,15 @@ def steps_to(share: float, record: Record) -> float:
 
 
 def best_recall_rate(model: dict[str, Any], study: Study, found: dict[str, Record]) -> float | None:
-    """The rate with the fewest steps to `RECALLED` by the choosing seed, then the best score, if known."""
+    """The rate with the fewest steps to `RECALLED` by the choosing seed, then the best validation, if known.
+
+    The curves of older records are of test rows.
+    """
     assert study.recall is not None
     got = {}
     for rate in study.recall.rates:
         record = found.get(key(recall.recall_settings(*recall_run(model, study, rate, study.rates.seed))))
         if record is None:
             return None
-        got[rate] = (steps_to(RECALLED, record), -record["score"])
+        got[rate] = (steps_to(RECALLED, record), -record["validation"])
     return min(got, key=got.__getitem__)
