@@ -29,7 +29,7 @@ def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str
         what = (
             "relative error; predicting 0 has 1"
             if task.error
-            else f"accuracy, %; chance {value(fmean(chance_levels(task, mine)))}, the best constant answer"
+            else f"accuracy, %; chance {value(fmean(chance_by_case(task, mine)))}, the best constant answer"
         )
         title = f"{name}: {what}; by {task.axis}"
         cases = [case_name(case) for case in task.cases]
@@ -56,7 +56,7 @@ def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str
     return found
 
 
-def chance_levels(task: Task, rows: list[dict]) -> list[float]:
+def chance_by_case(task: Task, rows: list[dict]) -> list[float]:
     """By case the score of the best constant answer to the test rows; of guessing, in older records."""
     return next((row["chance"] for row in rows if "chance" in row), [task.chance] * len(task.cases))
 
@@ -129,7 +129,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
             ("error", f"{best['score']:.3f}") if task.error else ("accuracy", f"{100 * best['score']:.0f} %")
         )
         matched = [row for row in mine if row["match"].startswith("state")]
-        chance = chance_levels(task, mine)
+        chance = chance_by_case(task, mine)
         title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
         present = [(kind, group) for kind, group in groups if any(row["model"] in group for row in mine)]
         axis = task.axis if "(" in task.axis else f"{task.axis} (number)"

@@ -36,7 +36,7 @@ from nalanda_eval.recall import (
     recall_jobs,
     run_recall,
 )
-from nalanda_eval.recall_report import chance_levels
+from nalanda_eval.recall_report import chance_by_case
 from nalanda_eval.sweep import records, sweep
 from nalanda_eval.synthetic import (
     IGNORED,
@@ -432,8 +432,8 @@ def test_every_task_trains_and_its_record_is_json(task):
         return
     answers = [labels[labels != IGNORED].tolist() for _, labels in fixed_batches(task, 4, "test")]
     assert record["chance"] == [max(map(a.count, a)) / len(a) for a in answers]
-    assert chance_levels(task, [record]) == record["chance"]
-    assert chance_levels(task, [{}]) == [task.chance] * len(task.cases)  # of an older version
+    assert chance_by_case(task, [record]) == record["chance"]
+    assert chance_by_case(task, [{}]) == [task.chance] * len(task.cases)  # of an older version
 
 
 def test_dropout_follows_from_the_seed():
