@@ -481,7 +481,7 @@ def convert(
     destination: Annotated[str, Argument(help="the folder to make, or the GGUF file")],
     to: Annotated[
         str | None,
-        Option(help="nalanda, fla, llama, qwen3_5, kimi_linear, mlx, gguf; required where more are possible"),
+        Option(help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf; required where more fit"),
     ] = None,
     check: Annotated[bool, Option(help="compute with both models, one at a time in memory")] = True,
     dtype: Annotated[
@@ -499,9 +499,9 @@ def convert(
     nalanda convert published ours
 
     Flash-linear-attention's DeltaNet, Gated DeltaNet, KDA, DeltaProduct, GLA, RetNet and Transformer++,
-    transformers' Llama, Qwen3.5 and KimiLinear. What the other format cannot express is an error. Both models
-    compute on a CPU, and no folder is made if they differ; the differences go into its README.md. llama.cpp
-    and mlx-lm compute their own files.
+    transformers' Llama, Qwen3, Qwen3.5 and KimiLinear. What the other format cannot express is an error. Both
+    models compute on a CPU, and no folder is made if they differ; the differences go into its README.md.
+    llama.cpp and mlx-lm compute their own files.
     """
     from nalanda.config.model_folder import architecture
 

@@ -385,6 +385,57 @@ def test_llama_both_ways(fields, tmp_path):
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
 
 
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+LLAMA3["original_max_position_embeddings"] = 16
+PUBLISHED = {  # settings as in configs of the hub, and the keys among them that no model reads
+    "smollm2": (
+        {"rope_theta": 100000, "rope_scaling": None, "rope_interleaved": False, "tie_word_embeddings": True},
+        {
+            "is_llama_config": True,
+            "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+            "_model_name_or_path": "SmolLM2",
+            "unk_token_id": 3,
+        },
+    ),
+    "llama 3.1": ({"rope_theta": 500.0, "rope_scaling": LLAMA3, "eos_token_id": [3, 4]}, {}),
+    "llama 3.1, transformers 5": (
+        {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}},
+        {"unsloth_fixed": True},
+    ),
+    "qwen3": (
+        {
+            **{"model_type": "qwen3", "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1000000},
+            **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28},
+            **{"eos_token_id": 4, "rope_scaling": None, "attention_bias": False},
+        },
+        {"_name": "x"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name, tmp_path, capsys):
+    read_keys, unread = PUBLISHED[name]
+    config = LLAMA | {"model_type": "llama"} | read_keys | unread
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config))).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    ours = convert(str(tmp_path / "theirs"), str(tmp_path / "ours"))
+    back = convert(str(ours), str(tmp_path / "back"), config["model_type"])
+    for folder in (ours, back):
+        assert "| greedy tokens equal | 32 of 32, with a cache |" in (folder / "README.md").read_text()
+    line = f"not read: {', '.join(unread)}: no effect on the model"
+    assert (line in capsys.readouterr().err.splitlines()) == bool(unread)
+    assert same(read(back), read(tmp_path / "theirs"))
+    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "theirs", back))
+    changed = {key for key in before if before[key] != after.get(key)}
+    assert changed <= {*unread, "_name_or_path", "architectures", "dtype", "rope_interleaved"}
+
+
 def test_from_one_kind_of_theirs_to_another(tmp_path):
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
     fla = convert(str(tmp_path / "llama"), str(tmp_path / "fla"), "fla")
@@ -483,16 +534,31 @@ def refused(source, tmp_path, to=None):
         ("transformer", {"qk_norm": True, "norm_eps": 1e-6}),
         ("transformer", {"qkv_bias": True}),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}),
         ("llama", {"rope_parameters": [1]}),
         ("llama", {"attention_bias": True}),
         ("llama", {"attention_dropout": 0.1}),
+        ("llama", {"sliding_window": 16}),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("llama", {"layer_types": ["sliding_attention"] * L}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen3", {"use_sliding_window": True}),
+        ("qwen3", {"layer_types": ["sliding_attention"] * L}),
+        ("qwen3", {"attention_bias": True}),
     ],
 )
 def test_options_that_we_lack(kind, changes, tmp_path):
-    config = LLAMA | {"model_type": "llama"} | changes if kind == "llama" else config_of(kind, **changes)
+    own = kind in ("llama", "qwen3")
+    config = LLAMA | {"model_type": kind} | changes if own else config_of(kind, **changes)
     source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})
-    name = next(iter(changes))
-    assert (name if name != "rope_scaling" else "rope_type='llama3'") in refused(source, tmp_path)
+    assert next(iter(changes)) in refused(source, tmp_path)
+
+
+def test_another_kind_of_rope_is_refused(tmp_path):
+    config = LLAMA | {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 8.0}}
+    source = write(tmp_path / "theirs", config, {"x": torch.zeros(1)})
+    assert "rope_type='yarn' has no counterpart" in refused(source, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +594,10 @@ def test_options_that_we_lack(kind, changes, tmp_path):
         ("llama", {"mixer": "softmax", "expand_v": 2.0}, "value_dim=16"),
         ("llama", {"mixer": "softmax", "scale_embeddings": True}, "scale_embeddings=True"),
         ("llama", {"mixer": "gla"}, "mixer 'gla' can become fla: not llama"),
-        (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
+        ("llama", {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "qk_norm=True"),
+        ("qwen3", {"mixer": "softmax"}, "qk_norm=False"),
+        ("fla", {"mixer": "softmax", "mixer_options": {"rope_scaling": LLAMA3}}, "rope_scaling={"),
+        (None, {"mixer": "softmax"}, "can become fla or llama or qwen3: choose one with --to"),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
         (None, {"mixer": "gated_deltanet"}, "can become fla or qwen3_5 or mlx or gguf: choose one with --to"),
         ("fla", {"mixer": ["gla", "retention"]}, "mixer ['gla', 'retention'] can become nothing else"),

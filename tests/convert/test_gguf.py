@@ -28,6 +28,8 @@ SIZES = {"vocab_size": 272, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "
 SIZES |= {"num_hidden_layers": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
 SOFTMAX = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "rotary_dim": 10, "rope_theta": 500.0}
 SOFTMAX |= {"qk_norm": True, "gate": "channel"}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
 HYBRID = {
     "mixer": {"pattern": ["gated_deltanet", "gated_deltanet", "softmax"]},
     "num_hidden_layers": 4,
@@ -196,7 +198,7 @@ def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
             )
             for name, value in (
                 *(("gate", "head"), ("qk_norm", False), ("conv_size", 4)),
-                *(("window", 8), ("rope_theta", None)),
+                *(("window", 8), ("rope_theta", None), ("rope_scaling", LLAMA3)),
             )
         ),
     ],

@@ -48,6 +48,8 @@ MODELS = {
     "hybrid": HYBRID | {"expand_v": 0.5, "conv_size": 3},
     "tied": HYBRID | {"mixer": ["softmax", *["gated_deltanet"] * 3], "tie_word_embeddings": True},
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
 models = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 
 
@@ -163,7 +165,7 @@ def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
         ({"text_config": {"attention_bias": True}}, "attention_bias=True"),
         ({"text_config": {"attn_output_gate": False}}, "attn_output_gate=False"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
-        ({"text_config": {"some_new_option": 3}}, "some_new_option=3"),
+        ({"text_config": {"attention_chunk_size": 3}}, "attention_chunk_size=3"),
         (
             {"text_config": {"linear_key_head_dim": 6}},
             "linear_attn.in_proj_qkv.weight is [64, 32], the config says",
@@ -211,6 +213,7 @@ def test_what_we_lack(changes, message, multimodal, tmp_path):
                 ({"qk_norm": False}, "qk_norm=False"),
                 ({"conv_size": 2}, "conv_size=2"),
                 ({"rope_theta": None}, "rope_theta=None"),
+                ({"rope_scaling": LLAMA3}, "rope_scaling={"),
             )
         ),
         (

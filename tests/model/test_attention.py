@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nalanda import NalandaCache, NalandaConfig, NalandaForCausalLM
 from nalanda.model.attention import last
@@ -17,6 +18,8 @@ from nalanda.model.sequences import Sequences
 from nalanda.model.transnormer import LRPE, SimpleRMSNorm
 
 D, H, K, VOCAB = 32, 4, 8, 61
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
 
 
 def build(mixer, options=None, **more) -> NalandaForCausalLM:
@@ -111,6 +114,18 @@ def test_softmax(heads, window):
         v = projected(mixer, x)[2]
         close(mixer.o_proj(joined_heads(weights @ v)), mixer(x, Sequences())[0])
         close(mixer(x, Sequences())[0], softmax_reference(mixer, x, window), 1e-5)  # angles are fp32
+
+
+def test_angles_of_llama_3_are_those_of_transformers():
+    theta = {"rope_theta": 500.0}
+    mixer = build("softmax", theta | {"rope_scaling": LLAMA3}).model.layers[0].mixer
+    llama = LlamaConfig(num_attention_heads=H, hidden_size=D, rope_parameters=LLAMA3 | theta)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](llama)
+    slower = 500.0 ** (-torch.arange(0, K, 2) / K) / frequencies
+    assert {1.0, 8.0} < {*slower.tolist()}  # and between them
+    x = draw(1, 40, D).float()
+    q = mixer.heads(x, Sequences(), {}, None)["q"][0].transpose(0, 1)
+    close(q, turned(projected(mixer, x)[0][0], torch.arange(40), frequencies), 1e-5)
 
 
 @pytest.mark.parametrize("block", [1, 7, 64])
@@ -513,6 +528,17 @@ def test_xavier_gain():
         ("softmax", {"window": 0}, "at least 1"),
         ("softmax", {"rope_theta": 0}, "positive"),
         ("softmax", {"windows": 4}, "windows"),
+        *(
+            ("softmax", {"rope_scaling": LLAMA3 | wrong}, f"softmax: rope_scaling.*{says}")
+            for wrong, says in (
+                ({"rope_type": "yarn"}, "must have rope_type: llama3"),
+                ({"beta_fast": 32.0}, "the numbers factor, low_freq_factor"),
+                ({"factor": 0}, "factor=0 must be a positive number"),
+                ({"factor": "8"}, "factor='8' must be a positive number"),
+                ({"low_freq_factor": 4.0}, "must be below its high_freq_factor"),
+            )
+        ),
+        ("softmax", {"rope_scaling": LLAMA3, "rope_theta": None}, "needs a rope_theta"),
         ("diag_attention", {"block_size": 0}, "from 1 to max_position_embeddings=128"),
         ("diag_attention", {"block_size": 129}, "must be from 1 to max_position"),
         ("diag_attention", {"scores": "gelu"}, "softmax, relu"),

@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
-from nalanda.convert.certificate import card, compare, tokenizer_of, unchecked
+from nalanda.convert.certificate import Certificate, card, compare, tokenizer_of, unchecked
 from nalanda.convert.formats import Config, Tensors, unsupported
 from nalanda.convert.mlx import check_mlx, to_mlx
 from nalanda.data.hub import is_hub_id
@@ -29,7 +29,8 @@ from nalanda.train.export import hub_errors, new_folder, pad_batches
 
 LIBRARIES = {
     "fla": fla.FORMATS,
-    "llama": llama.FORMATS,
+    "llama": llama.LLAMA,
+    "qwen3": llama.QWEN3,
     "qwen3_5": qwen3_5.FORMATS,
     "kimi_linear": kimi_linear.FORMATS,
     "mlx": qwen3_5.FORMATS | kimi_linear.FORMATS,
@@ -184,13 +185,14 @@ def convert(
     Args:
         source: a model folder or a Hugging Face hub id, in our format or one of FORMATS.
         destination: a new folder, which appears only when complete.
-        to: nalanda, fla, llama, qwen3_5, kimi_linear or mlx; required where more than one is possible.
+        to: nalanda, fla, llama, qwen3, qwen3_5, kimi_linear or mlx; required where more than one is possible.
         check: compare both models, see `certificate.compare`; one is in memory at a time, in fp32.
         dtype: of mlx's weights, see `mlx.DTYPES`; None and elsewhere they keep theirs.
 
     Shards stay. The tokenizer and generation config are copied, see `pad_batches`. Our config names the
     bos token that the tokenizer puts in front of a text, or none.
-    The model card, README.md, has what the comparison found, which is printed on stderr too.
+    The model card, README.md, has what the comparison found, which is printed on stderr too. So are keys of
+    the config without an effect, which are not read.
 
     Raises:
         InputError: names what the target format cannot express, or how far the models differ; nothing is
@@ -202,7 +204,7 @@ def convert(
     given = read_config(folder)
     kind = str(given.get("model_type"))
     kind = _MULTIMODAL.get(kind, kind)
-    target = ""
+    target, unread = "", []
     try:
         _refuse(kind, given)
         stored = _stored(folder)
@@ -211,6 +213,7 @@ def convert(
         else:
             given, stored = FORMATS[kind].text_model(given, stored)
             config = FORMATS[kind].ours(given)
+            unread = FORMATS[kind].unread(given)
         target = _target(kind, config, to)
         stored_as = given.get("dtype", given.get("torch_dtype"))
         theirs = {} if target == "nalanda" else FORMATS[target].theirs(config)
@@ -240,6 +243,8 @@ def convert(
         proof = unchecked("asked for with --no-check")
         if check:
             proof = compare(folder, part, libraries, dtype or "f32")
+        if unread:
+            proof = Certificate(proof.facts | {"not read": f"{', '.join(unread)}: no effect on the model"})
         print(proof, file=sys.stderr)
         (part / "README.md").write_text(card(out.name, source, libraries, proof), encoding="utf-8")
     return out

@@ -25,6 +25,13 @@ _INHERITED = {
     *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
 }
 
+# Keys that transformers reads from every config, whether or not the model's class has them.
+_ALWAYS_READ = {
+    *("attention_chunk_size", "is_causal", "kv_sharing_modes", "layer_types", "per_layer_config"),
+    *("original_max_position_embeddings", "partial_rotary_factor", "rope_parameters", "rope_scaling"),
+    *("quantization_config", "rope_theta", "sliding_window"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -106,6 +113,8 @@ class Format:
     """`write(ours, theirs)` fills in their fields; `ours` is as `resolved` returns it."""
     names: dict[str, str]
     """Parts of our tensor names, and what replaces them in theirs."""
+    config: type[PreTrainedConfig] | None = None
+    """Class of its config in transformers, where other keys have no effect; None: any key may have one."""
 
     def takes(self, mixers: set[str]) -> bool:
         """Whether it has models of these mixers."""
@@ -115,10 +124,21 @@ class Format:
         """Config and tensors by name, without parts that have no influence on the next token of a text."""
         return given, files
 
+    def unread(self, given: Config) -> list[str]:
+        """The keys that have a value and no effect: private ones, and those that transformers ignores."""
+        read = self.config and {*self.config.__dataclass_fields__, *self.config.attribute_map, *_ALWAYS_READ}
+        return [
+            name
+            for name, value in given.items()
+            if name not in self.fields.keys() | _INHERITED
+            and value not in (None, False)
+            and (name.startswith("_") or (read and name not in read))
+        ]
+
     def ours(self, given: Config) -> NalandaConfig:
         """The equivalent NalandaConfig. Raises InputError with the name of a field that it cannot express."""
-        own = {name: value for name, value in given.items() if name in self.fields or name not in _INHERITED}
-        theirs = checked(own, self.fields)
+        left_out = (_INHERITED | {*self.unread(given)}) - self.fields.keys()
+        theirs = checked({n: value for n, value in given.items() if n not in left_out}, self.fields)
         ours: Config = {"mixer": self.mixer, "mixer_options": {}}
         for name, known in self.fields.items():
             if known.means.startswith("."):

@@ -141,6 +141,7 @@ def attention_interval(config: NalandaConfig) -> int:
     ]
     if soft:
         found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
+        found += [("rope_scaling", soft.rope_scaling, None)]
         found += [("softmax's gate", soft.gate, "channel"), ("softmax's conv_size", soft.conv_size or 0, 0)]
     for name, value, wanted in found:
         if value != wanted:

@@ -1,4 +1,6 @@
-"""The Llama model of transformers."""
+"""The Llama and Qwen3 models of transformers."""
+
+from transformers import LlamaConfig, Qwen3Config
 
 from nalanda.convert.formats import (
     SHARED,
@@ -12,55 +14,116 @@ from nalanda.convert.formats import (
 )
 
 
-def _read_llama(theirs: Config, ours: Config) -> None:
-    """Accepts RoPE's base in rope_parameters, and in the older rope_theta and rope_scaling."""
-    rope = rope_settings(theirs, "rope_parameters", "rope_scaling")
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if kind != "default":
+def _read_rope(theirs: Config, ours: Config) -> None:
+    """Accepts RoPE in rope_parameters, and in the older rope_theta and rope_scaling, as transformers does."""
+    rope = rope_settings(theirs, "rope_scaling", "rope_parameters")
+    options = ours["mixer_options"]
+    options["rope_theta"] = rope.pop("rope_theta", theirs["rope_theta"])
+    older = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older)
+    if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
+        options["rope_scaling"] = {"rope_type": kind, **rope}
+    elif kind != "default":
         raise unsupported("rope_type", kind)
-    ours["mixer_options"]["rope_theta"] = rope.pop("rope_theta", theirs["rope_theta"])
-    for name, value in rope.items():
-        if value not in (None, 1):
-            raise unsupported(name, value)
+    else:
+        for name, value in rope.items():
+            if value not in (None, 1):
+                raise unsupported(name, value)
+
+
+def _write_rope(ours: Config, theirs: Config) -> None:
+    """Every release reads rope_theta and rope_scaling."""
+    options = softmax_options(ours)
+    theirs |= {name: options[name] for name in ("rope_theta", "rope_scaling")}
+    del theirs["rope_parameters"]
+
+
+def _read_llama(theirs: Config, ours: Config) -> None:
+    _read_rope(theirs, ours)
     if theirs["attention_bias"] != theirs["mlp_bias"]:
         raise unsupported("attention_bias", theirs["attention_bias"])
     ours |= {"use_bias": theirs["mlp_bias"], "head_dim": theirs["head_dim"]}
 
 
 def _write_llama(ours: Config, theirs: Config) -> None:
+    _write_rope(ours, theirs)
     theirs |= {"attention_bias": ours["use_bias"], "mlp_bias": ours["use_bias"], "head_dim": ours["key_dim"]}
-    theirs["rope_theta"] = softmax_options(ours)["rope_theta"]
-    del theirs["rope_parameters"], theirs["rope_scaling"]  # every release reads rope_theta
 
 
-FORMATS = {
+def _read_qwen3(theirs: Config, ours: Config) -> None:
+    _read_rope(theirs, ours)
+    for kind in theirs["layer_types"] or ():
+        if kind != "full_attention":
+            raise unsupported("layer_types", kind)
+    ours["mixer_options"]["qk_norm"] = True
+    ours["head_dim"] = theirs["head_dim"]
+
+
+def _write_qwen3(ours: Config, theirs: Config) -> None:
+    _write_rope(ours, theirs)
+    theirs["head_dim"] = ours["key_dim"]
+
+
+_SHARED = SHARED | {
+    "hidden_size": Field(4096, "hidden_size"),
+    "num_hidden_layers": Field(32, "num_hidden_layers"),
+    "num_attention_heads": Field(32, "num_heads"),
+    "rms_norm_eps": Field(1e-6, "norm_eps"),
+    "hidden_act": only("silu", "swish"),
+    "attention_dropout": only(0.0),
+    "rope_parameters": Field(None),
+    "rope_scaling": Field(None),
+    "rope_theta": Field(10000.0),
+}
+_NAMES = {
+    ".mixer_norm.": ".input_layernorm.",
+    ".mixer.": ".self_attn.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+}
+
+LLAMA = {
     "llama": Format(
         "LlamaForCausalLM",
         "softmax",
-        SHARED
+        _SHARED
         | {
-            "hidden_size": Field(4096, "hidden_size"),
             "intermediate_size": Field(11008, "intermediate_size"),
-            "num_hidden_layers": Field(32, "num_hidden_layers"),
-            "num_attention_heads": Field(32, "num_heads"),
             "num_key_value_heads": Field(None, ".num_kv_heads"),
             "head_dim": Field(None),
-            "rms_norm_eps": Field(1e-6, "norm_eps"),
-            "hidden_act": only("silu", "swish"),
             "attention_bias": Field(False),
             "mlp_bias": Field(False),
-            "attention_dropout": only(0.0),
             "pretraining_tp": Field(1),  # changes only the order of sums
-            "rope_parameters": Field(None),
-            "rope_scaling": Field(None),
-            "rope_theta": Field(10000.0),
         },
         _read_llama,
         _write_llama,
-        {
-            ".mixer_norm.": ".input_layernorm.",
-            ".mixer.": ".self_attn.",
-            ".mlp_norm.": ".post_attention_layernorm.",
+        _NAMES,
+        LlamaConfig,
+    )
+}
+
+QWEN3 = {
+    "qwen3": Format(
+        "Qwen3ForCausalLM",
+        "softmax",
+        _SHARED
+        | {
+            "vocab_size": Field(151936, "vocab_size"),
+            "intermediate_size": Field(22016, "intermediate_size"),
+            "max_position_embeddings": Field(32768, "max_position_embeddings"),
+            "bos_token_id": Field(None, "bos_token_id"),
+            "eos_token_id": Field(None, "eos_token_id"),
+            "num_key_value_heads": Field(32, ".num_kv_heads"),
+            "head_dim": Field(128),
+            "attention_bias": only(False),
+            "use_sliding_window": only(False),
+            "sliding_window": Field(None),  # has no effect without use_sliding_window
+            "max_window_layers": Field(28),
+            "layer_types": Field(None),
         },
+        _read_qwen3,
+        _write_qwen3,
+        _NAMES,
+        Qwen3Config,
     )
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3_5TextConfig
 
 from nalanda.common.errors import InputError
 from nalanda.convert.formats import (
@@ -238,5 +239,6 @@ FORMATS = {
         _read,
         _write,
         {},
+        Qwen3_5TextConfig,
     )
 }

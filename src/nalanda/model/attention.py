@@ -6,6 +6,7 @@ of each follows from the sequence's length.
 
 import copy
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .base import Heads, Mixer, State, StateSpec
-from .layers import RMSNorm, place_angles, rotate
+from .layers import RMSNorm, place_angles, rotate, slow_down
 from .ops import by_kernel
+from .options import fits
 from .sequences import Sequences
 from .transnormer import SimpleRMSNorm, build_positions
 
@@ -31,7 +33,9 @@ class SoftmaxAttention(Mixer):
     Options: `num_kv_heads`, a divisor of `num_heads` (default: all), for groups of query heads that share
     keys and values (GQA, arXiv 2305.13245); `window`, the number of tokens that a token sees, including
     itself (default: all before it); `rope_theta`, the base of the rotary angles (10000; null: no rotation);
-    `rotary_dim`, the entries of a head that rotate, its first (default: all).
+    `rotary_dim`, the entries of a head that rotate, its first (default: all). `rope_scaling`, Llama 3.1's
+    slower angles, spelt as in transformers' configs: `{rope_type: llama3, factor: 8.0, low_freq_factor: 1.0,
+    high_freq_factor: 4.0, original_max_position_embeddings: 8192}` (default: none).
     `qk_norm`, an RMSNorm of each head's q and k before the rotation, with one weight for all heads (Henry et
     al. 2020, arXiv 2010.04245; default: none); `gate`, o ⊙ σ(W x) with a factor for each "head" or each
     "channel" (arXiv 2505.06708; default: none); `conv_size`, the taps of short convolutions of q, k and v,
@@ -59,7 +63,7 @@ class SoftmaxAttention(Mixer):
         self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
         rope_theta: float | None = 10000.0, rotary_dim: int | None = None, qk_norm: bool = False,
         gate: str | None = None, conv_size: int = 0, num_heads: int | None = None,
-        head_dim: int | None = None,
+        head_dim: int | None = None, rope_scaling: dict | None = None,
     ):  # fmt: skip
         if num_heads is not None or head_dim is not None:
             config = resized(config, num_heads or config.num_heads, head_dim)
@@ -81,12 +85,15 @@ class SoftmaxAttention(Mixer):
                 f"softmax: rotary_dim={rotary_dim or config.key_dim} must be a multiple of 4 in images: "
                 "rows and columns rotate apart; or set rope_theta null"
             )
+        if rope_scaling is not None and rope_theta is None:
+            raise ValueError("softmax: rope_scaling needs a rope_theta; leave one of them out")
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
             raise ValueError(f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2")
         super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
         self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
+        self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
         if qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
         self.qk_norm, self.gate = qk_norm, gate
@@ -102,7 +109,7 @@ class SoftmaxAttention(Mixer):
         if self.qk_norm:
             q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         if self.rope_theta is not None:
-            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta)
+            angles = place_angles(x, seq, self.rotary_dim, self.rope_theta, self.rope_scaling)
             q, k = rotate(q, angles), rotate(k, angles)
         return heads | {"q": q, "k": k}
 
@@ -252,6 +259,22 @@ def resized(config, num_heads: int, head_dim: int | None):
     if head_dim is not None:
         config.head_dim, config.expand_k, config.expand_v = head_dim, 1.0, 1.0
     return config
+
+
+def checked_scaling(given: dict) -> dict[str, float]:
+    """The numbers of the option `rope_scaling`, for `layers.slow_down`."""
+    numbers = {name: value for name, value in given.items() if name != "rope_type"}
+    known = [name for name, p in inspect.signature(slow_down).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    if given.get("rope_type") != "llama3" or numbers.keys() != set(known):
+        raise ValueError(
+            f"softmax: rope_scaling={given!r} must have rope_type: llama3 and the numbers {', '.join(known)}"
+        )
+    for name, value in numbers.items():
+        if not (fits(value, float) and value > 0):
+            raise ValueError(f"softmax: rope_scaling's {name}={value!r} must be a positive number")
+    if not numbers["low_freq_factor"] < numbers["high_freq_factor"]:
+        raise ValueError("softmax: rope_scaling's low_freq_factor must be below its high_freq_factor")
+    return numbers
 
 
 def split_states(state: State) -> tuple[State, State]:

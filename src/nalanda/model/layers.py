@@ -1,5 +1,6 @@
 """Layers of the mixers and the decoder: norms, rotary positions, the short convolution."""
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -124,17 +125,37 @@ class LayerNorm(nn.LayerNorm):
         return y.to(linear_dtype(input))
 
 
-def rotary_angles(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> Tensor:
+def rotary_angles(
+    positions: Tensor, size: int, theta: float, dtype: torch.dtype, scaling: dict[str, float] | None = None
+) -> Tensor:
     """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864), `[…, size/2]`.
 
-    The result is at least fp32, and fp64 for inputs of that `dtype`.
+    The result is at least fp32, and fp64 for inputs of that `dtype`. scaling: of `slow_down`.
     """
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = theta ** (-torch.arange(0, size, 2, dtype=wide, device=positions.device) / size)
+    if scaling:
+        frequencies = slow_down(frequencies, **scaling)
     return positions[..., None].to(wide) * frequencies
 
 
-def place_angles(x: Tensor, seq: Sequences, size: int, theta: float) -> Tensor:
+def slow_down(
+    frequencies: Tensor, *, factor: float, low_freq_factor: float, high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> Tensor:  # fmt: skip
+    """Llama 3.1's frequencies for a longer context than the original one (arXiv 2407.21783).
+
+    Those below low_freq_factor turns in the original context are divided by `factor`. Those above
+    high_freq_factor turns stay. Between them the share that stays grows linearly.
+    """
+    turns = frequencies * (original_max_position_embeddings / (2 * math.pi))
+    stays = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return frequencies * (stays + (1 - stays) / factor)
+
+
+def place_angles(
+    x: Tensor, seq: Sequences, size: int, theta: float, scaling: dict[str, float] | None = None
+) -> Tensor:
     """`rotary_angles` of the positions of x `[B, T, …]`, `[B or 1, T, size/2]`.
 
     In images the first half of the pairs has the angles of the row, the second those of the column; size is a
@@ -142,9 +163,9 @@ def place_angles(x: Tensor, seq: Sequences, size: int, theta: float) -> Tensor:
     """
     places = seq.positions(x.shape[1], x.device)
     if seq.grid is None:
-        return rotary_angles(places, size, theta, x.dtype)
+        return rotary_angles(places, size, theta, x.dtype, scaling)
     axes = places // seq.grid[1], places % seq.grid[1]
-    return torch.cat([rotary_angles(place, size // 2, theta, x.dtype) for place in axes], -1)
+    return torch.cat([rotary_angles(place, size // 2, theta, x.dtype, scaling) for place in axes], -1)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
