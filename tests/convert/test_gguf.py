@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer.testing
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import nalanda_cli
@@ -346,6 +346,23 @@ def test_refuses_other_tokenizers(model, step, said, tmp_path):
         written(tmp_path, PreTrainedTokenizerFast(tokenizer_object=backend))
     assert not (tmp_path / "m.gguf").exists()
     assert not list(tmp_path.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_refuses_flags_of_added_tokens(flag, special, tokenizer, tmp_path):
+    tokenizer.add_tokens([AddedToken("<call>", special=special, **{flag: True})])
+    with pytest.raises(InputError, match=f"no {flag}, which '<call>' has: set it to false in tokenizer.json"):
+        written(tmp_path, tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("step", ["NFC", "NFKC", "Lowercase", "StripAccents"])
+def test_refuses_normalizers(step, tokenizer, tmp_path):
+    tokenizer.backend_tokenizer.normalizer = getattr(normalizers, step)()
+    with pytest.raises(InputError, match=f'no step {{"type": "{step}"}}: .* remove it from tokenizer.json'):
+        written(tmp_path, tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 # --------------------------------------------------------------------------------------------------- engine

@@ -47,6 +47,13 @@ def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Nalan
             types[i] = BYTE
         if token == model.get("unk_token") or i == model.get("unk_id"):
             types[i] = UNKNOWN
+    for token in added.values():
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if getattr(token, flag):
+                raise InputError(
+                    f"llama.cpp's added tokens have no {flag}, which {str(token)!r} has: "
+                    "set it to false in tokenizer.json if your texts need none"
+                )
     stages = {name: _steps(spec, name) for name in ("normalizer", "pre_tokenizer")}
     if model["type"] == "Unigram":
         add = _add_unigram
@@ -78,7 +85,11 @@ def _steps(spec: Spec, stage: str) -> list[Spec]:
 
 
 def _refused(step: Spec) -> InputError:
-    return InputError(f"llama.cpp's tokenizers have no step {json.dumps(step, ensure_ascii=False)}")
+    return InputError(f"llama.cpp's tokenizers have no step {_shown(step)}")
+
+
+def _shown(step: Spec) -> str:
+    return json.dumps(step, ensure_ascii=False)
 
 
 def _add_byte_level(
@@ -86,9 +97,11 @@ def _add_byte_level(
 ) -> None:
     """BPE over bytes, as GPT-2's and Qwen's."""
     pattern, own = None, False
-    for step in normalizer:
-        if step["type"] != "NFC":  # which llama.cpp leaves out; most texts are in it
-            raise _refused(step)
+    if normalizer:
+        raise InputError(
+            f"llama.cpp's byte-level BPE has no step {_shown(normalizer[0])}: if your texts need none, "
+            "remove it from tokenizer.json, with tokenizer_class: TokenizersBackend in tokenizer_config.json"
+        )
     for step in pre_tokenizer:
         if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
             own = step["use_regex"]
