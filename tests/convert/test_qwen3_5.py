@@ -1,7 +1,9 @@
 """Qwen3.5's text models: conversion both ways, refusals, and the proof that both models compute the same."""
 
+import copy
 import json
 import math
+import re
 import shutil
 import sys
 import typing
@@ -10,9 +12,11 @@ import pytest
 import torch
 import typer.testing
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from training import configured
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
@@ -21,7 +25,7 @@ from transformers import (
 import nalanda_cli
 from nalanda import NalandaConfig
 from nalanda.common.errors import InputError
-from nalanda.convert import certificate
+from nalanda.convert import certificate, mlx
 from nalanda.convert.convert import convert
 from nalanda.inference.load import load_model
 from nalanda.train.log import read_metrics
@@ -157,6 +161,16 @@ def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
         assert torch.allclose(found[name], tensor, rtol=0, atol=2e-7 * ("norm" in name)), name
 
 
+def test_a_tokenizer_stays_what_transformers_made_of_it(multimodal, tokenizer, tmp_path):
+    """Which, for this type of model, is not what its files say."""
+    folder = shutil.copytree(multimodal, tmp_path / "theirs")
+    tokenizer.save_pretrained(folder)
+    before = AutoTokenizer.from_pretrained(folder)
+    ours = convert(str(folder), str(tmp_path / "ours"))
+    after = AutoTokenizer.from_pretrained(ours)
+    assert tokenizer.encode("cafe\u0301") != before.encode("cafe\u0301") == after.encode("cafe\u0301")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -290,6 +304,38 @@ def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
     refused(ours, "qwen3_5", "greedy token 6 of 32 with a cache")
 
 
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "message"),
+    [
+        ("config.json", '"eos_token_id": 2', '"eos_token_id": 3', "config.eos_token_id is 2 and 3"),
+        ("config.json", '"bos_token_id": 1', '"bos_token_id": 3', "config.bos_token_id is 1 and 3"),
+        ("config.json", '"pad_token_id": null', '"pad_token_id": 1', "config.pad_token_id is None and 1"),
+        (
+            "tokenizer_config.json",
+            '"eos_token": "<|endoftext|>"',
+            '"eos_token": "<call>"',
+            "tokenizer.eos_token",
+        ),
+        ("tokenizer.json", '"lstrip": true', '"lstrip": false', "cut 'a <call> b' into other tokens"),
+    ],
+)
+def test_a_wrong_token_leaves_nothing(file, right, wrong, message, tokenizer, monkeypatch, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken("<call>", lstrip=True)])
+    ours, load = write(tmp_path / "ours", {"vocab_size": len(tokenizer)}), certificate.compute
+    tokenizer.save_pretrained(ours)
+
+    def compute(folder, *sample):
+        if folder.name == ".tmp-out":
+            text = (folder / file).read_text()
+            assert right in text
+            (folder / file).write_text(text.replace(right, wrong))
+        return load(folder, *sample)
+
+    monkeypatch.setattr(certificate, "compute", compute)
+    refused(ours, "qwen3_5", message)
+
+
 def test_text_of_the_tokenizer_is_compared(tokenizer, tmp_path):
     ours = write(tmp_path / "ours", {"vocab_size": len(tokenizer)})
     tokenizer.save_pretrained(ours)
@@ -331,25 +377,70 @@ def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, t
 # ------------------------------ mlx-lm
 
 
-@pytest.mark.parametrize("dtype", [None, "f16", "q8"])
-def test_mlx_computes_the_same(dtype, tokenizer, tmp_path, capfd):
+# Rounding errors grow in a random model with narrow heads or large weights.
+TAME = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02, "vocab_size": 272}
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "stored"),
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("bfloat16", "f32", "float32"),
+        ("float32", "f16", "float16"),
+        ("float32", "q8", "uint32"),
+    ],
+)
+def test_mlx_computes_the_same(source, dtype, stored, tokenizer, tmp_path, capfd):
     mlx_lm = pytest.importorskip("mlx_lm")
-    # Rounding errors grow in a random model with narrow heads or large weights.
-    fields = (HYBRID if dtype else {}) | {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.02}
-    write(tmp_path / "ours", fields | {"vocab_size": 272})
+    write(tmp_path / "ours", (HYBRID if dtype else {}) | TAME, getattr(torch, source))
     tokenizer.save_pretrained(tmp_path / "ours")
     out = convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx", dtype=dtype)
     found = rows(out)
-    difference, limit = found["largest difference of log-probabilities"].split(", tolerance ")
-    assert float(difference) < float(limit.split(" ")[0]) * (1 if dtype else 0.1)
-    assert dtype or found["greedy tokens equal"].startswith("32 of 32")
+    lines = {k: found[k] for k in found if k.startswith("largest difference of log-probabilities")}
+    assert len(lines) == (2 if dtype in ("f16", "q8") else 1)
+    for line, share in zip(lines.values(), (0.1, 1), strict=False):
+        difference, limit = (float(x.split(" ")[0]) for x in line.split(", tolerance "))
+        assert difference < limit * share
+    assert found["greedy tokens equal"].startswith("32 of 32")
     assert ", mlx-lm 0" in found["versions"]
     assert capfd.readouterr().out == ""
     model, loaded = mlx_lm.load(str(out))
     assert loaded.encode("the") == tokenizer.encode("the")
-    names = {None: "float32", "f16": "float16", "q8": "uint32"}
-    assert str(model.layers[0].mlp.up_proj.weight.dtype) == f"mlx.core.{names[dtype]}"
+    assert str(model.layers[0].mlp.up_proj.weight.dtype) == f"mlx.core.{stored}"
+    assert str(model.layers[0].linear_attn.dt_bias.dtype) == "mlx.core.float32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "out"]
+    assert not [path for path in out.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("inner", ["", "rounded"])
+@pytest.mark.parametrize(
+    ("dtype", "broken", "change"),
+    [
+        ("bf16", "0.linear_attn.norm.weight", lambda x: x.lerp(torch.ones_like(x), 0.1)),
+        ("q8", "0.linear_attn.A_log", lambda x: x + 0.1),
+    ],
+)
+def test_a_wrong_tensor_of_mlx_leaves_nothing(dtype, broken, change, inner, tokenizer, tmp_path, monkeypatch):
+    """In the exact model, which is rounded, or in the rounded one alone."""
+    pytest.importorskip("mlx_lm")
+    write(tmp_path / "ours", TAME | {"initializer_range": 0.1})
+    tokenizer.save_pretrained(tmp_path / "ours")
+    right = mlx._save
+
+    def wrong(model, config, folder):
+        right(model, config, folder)
+        if folder.name == (inner or "exact"):
+            file = folder / "model.safetensors"
+            tensors = load_file(file)
+            (name,) = (name for name in tensors if name.endswith(broken))
+            save_file(tensors | {name: change(tensors[name])}, file, metadata={"format": "mlx"})
+
+    monkeypatch.setattr(mlx, "_save", wrong)
+    said = f"{broken} is not the source's, rounded to {dtype}" if inner else "log-probabilities by"
+    with pytest.raises(InputError, match=re.escape(said)):
+        convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,32 @@ from pydoc_data.topics import topics
 import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.versions import versions
 from nalanda.convert import engines
-from nalanda.convert.engines import CONTINUATION, Computed
+from nalanda.convert.engines import CONTINUATION, Computed, tokenizer_of
 
 TOKENS = 512
-TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
-"""Largest difference of log-probabilities by what the target's weights were rounded to, relative to the
-source's largest logit; f32 where they were not. Right conversions of trained models are below a third of it,
-in f32 below 1e-4; one with a wrong tensor is at about 1."""
+TOLERANCE = 1e-3
+"""Largest difference of log-probabilities where no weight was rounded, as a share of the largest logit. Right
+conversions of trained models are below a tenth of it; one with a wrong tensor is at about 1."""
+
+ROUNDED = {"f16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
+"""The same of rounded weights, by what they were rounded to. It is wide because llama.cpp rounds activations
+too. The weights before rounding have TOLERANCE, and each rounded tensor is compared exactly."""
+
+_TEXTS = [
+    *("naïve Größe ½ ™ ﬁn", "cafe\u0301 A\u030angstro\u0308m n\u0303", "I'm sure we'LL, DON'T x's"),
+    *(
+        "日本語の文章です。한국어 中文，测试",
+        "👍🏽 👩\u200d👩\u200d👧 🇫🇷 ❤️",
+        "0 7 42 1234567890 3.14 1,000,000 x2y ٣٤",
+    ),
+    *("a\n\nb\r\n\n\n  c\t\td \n", "  two  blanks   three ", " a", "\n"),
+]
+_PLACES = ("{} word", "a {} b", "x  {}  y", "word{}word")  # of an added token
 
 _LEAST = -80.0  # engines whose probabilities are fp32 know no lower logarithm
 
@@ -38,27 +52,78 @@ def unchecked(why: str) -> Certificate:
     return Certificate({"source and target": f"not compared: {why}"})
 
 
-def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32") -> Certificate:
-    """Both models' log-probabilities for TOKENS tokens of a text, and their greedy continuations.
+def compare(
+    source: Path, target: Path, libraries: list[str], rounded: tuple[str, Path] | None = None
+) -> Certificate:
+    """Both models' log-probabilities for TOKENS tokens of a text, and their greedy continuations. Besides how
+    their tokenizers cut `probes`, and the ids of bos, eos and pad.
 
-    Without a tokenizer the tokens are random. Both models compute on the CPU, one after the other.
+    Without a tokenizer the tokens are random. The models compute on the CPU, one after the other.
     libraries: of source and target; gguf and mlx have engines of their own, transformers computes the others.
-    dtype: one of TOLERANCES.
+    rounded: one of ROUNDED and the model that is `target` rounded to it, which is compared too.
 
     Raises:
         InputError: they differ by more than that, or in a greedy token that rounding does not explain.
     """
     if "fla" in libraries:  # its kernels have no path in torch
         return unchecked("flash-linear-attention's models compute on GPUs only")
-    sample = _sample(source if target.is_file() else target)
+    ids, text = _sample(source if target.is_file() else target)
+    texts = probes(tokenizer_of(source), text)
     try:
-        after = compute(target, libraries[1], *sample)
-        before = compute(source, libraries[0], *sample)
+        after = compute(target, libraries[1], ids, texts)
+        coarse = compute(rounded[1], libraries[1], ids, texts) if rounded else None
+        before = compute(source, libraries[0], ids, texts)
     except ModuleNotFoundError as error:
         return unchecked(str(explained(error) or error))
+    _check_tokenizers(texts, before, after, libraries[1] == "nalanda")
+    packages = [f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")]
+    facts = {
+        "compared on": f"{len(ids)} tokens, {'English' if text else 'random'}; on a CPU, in fp32",
+        **_differences(before, after, "f32"),
+    }
+    if rounded and coarse:
+        close = _differences(before, coarse, rounded[0])
+        facts |= {f"{name}, {rounded[0]}": value for name, value in close.items()}
+    if texts:
+        facts["texts cut into the same tokens"] = f"{len(texts)} of {len(texts)}"
+    facts["versions"] = ", ".join(dict.fromkeys([*packages, before.engine, after.engine]))
+    return Certificate(facts)
+
+
+def probes(tokenizer: PreTrainedTokenizerBase | None, *texts: str) -> list[str]:
+    """Texts that tokenizers may cut in other ways; none without a tokenizer."""
+    if tokenizer is None:
+        return []
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    return [*filter(None, texts), *_TEXTS, *(place.format(token) for token in added for place in _PLACES)]
+
+
+def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ours: bool) -> None:
+    """Raises InputError for a text of which they make other tokens, or another id of bos, eos or pad.
+
+    Two differences are meant: our config names the bos that the tokenizer writes, and a tokenizer without a
+    pad token gets one, see `pad_batches`.
+    """
+    for name in before.special.keys() & after.special.keys():
+        first, second = before.special[name], after.special[name]
+        meant = (
+            to_ours if name == "config.bos_token_id" else name == "tokenizer.pad_token_id" and first is None
+        )
+        if first != second and not meant:
+            raise InputError(f"source and target differ: {name} is {first} and {second}")
+    if texts and before.cuts and not after.cuts:
+        raise InputError("source and target differ: the target's tokenizer cannot be loaded")
+    for text, first, second in zip(texts, before.cuts, after.cuts, strict=True):
+        if first != second:
+            shown = repr(text if len(text) < 40 else text[:40] + "…")
+            raise InputError(f"source and target differ: their tokenizers cut {shown} into other tokens")
+
+
+def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str]:
+    """The rows of the card; raises InputError as `compare`."""
     assert before.logits is not None  # of transformers
-    scale = before.logits.abs().max().item()
-    limit = TOLERANCES[dtype] * scale
+    scale, share = before.logits.abs().max().item(), ROUNDED.get(dtype, TOLERANCE)
+    limit = share * scale
     spread = before.logps[after.every - 1 :: after.every][: len(after.logps)]
     logps = (spread.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
     unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
@@ -66,32 +131,24 @@ def compare(source: Path, target: Path, libraries: list[str], dtype: str = "f32"
     if not logps <= limit:
         raise InputError(
             f"source and target differ: log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
-            f"{TOLERANCES[dtype]:g} of the largest logit"
+            f"{share:g} of the largest logit"
         )
     if unequal and before.margins[equal] > limit:
         raise InputError(f"source and target differ: greedy token {equal + 1} of {CONTINUATION} with a cache")
     facts = {
-        "compared on": f"{len(sample[0])} tokens, {'English' if sample[1] else 'random'}; on a CPU, in fp32",
         "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
-        f"{len(after.logps)} of the tokens",
+        f"{len(after.logps)} of the tokens"
     }
     if after.logits is not None:
         facts["of logits"] = f"{(before.logits - after.logits).abs().max():.1e} of {scale:.3g}"
-    packages = [f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")]
-    return Certificate(
-        facts
-        | {
-            "greedy tokens equal": f"{equal} of {CONTINUATION}, with a cache",
-            "versions": ", ".join(dict.fromkeys([*packages, before.engine, after.engine])),
-        }
-    )
+    return facts | {"greedy tokens equal": f"{equal} of {CONTINUATION}, with a cache"}
 
 
-def compute(path: Path, library: str, ids: Tensor, text: str) -> Computed:
-    """What the library's engine computes; `text` begins with `ids` `[T]`, or is empty."""
+def compute(path: Path, library: str, ids: Tensor, texts: list[str]) -> Computed:
+    """What the library's engine computes from `ids` `[T]`, and the tokens of `texts`."""
     known = {"gguf": engines.with_llama_cpp, "mlx": engines.with_mlx}
     try:
-        return known.get(library, engines.with_transformers)(path, ids, text)
+        return known.get(library, engines.with_transformers)(path, ids, texts)
     except (InputError, ModuleNotFoundError):
         raise
     except Exception as error:  # engines share no exception class
@@ -110,16 +167,6 @@ def _sample(folder: Path) -> tuple[Tensor, str]:
         if len(ids) == count and max(ids) < vocabulary:
             return torch.tensor(ids), text
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)), ""
-
-
-def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    """None too for one that cannot be loaded, such as one with code of its own, which is not run."""
-    if not any(folder.glob("tokenizer*")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # pyrefly: ignore
-    except Exception:  # tokenizers and transformers share no exception class
-        return None
 
 
 def card(name: str, source: str, libraries: list[str], found: Certificate) -> str:

@@ -20,9 +20,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from nalanda.common.errors import InputError
 from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
-from nalanda.convert.certificate import Certificate, card, compare, tokenizer_of, unchecked
+from nalanda.convert.certificate import Certificate, card, compare, unchecked
+from nalanda.convert.engines import tokenizer_of
 from nalanda.convert.formats import Config, Tensors, unsupported
-from nalanda.convert.mlx import check_mlx, to_mlx
+from nalanda.convert.mlx import check_mlx, check_rounded, keep_rounded, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
@@ -237,12 +238,16 @@ def convert(
         for side in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
             (shutil.copytree if side.is_dir() else shutil.copy)(side, part / side.name)
         pad_batches(part)
-        if to == "mlx":
-            to_mlx(part, dtype)
+        _keep_tokenizer(folder, part)
+        rounded = to_mlx(part, dtype) if to == "mlx" else None
         libraries = [_library(kind), to if to == "mlx" else _library(target)]
         proof = unchecked("asked for with --no-check")
+        if check and rounded:
+            check_rounded(part, *rounded)
         if check:
-            proof = compare(folder, part, libraries, dtype or "f32")
+            proof = compare(folder, part, libraries, rounded)
+        if rounded:
+            keep_rounded(part)
         if unread:
             proof = Certificate(proof.facts | {"not read": f"{', '.join(unread)}: no effect on the model"})
         print(proof, file=sys.stderr)
@@ -258,6 +263,18 @@ def _bos(folder: Path, config: NalandaConfig) -> int | None:
         return config.bos_token_id
     bos = tokenizer.bos_token_id
     return bos if tokenizer("a").input_ids[:1] == [bos] else None
+
+
+def _keep_tokenizer(folder: Path, part: Path) -> None:
+    """Names the class that the tokenizer of `folder` has, where the type of the model decides it."""
+    file, tokenizer = part / "tokenizer_config.json", tokenizer_of(folder)
+    if tokenizer is None or not file.is_file():
+        return
+    settings, name = json.loads(file.read_text(encoding="utf-8")), type(tokenizer).__name__
+    declared = settings.get("tokenizer_class") or ""
+    if name not in ("TokenizersBackend", declared.removesuffix("Fast")):
+        text = json.dumps(settings | {"tokenizer_class": name}, indent=2, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def read_config(folder: Path) -> Config:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ import torch
 import transformers
 from nalanda_kernels import take_torch_path
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError
 
 PROMPT, CONTINUATION = 64, 32
 _EVERY = 32
+_SPECIAL = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -41,22 +43,48 @@ class Computed:
     """[CONTINUATION], how far the log-probability of each is above the next."""
     engine: str
     """Its package, with the version."""
+    cuts: list[list[int]]
+    """The ids of each probe, without bos; none without a tokenizer."""
+    special: dict[str, int | list[int] | None]
+    """The ids of bos, eos and pad, those of the config (`config.`) and of the tokenizer (`tokenizer.`)."""
     logits: Tensor | None = None
     """[positions, vocabulary], where it tells them."""
     every: int = 1
     """The positions: each, or the last of so many ids."""
 
 
-def _computed(package: str, logits: Tensor, steps: list[Tensor]) -> Computed:
+def _computed(
+    package: str, logits: Tensor, steps: list[Tensor], config: Any, tokenizer: Any, probes: list[str]
+) -> Computed:
     """steps: the logits `[vocabulary]` before each greedy token."""
     top = torch.stack(steps).float().topk(2)
     margins = top.values[:, 0] - top.values[:, 1]
-    name = f"{package} {version(package)}"
-    return Computed(logits.log_softmax(-1), top.indices[:, 0], margins, name, logits)
+    special = {f"config.{name}": getattr(config, name, None) for name in _SPECIAL}
+    if tokenizer:
+        special |= {f"tokenizer.{name}": getattr(tokenizer, name) for name in _SPECIAL}
+    return Computed(
+        logits.log_softmax(-1),
+        top.indices[:, 0],
+        margins,
+        f"{package} {version(package)}",
+        [tokenizer.encode(text, add_special_tokens=False) for text in probes if tokenizer],
+        special,
+        logits,
+    )
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    """None too for one that cannot be loaded, such as one with code of its own, which is not run."""
+    if not any(folder.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # pyrefly: ignore
+    except Exception:  # tokenizers and transformers share no exception class
+        return None
 
 
 @torch.no_grad()
-def with_transformers(folder: Path, ids: Tensor, text: str) -> Computed:
+def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     """By the model of a folder, in fp32."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -71,19 +99,22 @@ def with_transformers(folder: Path, ids: Tensor, text: str) -> Computed:
         )
         prompt = ids[None, :PROMPT]
         done = model.generate(prompt, attention_mask=torch.ones_like(prompt))
+    config = model.config.get_text_config()
     del model
     gc.collect()
-    return _computed("transformers", logits, [step[0] for step in done.logits])
+    steps = [step[0] for step in done.logits]
+    return _computed("transformers", logits, steps, config, tokenizer_of(folder), probes)
 
 
-def with_mlx(folder: Path, ids: Tensor, text: str) -> Computed:
+def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     """By mlx-lm, in fp32."""
     import mlx.core as mx  # pyrefly: ignore[missing-import]  (an extra)
-    import mlx_lm  # pyrefly: ignore[missing-import]
     from mlx_lm.models.cache import make_prompt_cache  # pyrefly: ignore[missing-import]
 
+    mlx_lm: Any = importlib.import_module("mlx_lm")
+
     with quiet(), mx.stream(mx.cpu):
-        model = mlx_lm.load(str(folder))[0]
+        model, tokenizer, config = mlx_lm.load(str(folder), return_config=True)
         model.set_dtype(mx.float32)
 
         def logits(tokens: list[int], cache: list | None = None) -> Tensor:
@@ -94,18 +125,24 @@ def with_mlx(folder: Path, ids: Tensor, text: str) -> Computed:
         while len(steps) < CONTINUATION:
             steps.append(logits(new, cache)[-1])
             new = [int(steps[-1].argmax())]
-    return _computed("mlx-lm", every, steps)
+    return _computed("mlx-lm", every, steps, SimpleNamespace(**config), tokenizer, probes)
 
 
-def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
+def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
     """By llama.cpp as it runs on CPUs, its cache in fp32.
 
     It answers with the probabilities of one position at a time, so every 32nd is asked for, but not the last:
     a short context has no room for one more.
 
     Raises:
-        InputError: its tokenizer cuts `text`, which begins with `ids`, into others.
+        InputError: the context is too short for a prompt and a continuation.
     """
+    if len(ids) < PROMPT + CONTINUATION:
+        raise InputError(
+            f"max_position_embeddings={len(ids)}: the comparison in llama.cpp needs a context of "
+            f"{PROMPT + CONTINUATION} tokens; --no-check skips it"
+        )
+    gguf: Any = importlib.import_module("gguf")
     xllamacpp: Any = importlib.import_module("xllamacpp")  # an extra
 
     params = xllamacpp.CommonParams()
@@ -124,8 +161,6 @@ def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
             return json.load(answer)["tokens"]
 
-    if text and tokens(text)[: len(ids)] != ids.tolist():
-        raise InputError("llama.cpp's tokenizer cuts a text into other tokens than the model's")
     # A token that is no whole character would not be answered; this one is. The bias alters no probability.
     fixed = {"n_predict": 1, "temperature": 0, "logit_bias": [[tokens("a")[-1], 1e6]], "ignore_eos": True}
 
@@ -145,11 +180,15 @@ def with_llama_cpp(file: Path, ids: Tensor, text: str) -> Computed:
     for end in range(_EVERY, len(ids), _EVERY):
         found = ranked(ids[:end].tolist(), 1 << 30)
         logps.append([logp for logp, _ in sorted(found, key=lambda pair: pair[1])])
+    fields = gguf.GGUFReader(file).fields
+    special = {name: fields.get(f"tokenizer.ggml.{name}") for name in _SPECIAL}
     return Computed(
         torch.tensor(logps),
         torch.tensor(prompt[PROMPT:]),
         torch.tensor(margins),
         f"xllamacpp {version('xllamacpp')}",
+        [tokens(text) for text in probes],
+        {f"tokenizer.{name}": field and field.contents() for name, field in special.items()},
         every=_EVERY,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,8 @@ def write_gguf(
     decays and convolutions are always f32.
     check: compare both models where llama.cpp is installed, see `certificate.compare`. What that found is
     printed on stderr and stored in the file's metadata, as `nalanda.certificate`: no second file is needed.
+    A rounded file is compared beside one in f32, which is removed again: each of its tensors, exactly, and
+    what llama.cpp computes from both.
 
     llama.cpp needs a layer of softmax attention for its cache. A model without any gets one more layer, whose
     output matrices are zero, so that it adds nothing.
@@ -64,19 +67,44 @@ def write_gguf(
             raise InputError(f"{source}: no {name} in it")
     if read_config(source).get("model_type") != "nalanda":
         raise InputError(f"{source}: not a model of ours; convert it to nalanda first")
-    part = out.with_name(f".tmp-{out.name}")
+    part, exact = (out.with_name(f".tmp-{name}{out.name}") for name in ("", "f32-"))
     try:
         _write(source, part, dtype, title)
         proof = unchecked("asked for with --no-check")
-        if check:
-            proof = compare(source, part, ["nalanda", "gguf"], dtype)
+        if check and dtype == "f32":
+            proof = compare(source, part, ["nalanda", "gguf"])
+        elif check:
+            _write(source, exact, "f32", title)
+            _check_rounded(exact, part)
+            proof = compare(source, exact, ["nalanda", "gguf"], (dtype, part))
         print(proof, file=sys.stderr)
         field = gguf.GGUFReader(part, "r+").fields[_CERTIFICATE]
         field.parts[field.data[0]][:] = list(str(proof).encode().ljust(_ROOM))
         rename_synced(part, out)
     finally:
-        part.unlink(missing_ok=True)
+        for file in (part, exact):
+            file.unlink(missing_ok=True)
     return out
+
+
+def _check_rounded(exact: Path, rounded: Path) -> None:
+    """Raises InputError unless `rounded` has the fields of `exact`, and its tensors rounded."""
+    import gguf  # pyrefly: ignore[missing-import]
+
+    files = [gguf.GGUFReader(path) for path in (exact, rounded)]
+    before, after = (
+        {name: field.contents() for name, field in file.fields.items() if name != "general.file_type"}
+        for file in files
+    )
+    different = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    sources = {tensor.name: tensor.data for tensor in files[0].tensors}
+    for tensor in files[1].tensors:
+        kind = tensor.tensor_type
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(sources[tensor.name], kind), kind)
+        if not np.array_equal(gguf.quants.dequantize(tensor.data, kind), wanted):
+            different.append(tensor.name)
+    if different:
+        raise InputError(f"source and target differ: {min(different)} is not the source's, rounded")
 
 
 def _write(source: Path, part: Path, dtype: str, title: str) -> None:

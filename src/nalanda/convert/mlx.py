@@ -1,6 +1,8 @@
 """Folders for mlx-lm, which makes them from the formats of Qwen3.5 and KimiLinear."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,14 @@ from nalanda.common.errors import InputError, explained
 from nalanda.convert.engines import quiet
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8": None}
-"""What mlx-lm stores, with its name of the dtype. q8: 8 bits in groups of 64, where rows are such; the rest
+"""What is stored, with mlx's name of the dtype. q8: 8 bits in groups of 64, where rows are such; the rest
 keeps its dtype."""
+
+_DECAY = ("A_log", "dt_bias")  # stay fp32, as in ours
+_ROUNDED = "rounded"
+_OVERRULED = ("qwen3_5",)
+"""Types of models whose tokenizer transformers replaces by Qwen's, with this one's vocabulary. It keeps the
+tokenizer where tokenizer_config.json has an auto_map, even one that names no class."""
 
 
 def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
@@ -28,26 +36,104 @@ def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
         )
 
 
-def to_mlx(folder: Path, dtype: str | None) -> None:
-    """Turns a folder in either format into one of mlx-lm's; dtype: one of DTYPES, None keeps it."""
-    import mlx.core as mx  # pyrefly: ignore[missing-import]
-    import mlx_lm  # pyrefly: ignore[missing-import]
+def to_mlx(folder: Path, dtype: str | None) -> tuple[str, Path] | None:
+    """Turns a folder in either format into one of mlx-lm's, with the same weights.
 
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["model_type"] = config["model_type"].removesuffix("_text")
-    file.write_text(json.dumps(config), encoding="utf-8")
-    kept = config.get("dtype", "float32")  # norms are stored in fp32 there
+    If dtype, one of DTYPES, rounds them, returns it with the folder of the rounded model, inside `folder`.
+    """
+    import mlx.core as mx  # pyrefly: ignore[missing-import]
+
+    kind = _read(folder / "config.json")["model_type"].removesuffix("_text")
+    config = _add(folder / "config.json", model_type=kind)
+    if kind in _OVERRULED:
+        _add(folder / "tokenizer_config.json", auto_map=["", ""])
+    narrow = getattr(mx, (dtype != "f32" and config.get("dtype")) or "float32")
+
+    def narrowed(name: str, x: Any) -> Any:
+        """Norms come in fp32. Like decays, they may have digits that the model's dtype has not."""
+        return y if mx.array_equal(y := x.astype(narrow), x) else x
+
     with quiet(), mx.stream(mx.cpu):
-        mlx_lm.convert(
-            str(folder),
-            str(folder / "mlx"),
-            dtype=(dtype and DTYPES[dtype]) or kept,
-            quantize=dtype == "q8",
-            q_bits=8,
-        )
+        model, config = _load(folder)
+        _save(_cast(model, narrowed), config, folder / "exact")
+        _replace(folder, folder / "exact")
+        if dtype in (None, "f32"):
+            return None
+        rounded = folder / _ROUNDED
+        shutil.copytree(folder, rounded, ignore=shutil.ignore_patterns("*.safetensors*", _ROUNDED))
+        _save(*_rounded(folder, dtype), rounded)
+    return dtype, rounded
+
+
+def check_rounded(folder: Path, dtype: str, rounded: Path) -> None:
+    """Raises InputError unless the weights of `rounded` are those of `folder`, rounded."""
+    import mlx.core as mx  # pyrefly: ignore[missing-import]
+    from mlx.utils import tree_flatten  # pyrefly: ignore[missing-import]
+
+    stored: dict[str, Any] = {}
+    with quiet(), mx.stream(mx.cpu):
+        for file in rounded.glob("model*.safetensors"):
+            stored.update(mx.load(str(file)))  # pyrefly: ignore[no-matching-overload]
+        wanted: Any = tree_flatten(_rounded(folder, dtype)[0].parameters())
+        for name, x in wanted:
+            if not mx.array_equal(stored[name], x):
+                raise InputError(f"source and target differ: {name} is not the source's, rounded to {dtype}")
+
+
+def keep_rounded(folder: Path) -> None:
+    """Leaves the rounded model in `folder`, instead of the exact one."""
+    _replace(folder, folder / _ROUNDED)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _add(file: Path, **settings: Any) -> dict[str, Any]:
+    """Adds settings to a JSON file; returns all of them."""
+    table = _read(file) | settings
+    file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return table
+
+
+def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    from mlx_lm.utils import load_model  # pyrefly: ignore[missing-import]
+
+    return load_model(folder, lazy=True)
+
+
+def _cast(model: Any, cast: Callable[[str, Any], Any]) -> Any:
+    """The model with its weights as `cast` returns them, by their names."""
+    from mlx.utils import tree_map_with_path  # pyrefly: ignore[missing-import]
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+    return model
+
+
+def _rounded(folder: Path, dtype: str) -> tuple[Any, dict[str, Any]]:
+    import mlx.core as mx  # pyrefly: ignore[missing-import]
+    from mlx_lm.utils import quantize_model  # pyrefly: ignore[missing-import]
+
+    model, config = _load(folder)
+    if dtype == "q8":
+        return quantize_model(model, config, 64, 8)
+    narrow = getattr(mx, DTYPES[dtype] or "")
+    return _cast(model, lambda name, x: x if name.endswith(_DECAY) else x.astype(narrow)), config
+
+
+def _save(model: Any, config: dict[str, Any], folder: Path) -> None:
+    from mlx_lm.utils import save_config, save_model  # pyrefly: ignore[missing-import]
+
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+
+
+def _replace(folder: Path, inner: Path) -> None:
+    """Moves the files of `inner` into `folder`, over the model that is there."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    for new in (folder / "mlx").iterdir():
+    for new in inner.iterdir():
+        if new.is_dir():
+            shutil.rmtree(folder / new.name, ignore_errors=True)
         new.replace(folder / new.name)
-    (folder / "mlx").rmdir()
+    inner.rmdir()
