@@ -261,7 +261,7 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def chance_by_task(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask]) -> dict[str, float]:
+def arena_chance(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask]) -> dict[str, float]:
     """By task the accuracy of the best constant answer to the test rows; of guessing, in older records."""
     known: dict[str, float] = {}
     for row in rows:
@@ -273,7 +273,7 @@ def arena_table(
     rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], size: str
 ) -> tuple[list[str], list[list[str]]]:
     """Header and lines: chance, ours, and published rows with a word on what they can be compared with."""
-    chance = chance_by_task(rows, tasks)
+    chance = arena_chance(rows, tasks)
     lines = [["chance", "–", *(f"{100 * level:.1f}" for level in chance.values()), "–", "–", "–"]]
     for row in rows:
         found = row["accuracy"]
@@ -307,7 +307,7 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
     )
     with drawing(file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows),
                  sharey=True) as panels:  # fmt: skip
-        for panel, (name, level) in zip(panels, chance_by_task(rows, tasks).items(), strict=True):
+        for panel, (name, level) in zip(panels, arena_chance(rows, tasks).items(), strict=True):
             panel.axvline(100 * level, color=GREY, linestyle="--", linewidth=1)
             for i, row in enumerate(reversed(rows)):  # the first is at the top
                 if name in row["accuracy"]:

@@ -269,6 +269,7 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
         (ids(1, 0), {}, r"input_ids must be \[batch, length\] with a token, not \[1, 0\]"),
         (ids(1, 5)[:0], {}, r"with a token, not \[0, 5\]"),
         (ids(1, 5)[0], {}, r"with a token, not \[5\]"),
+        (ids(1, 5)[None], {}, r"with a token, not \[1, 1, 5\]"),
         *((ids(1, 5), {"attention_mask": ONES(x)}, BAD_MASK) for x in ((1, 3), (1, 4), (1, 6), (2, 5), (5,))),
         (None, {"inputs_embeds": EMBEDDED, "attention_mask": ONES(1, 3)}, BAD_MASK),
         (

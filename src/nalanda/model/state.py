@@ -49,10 +49,10 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
             raise ValueError(f"{name} is offloaded; a state is saved and loaded with all weights on devices")
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    return _sum((name, rounded(name, tensor)) for name, tensor in weights(model).items())[:16]
+    return _sum((name, rounded(name, tensor)) for name, tensor in _weights(model).items())[:16]
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that the model computes with, by name.
 
     Without PEFT's adapters that are off; where all are, names are those of the model without PEFT.
@@ -82,7 +82,7 @@ class Trace:
     SAMPLE = 16  # values of a tensor, at most
 
     def __init__(self, model: nn.Module):
-        tensors = weights(model)
+        tensors = _weights(model)
         self.names = set(tensors)
         tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         self.tensors = weakref.WeakValueDictionary(tensors)
@@ -264,7 +264,8 @@ def check_prompt(
 
     least: tokens that there must be. cached: the mask may also be of tokens before, which a cache holds.
     """
-    if tokens.dim() < 2 or len(tokens) == 0 or tokens.shape[1] < least:
+    dims = 3 if tokens.is_floating_point() else 2
+    if tokens.dim() != dims or len(tokens) == 0 or tokens.shape[1] < least:
         raise ValueError(f"input_ids must be [batch, length] with a token, not {list(tokens.shape)}")
     if attention_mask is None:
         return
