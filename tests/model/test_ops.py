@@ -15,7 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import deterministic
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from nalanda import ops
 from nalanda.model.chunk import _Chunk
@@ -441,6 +445,48 @@ def test_kept_chunks_are_the_recomputed_ones(kind, bounds, monkeypatch):
     again = run(inputs, "chunk", **options)
     chunk._layout.cache_clear()
     assert all(torch.equal(kept[name], x) for name, x in again.items())
+
+
+class Live(TorchDispatchMode):
+    """The storages that operators made, while the mode is on, and that are still in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {x.untyped_storage()._cdata: x for x in tree_leaves(values) if isinstance(x, torch.Tensor)}
+            for values in ((args, kwargs), result)
+        )
+        for key in made.keys() - given.keys():  # a view has the storage of an input
+            storage = made[key].untyped_storage()
+            self.storages[key] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self) -> int:
+        return sum(size for weak, size in self.storages.values() if not weak.expired())
+
+
+@every_kind
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_nothing_the_backward_needs_outlives_it(checkpointed, kind):
+    """Nor the forward, where a checkpoint computes it again."""
+    inputs = {name: x.requires_grad_() for name, x in make(1, 128, kind=kind).items() if x is not None}
+
+    def loss_of(*tensors):
+        return call(**dict(zip(inputs, tensors, strict=True)))[0].sum()
+
+    with Live() as live:
+        if checkpointed:
+            loss = checkpoint(loss_of, *inputs.values(), use_reentrant=False, preserve_rng_state=False)
+            assert live.bytes() == loss.nbytes
+        else:
+            loss = loss_of(*inputs.values())
+            assert live.bytes() > 10 * loss.nbytes  # the graph holds what the backward reads
+        torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+        assert live.bytes() == loss.nbytes
 
 
 @every_kind

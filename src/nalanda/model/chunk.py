@@ -8,7 +8,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,13 +189,15 @@ class _Chunk:
     """Tensors of forward and backward. Q (already scaled), K and erase are [P, C, K], β [P, C], g
     [P, C (, K)].
 
-    Without β there are no T and W, and V' = V.
+    Without β there are no T and W, and V' = V. All attributes but `factors` are tensors or None.
     """
+
+    v: Tensor  # set where the backward needs them
+    v_new: Tensor
 
     def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None):
         self.q, self.k, self.g, self.erase = q, k, g, erase
         self.erased = k if erase is None else erase * k
-        self.vector = g is not None and g.ndim == 3
         kk: list[Tensor] = []
         if g is None:
             self.qk = (q @ k.mT).tril_()  # tril(Δ QK⊤), [P, C, C]
@@ -230,6 +233,26 @@ class _Chunk:
                 self.w = self.t_beta @ (self.erased * self.decay_in)
             else:
                 self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ self.erased
+
+    def tensors(self) -> tuple[list[str], list[Tensor | None]]:
+        """The names of the attributes, and their tensors, followed by those of `factors`."""
+        attributes = dict(vars(self))
+        factors = attributes.pop("factors", ())
+        return list(attributes), [*attributes.values(), *itertools.chain.from_iterable(factors)]
+
+    @classmethod
+    def of_tensors(cls, names: list[str], tensors: Sequence[Any]) -> "_Chunk":
+        """The chunks with these `tensors()`."""
+        chunk = cls.__new__(cls)
+        vars(chunk).update(zip(names, tensors, strict=False))
+        factors = tensors[len(names) :]
+        chunk.factors = list(zip(factors[::2], factors[1::2], strict=True))
+        return chunk
+
+    @property
+    def vector(self) -> bool:
+        """Whether decays are by key channel."""
+        return self.g is not None and self.g.ndim == 3
 
     def _vector_scores(self, rows: tuple[Tensor, ...]) -> list[Tensor]:
         """tril(Δ XK⊤, −1) for each X [P, C, K] of `rows`."""
@@ -318,11 +341,11 @@ def _read_chunk(
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
     write: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int, save: bool, kept: list | None = None,
+    chunk_size: int, save: bool, kept: list[_Chunk] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order.
 
-    kept: gets each segment's chunks and values, if they are few.
+    kept: gets each segment's chunks, with V and V', if they are few.
     """
     heads = v.shape[2]
     dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
@@ -353,14 +376,16 @@ def _chunk_forward(
         segment.write(o, torch.bmm(chunk.q_in, states).baddbmm_(chunk.qk, v_new), 1)
         first += pairs
         if save and few and kept is not None:
-            kept.append((chunk, v_, v_new))
+            chunk.v, chunk.v_new = v_, v_new
+            kept.append(chunk)
     return o, _unranked(state, layout, heads), saved
 
 
 def _chunk_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
     g: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, states: Tensor, scale: float, chunk_size: int, kept: list | None = None,
+    cu_seqlens: Tensor | None, states: Tensor, scale: float, chunk_size: int,
+    kept: list[_Chunk] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, the gates and the initial state; recomputes all but the states and the `kept`."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
@@ -375,7 +400,8 @@ def _chunk_backward(
         first -= segment.rows * heads
         s = states[first : first + segment.rows * heads]
         if kept:
-            chunk, v_, v_new = kept[index]
+            chunk = kept[index]
+            v_, v_new = chunk.v, chunk.v_new
         else:
             chunk, v_ = _read_chunk(segment, q, k, v, beta, g, erase, write, scale, dtype)
             v_new = v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
@@ -493,28 +519,38 @@ def _unranked(state: Tensor, layout: _Layout, heads: int) -> Tensor:
 class ChunkRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        ctx.kept = []
-        o, state, saved = _chunk_forward(*args, kept=ctx.kept)
-        _setup_context(ctx, args, (o, state, saved))
-        return o, state, saved
+        kept: list[_Chunk] = []
+        outputs = _chunk_forward(*args, kept=kept)
+        # Saved as inputs are, so that the backward frees them and checkpointing drops them.
+        parts = [chunk.tensors() for chunk in kept]
+        ctx.parts = [(names, len(tensors)) for names, tensors in parts]
+        _setup_context(ctx, args, outputs, [x for _, tensors in parts for x in tensors])
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _backward(functools.partial(_chunk_backward, kept=ctx.kept), ctx, *grads)
+        saved = ctx.saved_tensors  # read once: checkpointing refuses a second time
+        tensors = iter(saved[_SAVED:])
+        kept = [_Chunk.of_tensors(names, [*itertools.islice(tensors, n)]) for names, n in ctx.parts]
+        return _gradients(functools.partial(_chunk_backward, kept=kept), ctx, saved[:_SAVED], *grads)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+_SAVED = 10
+"""The nine tensors among the op's inputs, and the states."""
+
+
+def _setup_context(ctx, inputs, output, kept: Sequence[Tensor | None] = ()) -> None:
     *tensors, ctx.scale, ctx.chunk_size, _ = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2])
+    ctx.save_for_backward(*tensors, output[2], *kept)
 
 
-def _backward(
-    function: Callable, ctx, d_o: Tensor | None, d_final: Tensor | None, _
+def _gradients(
+    function: Callable, ctx, saved: Sequence[Any], d_o: Tensor | None, d_final: Tensor | None, _
 ) -> tuple[Tensor | None, ...]:
-    *inputs, states = ctx.saved_tensors
+    *inputs, states = saved
     v, initial_state = inputs[2], inputs[7]
     d_o = torch.zeros_like(v) if d_o is None else d_o
     with no_autocast(v):
@@ -571,4 +607,8 @@ def _(d_o, d_final, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, s
     return *_empty_grads(q, k, v, beta, g, erase, write), d_initial
 
 
-chunk_op.register_autograd(functools.partial(_backward, _chunk_backward_op), setup_context=_setup_context)
+def _operator_gradients(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradients(_chunk_backward_op, ctx, ctx.saved_tensors, *grads)
+
+
+chunk_op.register_autograd(_operator_gradients, setup_context=_setup_context)
