@@ -7,8 +7,9 @@ from drawn import drawn
 from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
-from nalanda.model import FEATURE_MAPS, delta
+from nalanda.model import FEATURE_MAPS, MIXERS, delta
 from nalanda.model.mixers import build_mixer
+from nalanda.model.modeling import Decoder
 from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
 
@@ -426,3 +427,35 @@ def test_values_pass_a_convolution_and_silu():
         for n, z in (("q", q), ("k", k), ("v", v))
     )
     same(y, module.o_proj(joined(normalised((1 + F.elu(q)) @ (1 + F.elu(k)).mT) @ F.silu(v))))
+
+
+EXPORTED = {name: (name, {}) for name in MIXERS} | {
+    "window": ("softmax", {"window": 5}),
+    "blocks": ("diag_attention", {"block_size": 8}),
+}
+QUICK = ("gated_deltanet", "window")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in EXPORTED]
+)
+def test_an_exported_program_serves_other_lengths(case):
+    torch.manual_seed(0)
+    mixer, options = EXPORTED[case]
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = NalandaConfig(num_heads=2, mixer=mixer, mixer_options=options, **sizes)
+    decoder = Decoder(config).eval()
+
+    def ids(*shape):
+        return torch.randint(61, shape, generator=torch.Generator().manual_seed(1))
+
+    batch, length = torch.export.Dim("batch", max=8), torch.export.Dim("length", min=2, max=256)
+    exported = torch.export.export(
+        *(decoder, (ids(2, 12),), {"use_cache": False}),
+        dynamic_shapes={"input_ids": {0: batch, 1: length}, "use_cache": None},
+    ).module()
+    for shape in ((3, 37), (1, 150)):
+        ours, theirs = (
+            model(ids(*shape), use_cache=False).last_hidden_state for model in (decoder, exported)
+        )
+        same(theirs, ours, 1e-5)

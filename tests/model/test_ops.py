@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_inputs import LENGTHS, RESETS, call, make, run, with_resets
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -554,6 +555,17 @@ def test_torch_compile_sees_one_operator(packed, kind):
     assert not any("bmm" in target for target in graphs[0])
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same(run(inputs, "chunk", function=compiled, **options), expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated_delta"])
+def test_one_graph_serves_all_lengths(kind):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for length in (130, 70, 200):
+        inputs = make(2, length, kind=kind)
+        assert_same(run(inputs, "chunk", function=compiled), run(inputs, "chunk"))
+    assert counter.frame_count == 1
 
 
 @every_kind

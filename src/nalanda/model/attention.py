@@ -207,7 +207,8 @@ class SoftmaxAttention(Mixer):
         """Attends whole sequences, a batch `[B, T, …]` or `[1, ΣT, …]`."""
         rule = self.reach, self.blocks, self.scores, seq.both
         if seq.cu_seqlens is None:
-            return attend(q, k, v, *rule)
+            dynamic = torch.compiler.is_exporting() and not isinstance(q.shape[1], int)
+            return (_attend_op if dynamic and self.reach is not None else attend)(q, k, v, *rule)
         if torch.compiler.is_compiling():  # the groups depend on the values of cu_seqlens
             return _packed_op(q, k, v, seq.cu_seqlens, *rule)
         return attend_packed(q, k, v, seq, *rule)
@@ -467,6 +468,13 @@ _packed_op = torch.library.custom_op(f"{_NAMESPACE}::attend_packed", _packed, mu
 _packed_backward_op = torch.library.custom_op(
     f"{_NAMESPACE}::attend_packed_backward", _packed_backward, mutates_args=()
 )
+
+
+def _attend_op(q: Tensor, k: Tensor, v: Tensor, *rule) -> Tensor:
+    """`attend` for a program exported with a dynamic length, in which no branch may depend on it."""
+    B, T = q.shape[:2]
+    packed = (x.flatten(0, 1)[None] for x in (q, k, v))
+    return _packed_op(*packed, torch.arange(B + 1) * T, *rule)[0].unflatten(0, (B, T))
 
 
 @_packed_op.register_fake

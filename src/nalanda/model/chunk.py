@@ -587,12 +587,11 @@ _chunk_backward_op = torch.library.custom_op(
 @chunk_op.register_fake
 def _(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale, chunk_size, save):
     batch, length, heads, width = v.shape
-    chunk = _chunk_of(chunk_size, [length] * batch, q, v)
     rows = 0
-    if save:  # with cu_seqlens the number of chunks depends on their values
-        rows = (
-            -(-length // chunk) * batch if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
-        )
+    if save and cu_seqlens is None and isinstance(length, int):
+        rows = -(-length // _chunk_of(chunk_size, [length], q, v)) * batch
+    elif save:  # the number of chunks depends on the values of cu_seqlens, or on a dynamic length
+        rows = torch.library.get_ctx().new_dynamic_size()
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
     state = v.new_empty(sequences, heads, q.shape[3], width, dtype=dtype)
