@@ -8,12 +8,14 @@ from tiny_models import build as tiny
 
 from nalanda import NalandaConfig
 from nalanda.model import FEATURE_MAPS, MIXERS, delta
+from nalanda.model.layers import place_angles, rotate
 from nalanda.model.mixers import build_mixer
 from nalanda.model.modeling import Decoder
 from nalanda.model.sequences import Sequences
 from nalanda.testing import build_map, norm_awareness, normal
 
 T, H, K = 23, 2, 6
+BOTH = Sequences(both=True)
 NORMED = ("direction", "rms", "relu_split")  # NaLa's angles that no length of q or k enters
 
 
@@ -122,6 +124,37 @@ def test_mala_sharpens_as_the_query_grows():
     assert (small > 0).all()
     assert (large > 0).all()
     assert large.max() / large.min() > small.max() / small.min()
+
+
+@pytest.mark.parametrize(
+    "seq",
+    [BOTH, Sequences(torch.tensor([0, 1, 9, 9, T]), both=True), Sequences(both=True, grid=(T, 1))],
+    ids=["dense", "packed", "image"],
+)
+@pytest.mark.parametrize("mixer", ["nala", "mala"])
+def test_rotation_leaves_opposite_signs_apart(mixer, seq):
+    """A channel's positive and negative parts stay features of their own, at any distance."""
+    options = {"feature_map": "nala", "feature_map_options": {"angle": "relu_split"}}
+    module = build(mixer, head_dim=8, is_decoder=False, mixer_options={"rope_theta": 10.0}, **options)
+    q = F.one_hot(torch.arange(H), 8).double().expand(1, T, H, 8)  # a channel a head
+    v = torch.randn(1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert module.mix({"q": q, "k": -q, "v": v}, seq, {}, None).abs().max() == 0
+    assert module.mix({"q": q, "k": q, "v": v}, seq, {}, None).abs().max() > 0.1
+
+
+def test_both_streams_rotate_by_the_same_angles():
+    module = build("nala", head_dim=8, is_decoder=False, mixer_options={"rope_theta": 10.0})
+    q, k, v = torch.randn(3, 1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    features, angles = module.feature_map(q, k), place_angles(q, BOTH, 8, 10.0)
+
+    def scores(q, k):
+        return torch.einsum("bthk,bshk->bhts", q, k)
+
+    streams = zip(*(phi.chunk(2, -1) for phi in features), strict=True)
+    rotated = sum(scores(*(rotate(x, angles) for x in stream)) for stream in streams)
+    weights = rotated / (scores(*features).sum(-1, keepdim=True) + 1e-6 * T)
+    o = module.mix({"q": q, "k": k, "v": v}, BOTH, {}, None)
+    same(o, torch.einsum("bhts,bshv->bthv", weights, v))
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

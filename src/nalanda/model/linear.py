@@ -60,9 +60,20 @@ class LinearAttention(Mixer):
         """Sets feature_theta. Raises ValueError for one that cannot work."""
         if theta is not None and not self.both:
             raise ValueError(f"rope_theta={theta}: encoders rotate features; set is_decoder: false")
-        if theta is not None and (theta <= 0 or self.feature_map.feature_dim % 4):
-            raise ValueError(f"rope_theta={theta} must be positive, and features a multiple of 4")
+        if theta is not None and theta <= 0:
+            raise ValueError(f"rope_theta={theta} must be positive")
+        if theta is not None and self.stream_width % 4:
+            raise ValueError(
+                f"rope_theta={theta} rotates {self.stream_width} features together; set head_dim to a "
+                "multiple of 4"
+            )
         self.feature_theta = theta
+
+    @property
+    def stream_width(self) -> int:
+        """How many features rotate together: K where a map doubles them, which gives two streams."""
+        features = self.feature_map.feature_dim
+        return self.K if features == 2 * self.K else features
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         if not self.denominator:
@@ -106,11 +117,16 @@ class LinearAttention(Mixer):
         if self.feature_theta is not None:
             q, k = map_features(heads["q"], heads["k"], self.feature_map)
             z = self.recur({"q": q, "k": k, "v": one}, seq, state, new, mapped=True, scale=1.0)
-            angles = place_angles(q, seq, q.shape[-1], self.feature_theta)
-            turned = {"q": rotate(q, angles), "k": rotate(k, angles), "v": v}
-            return self.recur(turned, seq, state, new, mapped=True, scale=1.0), z
+            angles = place_angles(q, seq, self.stream_width, self.feature_theta)
+            q, k = (self.rotate_streams(x, angles) for x in (q, k))
+            return self.recur({"q": q, "k": k, "v": v}, seq, state, new, mapped=True, scale=1.0), z
         o = self.recur(heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0)
         return o[..., :-1], o[..., -1:]
+
+    def rotate_streams(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Features `[B, T, H, F]` with each stream rotated apart, so that opposite signs never meet."""
+        streams = x.unflatten(-1, (-1, self.stream_width)).flatten(2, 3)
+        return rotate(streams, angles).view_as(x)
 
     def recur(
         self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False,
@@ -204,7 +220,8 @@ class NaLaAttention(LinearAttention):
 
     A LayerNorm over all heads follows, and a gate SiLU(W_g x), unless `use_gate` is off.
     Option of encoders: `rope_theta`, the base of rotary angles of φ(q) and φ(k), by row and column in
-    images. They enter the sum over values but not the denominator; the releases have 10000.
+    images. The features with cos θ and those with sin θ rotate apart. Angles enter the sum over values but
+    not the denominator; the releases have 10000.
     """
 
     equation = "S ← S + k vᵀ, z ← z + k; o = Sᵀq / zᵀq, LayerNorm"
