@@ -13,6 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import InputError
 from nalanda.config.schema import CheckpointConfig, GroupConfig, OptimConfig, ScheduleConfig
+from nalanda.model import MIXERS
+from nalanda.model.linear import LinearAttention
 from nalanda.train import checkpoint
 from nalanda.train.optim import build_optimizer, describe_groups, learning_rate, parameter_groups
 
@@ -114,7 +116,7 @@ def test_muon_takes_the_matrices_between_embedding_and_head():
     for model in (small(), small(tie_word_embeddings=True), small(mixer="soft")):
         for name, kind in labels(model, parameter_groups(model, OptimConfig(name="muon"))).items():
             p = model.get_parameter(name)
-            if "embed_tokens" in name or "lm_head" in name or "conv" in name:
+            if any(layer in name for layer in ("embed_tokens", "lm_head", "conv", "b_proj", "a_proj")):
                 assert kind == "matrices", name
             elif p.ndim < 2 or "landmarks" in name:
                 assert kind == "vectors", name
@@ -124,6 +126,55 @@ def test_muon_takes_the_matrices_between_embedding_and_head():
     found = labels(gpt2, parameter_groups(gpt2, OptimConfig(name="muon")))
     assert found["transformer.wpe.weight"] == "matrices"
     assert found["transformer.h.0.attn.c_attn.weight"] == "muon"
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [*((name, {}) for name in MIXERS), ("softmax", {"gate": "head"}), ("softmax", {"gate": "channel"})],
+    ids=lambda x: x if isinstance(x, str) else ",".join(x.values()) or "default",
+)
+def test_muon_leaves_gates_of_the_state_to_adamw(mixer, options):
+    model = small(mixer=mixer, mixer_options=options)
+    kinds = labels(model, parameter_groups(model, OptimConfig(name="muon")))
+    ours = {name.partition(".mixer.")[2]: kind for name, kind in kinds.items() if ".mixer." in name}
+    wide = {f"{name}_proj.weight" for name in ("q", "k", "v", "o", "g", "g_up")}
+    if "head" in options.values():
+        wide.remove("g_proj.weight")
+    assert {name for name, kind in ours.items() if kind.startswith("muon")} == wide & ours.keys()
+
+
+class Gated(LinearAttention):
+    """A mixer of one's own, which says nothing of gates."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.f_proj = torch.nn.Linear(config.hidden_size, config.num_heads)
+        self.wide_proj = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+
+def test_muon_leaves_one_row_a_head_to_adamw():
+    model = torch.nn.Sequential(Gated(small().config, 0))
+    found = labels(model, parameter_groups(model, OptimConfig(name="muon")))
+    assert found["0.f_proj.weight"] == "matrices"
+    assert found["0.wide_proj.weight"] == "muon"
+
+
+def test_steps_have_orthogonal_updates_of_their_own():
+    """The second step's gradient is 10,000 times smaller, and its update of the same size."""
+    model = small(mixer="delta_product", mixer_options={"num_householder": 2})
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=1.0, weight_decay=0.0))
+    fill_gradients(model, 0)
+    mixer = model.model.layers[0].mixer
+    matrices = [mixer.k_proj.weight, mixer.v_proj.weight]
+    before = [p.detach().clone() for p in matrices]
+    for p in matrices:
+        p.grad[len(p) // 2 :] *= 1e-4
+    optimizer.step()
+    for p, old in zip(matrices, before, strict=True):
+        for update in (p.detach() - old).chunk(2):
+            sizes = torch.linalg.svdvals(update) / (0.2 * max(update.shape) ** 0.5)
+            assert 0.7 < sizes.mean() < 1.1
+            assert sizes.max() < 1.5
 
 
 def test_muon_and_adamw_as_one_are_torchs_two():
@@ -215,6 +266,8 @@ def test_muon_on_shards_is_muon_in_one_process(tmp_path):
         fully_shard(sharded)
         config = OptimConfig(name="muon", lr=0.01)
         optimizers = [build_optimizer(model, config) for model in (whole, sharded)]
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["blocks"] = 2
         for step in range(3):
             torch.manual_seed(step)
             x = torch.randn(8, 13)

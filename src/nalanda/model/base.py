@@ -20,6 +20,7 @@ It may define
   `heads` takes from `project(x)`, one product;
 - class attributes such as `conv_size`, `map_name`, `gated` and `norm`, the defaults of config fields; and
   `cut`, for rows that are cut over processes, which need `context.recurrence` in place of an op;
+- `state_gates`, names of the layers that decide what the state forgets and takes. Muon leaves them to AdamW;
 - `step_options` and `step_inputs`: with these, a kernel for one token replaces the three steps in decoding. A
   subclass that changes a step must define its own `step_options`; None means no kernel.
 
@@ -126,6 +127,9 @@ class Mixer(FusedLinears):
     """Keys and values that a head has for each token; its k and v are `[B, T, steps·H, ·]`, step by step."""
     shared_qk = False
     """Whether q and k are one projection."""
+    state_gates: tuple[str, ...] = ()
+    """Names of the layers for gates of the state: decays, steps, what is erased and written. Muon leaves them
+    to AdamW, and any layer with one output a head."""
     cut = False
     """Whether `mix` serves rows that are cut over processes (`seq.parts`); other mixers are refused there."""
     unmasked = False

@@ -88,6 +88,7 @@ class DeltaNet(Mixer):
     cut = True
     map_name = "silu"
     gated = False
+    state_gates = ("b_proj", "a_proj")
     decays = False
     channels = False
     """Whether decays are by key channel."""
@@ -245,6 +246,7 @@ class KDA(DeltaNet):
     source = "arXiv 2510.26692"
     gated = True
     gate_activation = "sigmoid"
+    state_gates = ("b_proj", "a_proj", "a_up_proj")
     decays = channels = True
 
     def __init__(
@@ -300,6 +302,7 @@ class GatedDeltaNet2(KDA):
 
     equation = "S ← (I − k (e ⊙ k)ᵀ) Diag(e^g) S + k (w ⊙ v)ᵀ; o = Sᵀq"
     source = "arXiv 2605.22791"
+    state_gates = (*KDA.state_gates, "w_proj")
 
     def __init__(
         self, config, layer_idx: int, *, allow_neg_eigval: bool = False, num_v_heads: int | None = None

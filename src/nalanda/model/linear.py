@@ -453,6 +453,7 @@ class GLA(Retention):
 
     equation = "S ← Diag(α) S + k vᵀ; o = Sᵀq"
     source = "arXiv 2312.06635"
+    state_gates = ("gk_proj",)
 
     def __init__(self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0):
         if gate_rank < 1 or gate_temperature <= 0:
@@ -504,6 +505,7 @@ class Mamba2(LinearAttention):
 
     equation = "S ← e^(−ΔA) S + Δ k vᵀ; o = Sᵀq + D v"
     source = "arXiv 2405.21060"
+    state_gates = ("a_proj",)
     unmasked = False
     map_name = "silu"
     gated = True

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nalanda.common.errors import InputError
 from nalanda.common.text import suggest
 from nalanda.config.schema import OPTIMIZERS, OptimConfig, ScheduleConfig
+from nalanda.model.base import Mixer
 from nalanda.model.layers import Fp32Module
 
 
@@ -51,10 +52,12 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     filters of short convolutions [D, 1, W], as in the literature. Not so norms, biases and other vectors, the
     parameters of an `Fp32Module` (decays, exponents, landmarks), and those that other libraries mark with
     `_no_weight_decay = True` or call `A_log` (a matrix in Mamba). Muon takes the decaying matrices between
-    embedding and head.
+    embedding and head, without the gates of a mixer's state: an orthogonal update moves each of a few rows as
+    far as any other.
 
-    Besides torch's keys, a group has `name` and `lr_scale`, the factor of the schedule's rate. Raises
-    `InputError` for a pattern that matches no parameter.
+    Besides torch's keys, a group has `name` and `lr_scale`, the factor of the schedule's rate. Those of Muon
+    have `blocks`: how many equal blocks of rows of a parameter are matrices of their own. Raises `InputError`
+    for a pattern that matches no parameter.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
@@ -62,11 +65,15 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     outer = {id(p) for m in tables for p in m.parameters()}
+    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+    gates = {id(p) for mixer in mixers for p in gate_parameters(mixer)}
+    steps = {id(p): m.steps for m in mixers for name, p in m.named_parameters() if name in BY_STEP}
     groups: dict[tuple, dict] = {}
     for name, p in trained:
         kind = "vectors" if p.ndim < 2 or id(p) in spared else "matrices"
-        if config.name == "muon" and kind == "matrices" and p.ndim == 2 and id(p) not in outer:
-            kind = "muon"
+        blocks = None
+        if config.name == "muon" and kind == "matrices" and p.ndim == 2 and id(p) not in outer | gates:
+            kind, blocks = "muon", steps.get(id(p), 1)
         own = next((g for g in config.groups if re.search(g.match, name)), None)
         decay, scale = 0.0 if kind == "vectors" else config.weight_decay, 1.0
         if kind == "muon" and config.muon_lr is not None:
@@ -75,9 +82,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
             decay, scale = decay if own.weight_decay is None else own.weight_decay, scale * own.lr_scale
         label = kind if own is None else f"{own.match} {kind}"
         settings = {"name": label, "kind": kind, "weight_decay": decay, "lr_scale": scale, "params": []}
-        groups.setdefault((own and own.match, kind), settings)["params"].append(p)
+        if blocks is not None:
+            settings |= {"blocks": blocks, "name": label if blocks == 1 else f"{label} in {blocks} blocks"}
+        groups.setdefault((own and own.match, kind, blocks), settings)["params"].append(p)
     for group in config.groups:
-        if not any(match == group.match for match, _ in groups):
+        if not any(match == group.match for match, *_ in groups):
             if any(re.search(group.match, name) for name, _ in trained):
                 problem = "; earlier patterns take all that it matches"
             else:
@@ -86,6 +95,20 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
             raise InputError(f"optim.groups: {group.match!r} matches no parameter{problem}")
     order = ["muon", "matrices", "vectors"]
     return sorted(groups.values(), key=lambda group: order.index(group["kind"]))
+
+
+BY_STEP = ("k_proj.weight", "v_proj.weight")
+"""Matrices of a mixer with the rows of one step behind those of another."""
+
+
+def gate_parameters(mixer: Mixer) -> Iterator[nn.Parameter]:
+    """The parameters of a mixer's `state_gates`, and matrices with one row a head: these too are gates."""
+    for name in mixer.state_gates:
+        layer = getattr(mixer, name, None)  # options may leave it out
+        if layer is not None:
+            yield from layer.parameters()
+    rows = mixer.steps * max(mixer.num_heads, mixer.num_v_heads)
+    yield from (p for p in mixer.parameters() if p.ndim == 2 and len(p) <= rows)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -165,12 +188,21 @@ class Joined(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon (Jordan et al., 2024), which also takes matrices that FSDP2 has sharded.
+    """torch's Muon (Jordan et al., 2024), also for matrices that FSDP2 has sharded or that hold several.
+
+    A group's `blocks` are equal blocks of rows, each of which gets an orthogonal update of its own.
 
     torch's Newton–Schulz works on shards too, but with two all-gathers per iteration, and with other rounding
     than one process. Here the momentum stays sharded; each matrix in turn is gathered, updated by torch's
     code on every process, and sharded again.
     """
+
+    def _init_group(self, group: dict, *lists: list) -> bool:
+        """torch's: fills the lists of parameters, gradients and momenta. Blocks are views of them."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [block for x in tensors for block in x.chunk(group.get("blocks", 1))]
+        return has_complex
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -184,7 +216,8 @@ class Muon(torch.optim.Muon):
             whole.grad = p.grad.lerp(buffer, momentum).full_tensor()
             keys = ("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
             settings = {key: group[key] for key in keys}
-            torch.optim.Muon([whole], momentum=0.0, nesterov=False, **settings).step()
+            one = {"params": [whole], "blocks": group.get("blocks", 1)}
+            Muon([one], momentum=0.0, nesterov=False, **settings).step()
             p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None))
             p.grad = None  # done: torch's step skips it
         return super().step(closure)
