@@ -747,7 +747,7 @@ with torch.no_grad():
     for folder in ("model", "encoder"):
         folder = {str(tmp_path)!r} + "/" + folder
         head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-        assert head(tokens).logits.shape == (2, 2)
+        assert head(tokens, attention_mask=torch.ones_like(tokens)).logits.shape == (2, 2)
 model.save_pretrained({str(tmp_path / "again")!r})
 """
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
