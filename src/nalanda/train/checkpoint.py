@@ -389,8 +389,8 @@ def check_moments(
 
     def refuse(problem: str) -> None:
         raise InputError(
-            f"{source}: moments of another optimizer or model: {problem}; set optim.name back, or begin a "
-            "new run with model.init_from"
+            f"{source}: moments of another optimizer, model or version: {problem}; set optim.name back, or "
+            "begin a new run with model.init_from"
         )
 
     found: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}

@@ -67,13 +67,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     outer = {id(p) for m in tables for p in m.parameters()}
     mixers = [m for m in model.modules() if isinstance(m, Mixer)]
     gates = {id(p) for mixer in mixers for p in gate_parameters(mixer)}
-    steps = {id(p): m.steps for m in mixers for name, p in m.named_parameters() if name in BY_STEP}
+    heads = {id(p): count for mixer in mixers for p, count in head_matrices(mixer)}
     groups: dict[tuple, dict] = {}
     for name, p in trained:
         kind = "vectors" if p.ndim < 2 or id(p) in spared else "matrices"
         blocks = None
         if config.name == "muon" and kind == "matrices" and p.ndim == 2 and id(p) not in outer | gates:
-            kind, blocks = "muon", steps.get(id(p), 1)
+            kind, blocks = "muon", heads.get(id(p), 1)
         own = next((g for g in config.groups if re.search(g.match, name)), None)
         decay, scale = 0.0 if kind == "vectors" else config.weight_decay, 1.0
         if kind == "muon" and config.muon_lr is not None:
@@ -97,8 +97,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     return sorted(groups.values(), key=lambda group: order.index(group["kind"]))
 
 
-BY_STEP = ("k_proj.weight", "v_proj.weight")
-"""Matrices of a mixer with the rows of one step behind those of another."""
+def head_matrices(mixer: Mixer) -> Iterator[tuple[nn.Parameter, int]]:
+    """The projections that hold a matrix for each head, and each step of a head, with the number of these."""
+    for name, rows in (("q_proj", mixer.K), ("k_proj", mixer.K), ("v_proj", mixer.V)):
+        projection = getattr(mixer, name, None)  # where q is k, one serves both
+        for p in () if projection is None else projection.parameters():
+            if p.ndim == 2 and len(p) % rows == 0:  # an adapter has other shapes
+                yield p, len(p) // rows
 
 
 def gate_parameters(mixer: Mixer) -> Iterator[nn.Parameter]:
