@@ -486,6 +486,21 @@ def test_a_state_file_without_a_field_is_refused(saved):
         refusal(model, path)
 
 
+def test_settings_of_an_older_file_are_read_as_those_of_a_config(tmp_path):
+    """Which left out defaults, and had `nala` without a power for the map `angle`."""
+    path = tmp_path / "state.safetensors"
+    for name, left_out, other in (("nala", {"power": 2.0}, {"power": 3.0}), ("angle", {"power": None}, {})):
+        model = build("gated_deltanet", name, dtype=torch.float32)
+        model.read(ids(1, 9)).save(path)
+        tensors, about = contents(path)
+        settings = json.loads(about["model"]) | {"feature_map": "nala", "feature_map_options": left_out}
+        save_unsummed(path, tensors, about | {"model": json.dumps(settings)})
+        model.load_state(path)
+        settings["feature_map_options"] = other
+        save_unsummed(path, tensors, about | {"model": json.dumps(settings)})
+        assert "was read with other settings: feature_map" in refusal(model, path)
+
+
 def test_a_state_file_of_the_format_before_loads(saved):
     model, path = saved
     tensors, about = contents(path)

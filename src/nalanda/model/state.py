@@ -347,6 +347,10 @@ def _parsed(path: str | Path, about: dict[str, str], name: str) -> dict[str, Any
 def _check_settings(path: str | Path, about: dict[str, str], model: Any) -> None:
     saved = _parsed(path, about, "model")
     here = json.loads(_settings(model))  # as in the file: JSON has lists for tuples
+    if saved != here:
+        with contextlib.suppress(ValueError):  # an older file may leave out defaults, as older configs do
+            config = type(model.config).from_dict(model.config.to_dict() | saved)
+            saved = json.loads(json.dumps({name: getattr(config, name) for name in saved}))
     different = [name for name in saved | here if saved.get(name) != here.get(name)]
     if different:
         values = ", ".join(f"{name} {saved.get(name)!r}, here {here.get(name)!r}" for name in different)
