@@ -356,7 +356,7 @@ def test_the_command(tmp_path, hub, recipe):
 
 def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     import datasets
-    from nalanda_eval.task_data import LOCAL, _official, read_rows
+    from nalanda_eval.task_data import _official, read_rows
 
     arc = {"question": "?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "id": "x"}
     rows = {
@@ -378,13 +378,9 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     names = ["arc_challenge_test", "lambada_test", "piqa_val"]
     assert tree(tmp_path / "tasks") == [f"{name}.jsonl.gz" for name in names]
     for name, expected in zip(("arc_challenge", "lambada_openai", "piqa"), (arc, {}, {}), strict=True):
-        file = _official(name, tmp_path / "tasks").documents
-        found = read_rows(file, LOCAL[name])
+        found = read_rows(_official(name, tmp_path / "tasks"))
         assert found[0] == {key: expected[key] for key in expected if key != "id"} or name != "arc_challenge"
-    assert (
-        read_rows(_official("lambada_openai", tmp_path / "tasks").documents, LOCAL["lambada_openai"])
-        == [{"text": "a b c é"}] * 2
-    )
+    assert read_rows(_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
     with pytest.raises(InputError, match="mmlu: no data to fetch; choose from table4, recall, all, wikitext"):

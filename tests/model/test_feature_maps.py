@@ -1,5 +1,6 @@
 """The maps' formulas, written out once more in plain float64 and compared."""
 
+import json
 import math
 import warnings
 from functools import partial
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nalanda.config.load import read_sections
+from nalanda.config.model import recorded_model
 from nalanda.model import FEATURE_MAPS, MIXERS, NalandaConfig, build_feature_map
 from nalanda.model.feature_maps import opposite
 from nalanda.model.mixers import build_mixer
@@ -208,13 +211,54 @@ def test_a_layers_equation_depends_on_its_own_name_and_options_alone(mixer, name
             assert first_layer([mixer, neighbour], name) == alone
 
 
+@pytest.mark.parametrize("before", FEATURE_MAPS)
+@pytest.mark.parametrize("name", ["nala", "nala_code", "angle", "silu"])
+def test_another_name_begins_with_the_defaults_of_its_own_map(name, before, tmp_path):
+    """Whether it is set on a config, on a saved one as it is loaded, or on the command line."""
+    keys = {"mixer": "deltanet", "hidden_size": 32, "num_heads": 2, "num_hidden_layers": 1}
+    expected = str(build(name))
+    config = NalandaConfig(**keys, feature_map=before)
+    config.save_pretrained(tmp_path)
+    loaded = NalandaConfig.from_pretrained(tmp_path, feature_map=name)
+    again = NalandaConfig.from_pretrained(tmp_path)
+    for made in (config, again):
+        made.feature_map = name
+    for made in (config, loaded, again):
+        assert str(build_mixer("deltanet", made, 0).feature_map) == expected
+
+    model = recorded_model(keys | {"feature_map": before}, NalandaConfig(**keys, feature_map=before))
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": model}))
+    model = read_sections(tmp_path / "recipe.yaml", [f"model.feature_map={name}"])["model"]
+    assert str(build_mixer("deltanet", NalandaConfig(**model), 0).feature_map) == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "options"),
+    [
+        ({"feature_map": "angle", "feature_map_options": {"power_norm": "rms"}}, "angle", {}),
+        ({"feature_map": "angle", "feature_map_options": {"power": 3.0}}, "nala", {"power": 3.0}),
+        ({"feature_map_options": {"power": None}, "mixer": "nala"}, "angle", {}),
+        (
+            {"feature_map": "nala_paper", "feature_map_options": {"power": None}},
+            "nala_paper",
+            {"query_power": 1.0, "key_power": 1.0},
+        ),
+    ],
+)
+def test_saved_maps_of_the_version_before_are_what_they_were(saved, name, options):
+    config = NalandaConfig.from_dict({"mixer": "deltanet", "num_hidden_layers": 1} | saved)
+    assert (config.feature_map, config.feature_map_options) == (name, options)
+
+
 @pytest.mark.parametrize("saved", [{"power": None}, {"power": None, "key_power": 3.0, "power_norm": "rms"}])
 @pytest.mark.parametrize("name", ["nala", "angle"])
 def test_a_saved_nala_without_exponents_is_the_angle(name, saved):
     config = NalandaConfig.from_dict({"mixer": "deltanet", "feature_map": name, "feature_map_options": saved})
     assert config.feature_map == "angle"
     kept = {option: value for option, value in saved.items() if option == "key_power"}
-    assert config.feature_map_options == defaults(FEATURE_MAPS["angle"]) | kept
+    assert config.feature_map_options == kept
+    written = defaults(FEATURE_MAPS["angle"]) | kept
+    assert json.loads(config.to_json_string())["feature_map_options"] == written
 
 
 def test_nala_without_a_power_is_refused_by_its_name():

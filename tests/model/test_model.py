@@ -455,7 +455,7 @@ def test_inputs_of_a_wrong_shape_or_kind_are_refused(small, inputs, says):
 
 @pytest.mark.parametrize("chunk_size", [0, -1])
 def test_reading_in_pieces_of_nothing_is_refused(small, chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size={chunk_size} must be at least 1"):
+    with pytest.raises(ValueError, match=f"chunk_size={chunk_size} must be an integer from 1 on"):
         small.read(ids(1, 9), chunk_size=chunk_size)
 
 

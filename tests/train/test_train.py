@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from accelerate.utils import set_seed
 from nalanda_kernels import take_torch_path
 from training import configured, outcome, start
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mamba
 from nalanda.common.errors import InputError
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.common.versions import versions
-from nalanda.config.load import load_config
+from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
 from nalanda.data.text_bytes import text_bytes
@@ -465,7 +466,10 @@ def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):
     run, settings = tmp_path / "run", ("train.steps=4", "validation.every=0")
     loop.train(configured(recipe, run, "train.steps=2", "validation.every=0", "schedule.name=constant"))
     before = contents(run)
-    with pytest.raises(InputError, match=r"moments of another optimizer .*; set optim\.name back, or begin"):
+    with pytest.raises(
+        InputError,
+        match=r"moments of another optimizer, model or version: .*; set optim\.name back, or begin",
+    ):
         loop.train(configured(recipe, run, *settings, "optim.name=muon"))
     with pytest.raises(InputError, match=r"no-such-folder"):
         loop.train(configured(recipe, run, *settings, "optim.lr=1e-3", "data.source=no-such-folder"))
@@ -741,6 +745,26 @@ def test_a_runs_config_yaml_is_its_model_whatever_the_defaults_are(recipe, tmp_p
     assert models[0] == models[1]
     settings += ["model.feature_map_options.power=2.0", "model.norm_eps=1e-06"]  # as the messages say
     loop.train(configured(recipe, run, "train.steps=4", *settings))
+    wider = load_config(run / "config.yaml", ["model.hidden_size=64"])  # what is derived is derived again
+    assert (
+        build_model_config(wider).head_dim
+        == 2 * build_model_config(load_config(run / "config.yaml")).head_dim
+    )
+
+
+def test_a_model_that_a_folder_describes_is_the_runs_own(recipe, tmp_path):
+    """The folder may change; the run is not resumed as another model."""
+    run, settings = tmp_path / "run", ["validation.every=0", "schedule.name=constant"]
+    loop.train(configured(recipe, run, "train.steps=2", *settings))
+    folder = tmp_path / "folder"
+    shutil.copytree(run / "final", folder)
+    begun = tmp_path / "begun"
+    more = [*settings, f"model={{init_from: {folder}}}", f"tokenizer={folder}"]
+    loop.train(configured(recipe, begun, "train.steps=2", *more))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_eps": 1e-3}))
+    with pytest.raises(InputError, match=r"model\.norm_eps is 1e-06 there and 0\.001 here"):
+        loop.train(configured(recipe, begun, "train.steps=4", *more))
 
 
 def test_a_run_of_nala_without_exponents_goes_on_as_the_angle(recipe, tmp_path):
@@ -752,6 +776,8 @@ def test_a_run_of_nala_without_exponents_goes_on_as_the_angle(recipe, tmp_path):
     file = run / "checkpoints" / "step-2" / "config.json"
     model = json.loads(file.read_text()) | {"feature_map": "nala", "feature_map_options": {"power": None}}
     file.write_text(json.dumps(model))
+    more = ["model.feature_map=nala", "model.feature_map_options={power: null}"]
+    (run / "config.yaml").write_text(yaml.safe_dump(read_sections(run / "config.yaml", more)))
     manifest = json.loads((file.parent / "manifest.json").read_text())
     content = file.read_bytes()
     manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -24,8 +24,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             settings that contradict one another; in one line.
     """
     path = find_recipe(str(path))
-    config = section(RunConfig, read_sections(path, overrides), "")
-    import_plugins(config.plugins, Path.cwd(), path.parent)
+    return checked(read_sections(path, overrides), path.parent)
+
+
+def checked(sections: dict, folder: Path) -> RunConfig:
+    """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
+    config = section(RunConfig, sections, "")
+    import_plugins(config.plugins, Path.cwd(), folder)
     config.check()
     return config
 
@@ -35,9 +40,18 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
+    _drop_options_of_another_map(values, overrides)
     for override in overrides:
         _override(values, override)
     return values
+
+
+def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) -> None:
+    """The options of a recipe are those of the map that it names."""
+    model = values.get("model")
+    named = [text.partition("=")[2] for text in overrides if text.startswith("model.feature_map=")]
+    if isinstance(model, dict) and named and named[-1] != model.get("feature_map"):
+        model.pop("feature_map_options", None)
 
 
 def find_recipe(name: str) -> Path:

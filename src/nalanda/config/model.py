@@ -99,6 +99,10 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
     return model_config
 
 
+DERIVED = ("vocab_size", "head_dim", "intermediate_size", "max_position_embeddings")
+"""Keys of a model whose values, where a recipe has none, follow from the tokenizer and other keys."""
+
+
 def written_out(config: PreTrainedConfig) -> dict[str, Any]:
     """The keys of a recipe's `model` that describe a model of Nalanda's, with today's defaults written out.
 
@@ -106,7 +110,18 @@ def written_out(config: PreTrainedConfig) -> dict[str, Any]:
     """
     elsewhere = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
     names = [f.name for f in dataclasses.fields(NalandaConfig) if f.name in NalandaConfig.__annotations__]
-    return {name: getattr(config, name) for name in names if name not in elsewhere}
+    values = config.to_dict()
+    return {name: values[name] for name in names if name not in elsewhere}
+
+
+def recorded_model(recipe: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """A recipe's `model` with the defaults that its config has, so that it keeps its meaning under others.
+
+    What the recipe says stays as it is, and what is derived is left to be derived again.
+    """
+    defaults = {name: value for name, value in written_out(config).items() if name not in DERIVED}
+    options = {"feature_map_options": defaults["feature_map_options"]}
+    return defaults | recipe | options
 
 
 def padded_vocabulary(tokens: int) -> int:

@@ -13,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .base import Mixer
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS, build_mixer
-from .options import check_types, defaults, did_you_mean
+from .options import beyond, check_types, defaults, did_you_mean
 from .plugins import missing_plugins, plugin_files, plugins_of
 
 # `transformers serve` looks up the class named in config.json in its own, earlier copy of `transformers`. The
@@ -109,7 +109,7 @@ class NalandaConfig(PreTrainedConfig):
     feature_map: str | None = None
     """A name from `FEATURE_MAPS`; None: the mixer's choice."""
     feature_map_options: dict[str, Any] = None  # pyrefly: ignore[bad-assignment]
-    """Options of the map; those that are not given are written out with their defaults."""
+    """Options of the map. Naming another map on the command line drops those of the recipe."""
     conv_size: int | None = None
     """Taps of the short convolutions of q, k and v, 0 for none; None: the mixer's choice. k × k in images."""
     value_conv: int | None = None
@@ -181,10 +181,8 @@ class NalandaConfig(PreTrainedConfig):
                     f"mixer names {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}: "
                     "give one name, or one for each layer"
                 )
-        if self.feature_map == "nala" and self.feature_map_options.get("power", 2.0) is None:
-            raise ValueError("feature_map nala with power null is the map angle: set feature_map: angle")
-        if self.feature_map in FEATURE_MAPS:  # written out, so that saved models keep their meaning
-            self.feature_map_options = defaults(FEATURE_MAPS[self.feature_map]) | self.feature_map_options
+        # Without defaults, so that another name begins with those of its own map.
+        self.feature_map_options = beyond(self._map_defaults(), self.feature_map_options)
         if missing_plugins(getattr(self, "plugins", ())):
             return  # a model that is loaded with trust_remote_code brings them; `build_mixer` refuses others
         mixers = self.distinct_mixers()  # building them refuses what cannot work
@@ -194,13 +192,38 @@ class NalandaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """transformers'. A saved `nala` without exponents, `power: null`, is the map `angle`."""
-        options = dict(config_dict.get("feature_map_options") or {})
-        if config_dict.get("feature_map") in ("nala", "angle") and options.get("power", 2.0) is None:
+        """transformers', of `migrated` keys."""
+        return super().from_dict(cls.migrated(config_dict), **kwargs)
+
+    @staticmethod
+    def migrated(keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of an earlier version with today's names: a map with `power: null` had no exponents."""
+        name, options = keys.get("feature_map"), dict(keys.get("feature_map_options") or {})
+        without = "power" in options and options["power"] is None
+
+        if without and name in ("nala_paper", "nala_released"):
             del options["power"]
-            options.pop("power_norm", None)  # it had no effect
-            config_dict = config_dict | {"feature_map": "angle", "feature_map_options": options}
-        return super().from_dict(config_dict, **kwargs)
+            options = {"query_power": 1.0, "key_power": 1.0} | options
+        elif without and name in (None, "nala"):
+            name = "angle"
+        elif name == "angle" and options.get("power") is not None:
+            name = "nala"
+        if name == "angle":  # neither has an effect there
+            options = {key: value for key, value in options.items() if key not in ("power", "power_norm")}
+
+        return keys | {"feature_map": name, "feature_map_options": options}
+
+    def to_dict(self) -> dict[str, Any]:
+        """transformers', with the defaults of the map written out: a saved model keeps its meaning."""
+        values = super().to_dict()
+        return values | {"feature_map_options": self._map_defaults() | (self.feature_map_options or {})}
+
+    def _map_defaults(self) -> dict[str, Any]:
+        """Those of the named map, else of the one map that all mixers choose."""
+        chosen = {getattr(MIXERS.get(name), "map_name", None) for name in self.layer_mixers} - {None}
+        names = chosen if self.feature_map is None else {self.feature_map}
+        rows = [FEATURE_MAPS[name] for name in names if name in FEATURE_MAPS]
+        return defaults(rows[0]) if len(names) == len(rows) == 1 else {}
 
     def check_types(self) -> None:
         """Raises ValueError for a field of another type, or a size that is no size."""

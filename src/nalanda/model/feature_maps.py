@@ -601,6 +601,8 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
         near = did_you_mean(name, FEATURE_MAPS)
         raise ValueError(f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}")
     row = FEATURE_MAPS[name]
+    if options.get("power", 2.0) is None:
+        raise ValueError(f"feature_map {name} with power null is the map angle: set feature_map: angle")
     try:
         check_names(options, row)
     except TypeError as error:

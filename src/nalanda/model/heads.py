@@ -117,7 +117,10 @@ class TextClassifier(Classifier):
         if use_cache:
             raise ValueError("use_cache: a classifier returns no cache; leave it out")
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        if input_ids is not None and attention_mask is None and position_ids is None and cu_seqlens is None:
+        packed = cu_seqlens is not None or (
+            position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
+        )
+        if input_ids is not None and attention_mask is None and not packed:
             attention_mask = self._mask_of(input_ids)
         described = (attention_mask, position_ids, cu_seqlens)
         out = self.model(

@@ -368,8 +368,11 @@ class Decoder(NalandaPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if pixel_values is not None:
             return self.embed_tokens(pixel_values, interpolate_pos_encoding)
-        if input_ids is not None and input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, length], got {list(input_ids.shape)}")
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
+            kind = str(input_ids.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"input_ids must be integers [batch, length], got {kind} {list(input_ids.shape)}"
+            )
         width = self.config.hidden_size
         if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
             raise ValueError(
@@ -439,6 +442,8 @@ class LanguageModel(NalandaPreTrainedModel):
 
     def _checked_labels(self, labels: Tensor, h: Tensor, T: int) -> Tensor:
         """Labels `[B, T]` as int64 on the device of h `[B, ·, D]`. Raises ValueError for other labels."""
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
         integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
         if not integers or labels.shape != (len(h), T):
             raise ValueError(
@@ -539,8 +544,8 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         Raises ValueError for an empty text, padding on the right, a state that does not fit, or a chunk_size
         below 1.
         """
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+        if type(chunk_size) is not int or chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size!r} must be an integer from 1 on")
         cache = NalandaCache(self.config.num_hidden_layers)
         if state is not None:
             check_state(state)

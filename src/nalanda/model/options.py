@@ -47,6 +47,15 @@ def defaults(function) -> dict:
     return {p.name: p.default for p in parameters if is_option(p) and p.default is not None}
 
 
+def beyond(known: dict, options: dict) -> dict:
+    """The options that `known` lacks or has another value for."""
+    return {
+        name: value
+        for name, value in options.items()
+        if known.get(name) != value or isinstance(known[name], bool) != isinstance(value, bool)
+    }
+
+
 def check_names(options: dict, function) -> None:
     """Raises TypeError for the first of `options` that is no option of `function`."""
     parameters = inspect.signature(function).parameters.values()

@@ -451,14 +451,24 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
     if types is not None and not torch.compiler.is_compiling() and bool(types.any()):
         raise ValueError("token_type_ids: this model has no token types; give zeros, or leave them out")
 
-    bounds, documents = foreign.get("cu_seq_lens_q"), foreign.get("seq_idx")
-    if bounds is not None and cu_seqlens is not None:
-        raise ValueError("give cu_seqlens or cu_seq_lens_q, not both")
-    if bounds is None and cu_seqlens is None and documents is not None:
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents.diff(dim=1) != 0
-        bounds = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=begins.numel())
-    return cu_seqlens if bounds is None else bounds
+    given = {name: foreign.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    given = {name: x for name, x in given.items() if x is not None}
+    if (documents := given.pop("seq_idx", None)) is not None:
+        if not isinstance(documents, Tensor) or documents.dim() != 2:
+            raise ValueError("seq_idx: give each token's document, [batch, length]")
+        begins = documents.diff(dim=1) != 0
+        if bool(begins.any()):  # else every row is one document, as without it
+            begins = F.pad(begins, (1, 0), value=True)
+            edges = begins.flatten().nonzero().squeeze(1)
+            given["seq_idx"] = F.pad(edges, (0, 1), value=begins.numel())
+
+    bounds, named = cu_seqlens, "cu_seqlens"
+    for name, other in given.items():
+        if bounds is None:
+            bounds, named = other, name
+        elif bounds.shape != other.shape or bool((bounds.to(other.device) != other).any()):
+            raise ValueError(f"{named} and {name} name different documents; give one of them")
+    return bounds
 
 
 def next_tokens(

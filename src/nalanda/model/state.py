@@ -266,7 +266,10 @@ def check_prompt(
     """
     dims = 3 if tokens.is_floating_point() else 2
     if tokens.dim() != dims or len(tokens) == 0 or tokens.shape[1] < least:
-        raise ValueError(f"input_ids must be [batch, length] with a token, not {list(tokens.shape)}")
+        kind = str(tokens.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"input_ids must be integers [batch, length] with a token, not {kind} {list(tokens.shape)}"
+        )
     if attention_mask is None:
         return
     B, T = tokens.shape[:2]

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,27 +67,13 @@ def curve(folder: str | Path) -> Curve:
     return Curve(folder.resolve().name, config, train, validation, events, bits)
 
 
-FOLLOWERS = {
-    "model.feature_map_options": ("model.feature_map",),
-    "model.head_dim": ("model.hidden_size", "model.num_heads"),
-    "model.intermediate_size": ("model.hidden_size",),
-    "model.vocab_size": ("tokenizer.vocab_size",),
-    "model.max_position_embeddings": ("data.seq_len",),
-}
-"""Keys of a model whose defaults follow from other keys. A label leaves them out where the others differ."""
-
-
-def _follows(key: str, changed: Iterable[str]) -> bool:
-    leaders = next((FOLLOWERS[name] for name in FOLLOWERS if key.startswith(name)), ())
-    return any(leader in changed for leader in leaders)
-
-
 def labels(curves: Sequence[Curve]) -> list[str]:
     """A name for each run: the settings in which the runs differ if these are few, otherwise the folder's."""
     found: dict[str, None] = {}
     for other in curves[1:]:
         found |= dict.fromkeys(differences(curves[0].config, other.config))
-    found = {key: None for key in found if not _follows(key, found)}
+    if "model.feature_map" in found:  # the name tells more than the options
+        found = {key: None for key in found if not key.startswith("model.feature_map_options")}
     # Left out: sections that change no curve, and keys that an older recipe lacks because they are newer. A
     # recipe may leave out keys of the model.
     keys = [

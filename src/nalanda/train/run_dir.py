@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ from filelock import FileLock, Timeout
 from nalanda.common.errors import InputError, explained, output_folder
 from nalanda.common.files import verify_manifest, write_atomically
 from nalanda.common.versions import versions
-from nalanda.config.load import differences, load_config
-from nalanda.config.model import build_model_config, config_source, written_out
+from nalanda.config.load import checked, differences, read_sections
+from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
 from nalanda.train import checkpoint
@@ -88,12 +89,11 @@ def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> I
     """Writes `recipe` to config.yaml and `facts` to run.json, and at the end the state: finished, interrupted
     or failed.
 
-    model: the model's config. One of Nalanda's is written out, so that config.yaml trains the same model
-    under other defaults.
+    model: the model's config. The defaults of one of Nalanda's are written out, so that config.yaml trains
+        the same model under other defaults.
     """
     if config_source(recipe.model) is NalandaConfig:
-        weights = {key: value for key, value in recipe.model.items() if key == "init_from"}
-        recipe = dataclasses.replace(recipe, model=weights | written_out(model))
+        recipe = dataclasses.replace(recipe, model=recorded_model(recipe.model, model))
     write_atomically(run_dir / "config.yaml", recipe.to_yaml())
     write_facts(run_dir, facts)
     try:
@@ -128,11 +128,13 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         changes.pop("output_dir", None)  # the folder was moved
         others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
         if others and begun:
-            old, new = changes[others[0]]
+            key = others[0]
+            old, new = changes[key]
+            setting = f"{key}={old if isinstance(old, str) else json.dumps(old)}"
+            advice = f"leave out {key}" if old is None else f"set {shlex.quote(setting)}"
             raise InputError(
-                f"{run_dir} holds another run: {others[0]} is {old!r} there and {new!r} here; set "
-                f"{others[0]}={old if isinstance(old, str) else json.dumps(old)} to go on with it, or choose "
-                "another output_dir"
+                f"{run_dir} holds another run: {key} is {old!r} there and {new!r} here; {advice} to go on "
+                "with it, or choose another output_dir"
             )
     elif begun:
         raise InputError(f"{file} is missing: restore it, or put the recipe there that the run started with")
@@ -173,18 +175,22 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
     saved: the run's checkpoints. They tell a model of Nalanda's as it was trained, whatever the defaults are
     now.
     """
-    if config_source(config.model) is not NalandaConfig:
+    described = None
+    with contextlib.suppress(InputError):  # such as a model on a hub that is out of reach
+        described = build_model_config(config)
+    if not isinstance(described, NalandaConfig):
         return recorded.model, config.model
 
-    here = written_out(build_model_config(config))
-    there = recorded.model
-    if config_source(recorded.model) is NalandaConfig:
-        there = written_out(build_model_config(recorded))
-    for checkpoint_folder in saved[-1:]:
+    before = None
+    for folder in saved[-1:]:
         with contextlib.suppress(OSError, ValueError):
-            text = (checkpoint_folder / "config.json").read_text(encoding="utf-8")
-            there = written_out(NalandaConfig.from_dict(json.loads(text)))
+            before = NalandaConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if before is None:
+        with contextlib.suppress(InputError):
+            before = build_model_config(recorded)
 
+    here = written_out(described)
+    there = written_out(before) if isinstance(before, NalandaConfig) else dict(recorded.model)
     for name in ("vocab_size", "max_position_embeddings"):  # by default the tokenizer's and data.seq_len
         if name not in config.model:
             here[name] = there.get(name)
@@ -197,7 +203,11 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
 def read_recorded_recipe(file: Path) -> RunConfig:
     """The recipe of a run. Raises `InputError` if the file is damaged."""
     try:
-        return load_config(file)
+        sections = read_sections(file)
+        model = sections.get("model")
+        if isinstance(model, dict) and "feature_map_options" in model:
+            sections["model"] = NalandaConfig.migrated(model)
+        return checked(sections, file.parent)
     except (InputError, UnicodeDecodeError) as error:
         raise InputError(
             f"{file}: the run's recipe is damaged ({error}); restore a copy, put the recipe there that "
