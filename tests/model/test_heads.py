@@ -123,6 +123,7 @@ def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
     for row, length in zip(tokens, lengths, strict=True):
         row[length:] = pad
     padded = model(tokens).logits
+    close(model(tokens, position_ids=torch.arange(17)[None]).logits, padded)  # these begin no document
     for row, length, scores in zip(tokens, lengths, padded, strict=True):
         alone = model(row[None, :length], attention_mask=torch.ones(1, length)).logits[0]
         close(scores if scores.dim() == 1 else scores[:length], alone)

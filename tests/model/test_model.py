@@ -410,14 +410,37 @@ def test_keywords_of_other_models_change_nothing_or_are_refused(small):
             call(tokens, token_type_ids=types + 1)
     with pytest.raises(ValueError, match="head_mask"):
         small(tokens, head_mask=torch.ones(2, 2))
-    with pytest.raises(ValueError, match="not both"):
-        small(tokens, cu_seqlens=torch.tensor([0, 6, 12]), cu_seq_lens_q=torch.tensor([0, 6, 12]))
+    # Bounds may be given twice; another library's name for them alone says as much.
+    bounds, other = torch.tensor([0, 4, 6, 12]), torch.tensor([0, 6, 12])
+    packed = small(tokens, cu_seqlens=bounds).logits
+    for described in (
+        {"cu_seq_lens_k": bounds.int()},
+        {"cu_seqlens": bounds, "cu_seq_lens_q": bounds},
+        {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1], [0] * 6]), "cu_seq_lens_q": bounds},
+    ):
+        assert torch.equal(small(tokens, **described).logits, packed)
+    for described in (
+        {"cu_seqlens": bounds, "cu_seq_lens_q": other},
+        {"cu_seq_lens_q": bounds, "cu_seq_lens_k": other},
+        {"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1], [0] * 6]), "cu_seqlens": bounds},
+    ):
+        with pytest.raises(ValueError, match="name different documents"):
+            small(tokens, **described)
+    # One document a row says nothing new, beside padding too.
+    mask = F.pad(torch.ones(2, 4), (2, 0))
+    described = {"attention_mask": mask, "seq_idx": torch.zeros_like(tokens)}
+    assert torch.equal(small(tokens, **described).logits, small(tokens, attention_mask=mask).logits)
+    for wrong in (torch.zeros(6), [[0] * 6] * 2):
+        with pytest.raises(ValueError, match="seq_idx: give each token's document"):
+            small(tokens, seq_idx=wrong)
 
 
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
-        ({"input_ids": ids(6)}, r"input_ids must be \[batch, length\], got \[6\]"),
+        ({"input_ids": ids(6)}, r"input_ids must be integers \[batch, length\], got int64 \[6\]"),
+        ({"input_ids": ids(2, 6).float()}, r"input_ids must be integers .*, got float32 \[2, 6\]"),
+        ({"labels": [[1] * 6] * 2}, "labels must be a tensor, got list"),
         ({"inputs_embeds": torch.ones(6, 24)}, r"inputs_embeds must be \[batch, length, 24\], got \[6, 24\]"),
         ({"inputs_embeds": torch.ones(2, 6, 23)}, r"inputs_embeds must be .* got \[2, 6, 23\]"),
         ({"labels": ids(2, 5)}, r"labels must be integers .*\[2, 6\], got torch.int64 \[2, 5\]"),
@@ -453,7 +476,7 @@ def test_inputs_of_a_wrong_shape_or_kind_are_refused(small, inputs, says):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("chunk_size", [0, -1])
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
 def test_reading_in_pieces_of_nothing_is_refused(small, chunk_size):
     with pytest.raises(ValueError, match=f"chunk_size={chunk_size} must be an integer from 1 on"):
         small.read(ids(1, 9), chunk_size=chunk_size)
