@@ -458,7 +458,7 @@ def lra(
     Raises:
         InputError: an unknown name, or files that are missing or have other columns.
     """
-    console, folder, device = Console(), output_folder(output, "--output"), choose_device(device)
+    console, folder, device = Console(emoji=False), output_folder(output, "--output"), choose_device(device)
     known, size = QUICK_ARENA if quick else ARENA, size or ("quick" if quick else "skyformer")
     for option, name, names in [("--tasks", t, known) for t in tasks or ()] + [("--size", size, SIZES)]:
         if name not in names:

@@ -469,7 +469,7 @@ def _short(names: list[str]) -> list[str]:
 
 def print_perplexity(result: dict[str, Any], console: Console | None = None) -> None:
     """Prints the totals, and perplexity by distance from the beginning."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
     for head in ("tokens", "one pass", "windows", "a word", "bits/byte"):

@@ -102,7 +102,7 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
 
 def print_analysis(result: dict[str, Any], directory: Path, console: Console | None = None) -> None:
     """Prints the table, one row a layer, and where the files are."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     tenth = result["windows"].index(0.1)
     table = Table("layer", "mixer", box=None, pad_edge=False)
     table.columns[1].no_wrap = True

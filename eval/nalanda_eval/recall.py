@@ -388,7 +388,7 @@ def recall(
     Raises:
         InputError: an unknown name, or invalid values.
     """
-    console, output = Console(), output_folder(output, "--output")
+    console, output = Console(emoji=False), output_folder(output, "--output")
     device = choose_device(device)
     known, base, training = override(QUICK if quick else TASKS, overrides or [])
     for name in tasks or ():

@@ -217,7 +217,7 @@ def markdown_table(header: list[str], lines: list[list[str]], left: int = 2) -> 
 
 def print_results(results: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables."""
-    console = console or Console()
+    console = console or Console(emoji=False)
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         table = _table([title.replace(" ", "\n") for title in header], left=1)
         for row in published:

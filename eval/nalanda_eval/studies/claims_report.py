@@ -535,7 +535,7 @@ def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
     ]
     text = "\n\n".join([*head, RULE, setting_of(runs), *blocks]) + "\n"
     write_atomically(file, text)
-    Console().print(f"{file} and its figures", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(f"{file} and its figures", markup=False, highlight=False, soft_wrap=True)
     return [file, *written]
 
 

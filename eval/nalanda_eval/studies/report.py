@@ -643,7 +643,7 @@ def report(directory: Path) -> list[Path]:
     blocks += ["## Every run", facts(found), "<details><summary>runs that judge</summary>"]
     blocks += [run_table(results), "</details>"]
     write_atomically(file, "\n\n".join(block for block in blocks if block) + "\n")
-    console = Console()
+    console = Console(emoji=False)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True)

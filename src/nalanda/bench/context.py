@@ -48,7 +48,7 @@ def bench_context(
     what is kept for the backward, and the peak.
     """
     file = None if json is None else output_file(json, "--json")
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     cases = _cases()
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
     for number in track(processes, "errors"):

@@ -67,7 +67,7 @@ def bench_decode(
     """
     file = None if json is None else output_file(json, "--json")
     picture = None if png is None else output_file(png, "--png")
-    console, before = Console(highlight=False), torch.get_num_threads()
+    console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         console.print(

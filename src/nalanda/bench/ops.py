@@ -56,7 +56,7 @@ def bench_ops(
         InputError: ours and the peer disagree; nothing is timed.
     """
     file = None if json is None else output_file(json, "--json")
-    console, before = Console(), torch.get_num_threads()
+    console, before = Console(emoji=False), torch.get_num_threads()
     torch.set_num_threads(threads)
     keep_freed_memory()
     try:

@@ -162,7 +162,7 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
 
 
 def _print_rows(links: dict[str, float], rows: list[dict]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(
         f"two processes, one thread each: {1e3 * links['peak']:.0f} GFLOP/s, copies at {links['hbm']:.1f} "
         f"GB/s, gloo at {links['nvlink']:.2f} GB/s and {links['latency']:.0f} µs a message",

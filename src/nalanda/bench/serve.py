@@ -68,7 +68,7 @@ def bench_serve(
     file = None if json is None else output_file(json, "--json")
     if importlib.util.find_spec("uvicorn") is None:
         raise InputError("transformers serve needs more packages: pip install 'nalanda[serving]'")
-    console, found = Console(highlight=False), {}
+    console, found = Console(highlight=False, emoji=False), {}
     console.print(
         f"transformers serve, fp32, {SIZES}, {threads} threads, {platform.machine()}, "
         f"torch {torch.__version__}, transformers {version('transformers')}",

@@ -75,7 +75,7 @@ def bench_train(
     file = None if json is None else output_file(json, "--json")
     if against is not None and not Path(against, "src", "nalanda").is_dir():
         raise InputError(f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda")
-    console, before = Console(highlight=False), torch.get_num_threads()
+    console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
     _prepare(threads)
     try:
         console.print(

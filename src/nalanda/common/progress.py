@@ -155,7 +155,7 @@ class Progress:
         ]
         bar = Bar(
             *columns,
-            console=Console(file=self.stream),
+            console=Console(file=self.stream, emoji=False),
             transient=True,
             refresh_per_second=4,
             # What is printed goes above the bar if it goes to the terminal, and else where it was sent.

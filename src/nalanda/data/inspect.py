@@ -51,7 +51,7 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
             made.add_row(*map(escape, row))
         console.print(made)
 
-    console = Console()
+    console = Console(emoji=False)
     if skipped := index.get("skipped"):
         limit = index["settings"]["max_document_bytes"]
         print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")

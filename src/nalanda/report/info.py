@@ -150,4 +150,4 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     if f["seconds"]:
         each = f"{f['peak_flops_per_device'] / 1e12:.3g} TFLOP/s ({f['peak_source']})"
         table.add_row("time", "", f"{time_range(f['seconds'])} of {f['processes']} × {each}")
-    (console or Console()).print(table)
+    (console or Console(emoji=False)).print(table)

@@ -36,7 +36,7 @@ def print_keys(pattern: str = "", console: Console | None = None) -> None:
     rows = key_rows(pattern)
     if not rows:
         raise InputError(f"no key's name or meaning has {pattern!r}; without a pattern all are listed")
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     for row in rows:
         value = "required" if row["default"] == "required" else f"= {row['default']}"
         console.print(f"[bold]{escape(row['key'])}[/]: {escape(row['type'])} {escape(value)}")

@@ -134,7 +134,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
 
 def stdout() -> Console:
     """The terminal. Where there is none, nor COLUMNS, lines may be as long as they need."""
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 1000
     return console

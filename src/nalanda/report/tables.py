@@ -134,7 +134,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | None = None) -> None:
     """Prints what `all_rows` gives."""
-    console = console or Console()
+    console = console or Console(emoji=False)
     made, mixed, mapped = tables.values()
     _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
     figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
