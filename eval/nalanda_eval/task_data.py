@@ -124,11 +124,45 @@ def _one_of(known: Iterable | Callable[[dict], Iterable]) -> Rule:
     return rule
 
 
+UNANSWERED = "is empty; a test split without answers cannot be scored"
+
+
 def _answered(row: dict, value: Any) -> Any:
     """The rule that there is an answer."""
-    if not (value["aliases"] if isinstance(value, dict) else value):
-        raise ValueError("is empty; a test split without answers cannot be scored")
+    answers = value["aliases"] if isinstance(value, dict) else value
+    if not answers or not any(answers):
+        raise ValueError(UNANSWERED)
+    if not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"{value!r} is not text")
     return value
+
+
+def _answer_text(row: dict, value: Any) -> Any:
+    """The rule that the answer is a text, and not blank."""
+    if value and not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    if not value or not value.strip():
+        raise ValueError(UNANSWERED)
+    return value
+
+
+def _drop_answered(row: dict, answer: Any) -> Any:
+    """The rule that an answer, or a validated one, has a number, a span or a date."""
+    validated = row["validated_answers"]
+    if not answer:
+        raise ValueError(UNANSWERED)
+    days = [part for date in (answer["date"], *validated["date"]) for part in date.values()]
+    if not any([answer["number"], *answer["spans"], *validated["number"], *validated["spans"], *days]):
+        raise ValueError(UNANSWERED)
+    return answer
+
+
+def _context_and_word(row: dict, text: Any) -> Any:
+    """The rule that a text has a word to predict, and words before it."""
+    context, _, word = text.rpartition(" ") if isinstance(text, str) else ("", "", "")
+    if not context.strip() or not word.strip():
+        raise ValueError(f"{text!r} needs a context and, after a space, the word to predict")
+    return text
 
 
 def _endings(row: dict) -> list[str]:
@@ -141,6 +175,9 @@ def _letters(row: dict) -> list[str]:
 
 
 RULES: dict[str, dict[str, Rule]] = {
+    "lambada_openai": {"text": _context_and_word},
+    "sciq": {"correct_answer": _answer_text},
+    "drop": {"answer": _drop_answered},
     "piqa": {"label": _one_of((0, 1))},
     "hellaswag": {"label": _one_of(_endings)},
     "winogrande": {"answer": _one_of(("1", "2"))},
@@ -268,12 +305,25 @@ def _row(source: TaskSource, line: str, place: str) -> dict:
         raise InputError(f"{place}: the field {error} is missing") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{place} is broken: {error}") from error
-    for name, rule in RULES.get(source.name, {}).items():
+    rules = RULES.get(source.name, {})
+    for name, rule in rules.items():
         try:
             document[name] = rule(row, row[name])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{place}: {name} {error}") from None
     for name, value in document.items():
         if value is None:
             raise InputError(f"{place}: {name} is null")
+        if name in rules or name in ("query_id", "validated_answers"):
+            continue
+        for text in _texts(name, value):
+            if not isinstance(text, str):
+                raise InputError(f"{place}: {name} {text!r} is not text")
     return document
+
+
+def _texts(name: str, value: Any) -> list:
+    """The values of a field that are to be text."""
+    if name == "choices":
+        return value["text"]
+    return value if name == "endings" else [value]

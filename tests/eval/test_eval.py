@@ -994,7 +994,16 @@ def test_broken_data_is_named_with_its_line(adapter, tmp_path, content, found):
 
 
 # task: a row of its file, and its field that says which answer is right
+NO_DATE = dict.fromkeys(("day", "month", "year"), "")
 LABELLED = {
+    "lambada_openai": ({"text": "a b"}, "text"),
+    "sciq": (MORE[2][3], "correct_answer"),
+    "drop": (
+        dict.fromkeys(("query_id", "passage", "question"), "a")
+        | {"answer": {"number": "3", "date": NO_DATE, "spans": []}}
+        | {"validated_answers": {"number": [""], "date": [NO_DATE], "spans": [[]]}},
+        "answer",
+    ),
     "piqa": ({"goal": "a", "sol1": "b", "sol2": "c", "label": 1}, "label"),
     "hellaswag": (
         {"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": list("defg"), "label": 1},
@@ -1028,13 +1037,15 @@ def read(folder, task: str, rows: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("task", RULES)
 def test_only_labelled_rows_are_scored(tmp_path, task):
     row, field = LABELLED[task]
-    free = not isinstance(row[field], (int, str)) or task in ("swde", "fda", "squad_completion")
+    texts = ("lambada_openai", "sciq", "swde", "fda", "squad_completion")
+    free = not isinstance(row[field], (int, str)) or task in texts
     written = [row] if free else [row, row | {field: str(row[field])}]
     documents = read(tmp_path, task, written)
     assert documents == [documents[0]] * len(written)
+    told = r"_(val|test)\.jsonl, line 2: \w+ .*(not one of|empty|needs a context)"
     wrong = (None, "", []) if free else (None, "", "-1", -1, 7, 1.0, "two")
     for value in wrong:
-        with pytest.raises(InputError, match=r"_(val|test)\.jsonl, line 2: \w+ .*(not one of|empty)"):
+        with pytest.raises(InputError, match=told):
             read(tmp_path, task, [row, row | {field: value}])
 
 
@@ -1055,6 +1066,31 @@ def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path):
     [source] = find_tasks(["piqa"], None)[0]
     (tmp_path / "piqa.jsonl").write_text(f"\ufeff{json.dumps(row)}\n\n \n\ufeff{json.dumps(row)}\n\ufeff\n")
     assert read_rows(dataclasses.replace(source, documents=tmp_path / "piqa.jsonl")) == [row, row]
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "told"),
+    [
+        ("drop", {"answer": {"number": "", "date": NO_DATE, "spans": []}}, "answer is empty"),
+        ("nq_open", {"answer": [""]}, "answer is empty"),
+        ("lambada_openai", {"text": "alone"}, "text 'alone' needs a context"),
+        ("lambada_openai", {"text": "a b "}, "text 'a b ' needs a context"),
+        ("sciq", {"correct_answer": " "}, "correct_answer is empty"),
+        ("sciq", {"correct_answer": ["a"]}, r"correct_answer \['a'\] is not text"),
+        ("sciq", {"support": 7}, "support 7 is not text"),
+        ("sciq", {"distractor1": ["a"]}, r"distractor1 \['a'\] is not text"),
+        ("hellaswag", {"endings": ["d", 5, "f", "g"]}, "endings 5 is not text"),
+        (
+            "arc_challenge",
+            {"choices": {"text": ["a", None], "label": ["A", "B"]}},
+            "choices None is not text",
+        ),
+    ],
+)
+def test_fields_of_text_hold_text(tmp_path, task, change, told):
+    row = LABELLED[task][0]
+    with pytest.raises(InputError, match=f"line 2: {told}"):
+        read(tmp_path, task, [row, row | change])
 
 
 @pytest.mark.parametrize("blank", ["", " "])
