@@ -135,7 +135,7 @@ def evaluate(
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions("lm_eval", "datasets"),
-        "data": data,
+        "data": None if data is None else _place(data),
         "limit": limit,
         "batch_size": batch_size,
         "long": long,
@@ -145,7 +145,7 @@ def evaluate(
     }
     names = {*loaded["tasks"], *loaded["groups"]}
     earlier = None if directory is None else _earlier(directory, results, models, names)
-    kept = {model["name"]: model for model in (earlier or {"models": []})["models"]}
+    kept = {_place_of(model): model for model in (earlier or {"models": []})["models"]}
     with Progress("loading", 0, "%") as progress:
 
         def advance(count: float) -> None:
@@ -175,8 +175,10 @@ def evaluate(
                     processes=processes,
                     advance=advance,
                 )
+                place = _place(name)
                 facts = {
                     "name": name,
+                    "place": place,
                     "fingerprint": scorer.identity["weights"],
                     "parameters": sum(parameter.numel() for parameter in model.parameters()),
                     "dtype": str(model.dtype).removeprefix("torch."),
@@ -184,9 +186,9 @@ def evaluate(
                     "max_length": None if long == "whole" else scorer.max_length,
                     "begins_with_bos": bool(scorer.bos),
                 }
-                if name in kept:
+                if place in kept:
                     decisive = ("dtype", "max_length", "begins_with_bos", "fingerprint")
-                    _check_same(directory, {key: kept[name][key] for key in decisive}, facts)
+                    _check_same(directory, {key: kept[place][key] for key in decisive}, facts)
                 for task in loaded["tasks"].values():  # the same examples for every model
                     task.set_fewshot_seed(seed=1234)
                 raw = harness(scorer, loaded, limit=limit, bootstrap_iters=1000)
@@ -198,9 +200,9 @@ def evaluate(
                 "seconds": round(time.perf_counter() - start, 1),
             }
             scores = {task: _scores(task, raw) for task in raw["results"]}
-            if name in kept:  # the counts are those of all commands
-                counts = {key: round(count + kept[name][key], 1) for key, count in counts.items()}
-                scores = kept[name]["tasks"] | scores
+            if place in kept:  # the counts are those of all commands
+                counts = {key: round(count + kept[place][key], 1) for key, count in counts.items()}
+                scores = kept[place]["tasks"] | scores
             results["models"].append(facts | counts | {"tasks": scores})
     if earlier is not None:
         absent = {task: why for task, why in earlier["left_out"].items() if task not in names}
@@ -237,20 +239,48 @@ def _earlier(
         return None
     try:
         earlier = json.loads(file.read_text(encoding="utf-8"))
-        names = sorted(model["name"] for model in earlier["models"])
-        if {*names} <= {*models} and all(model["tasks"].keys() <= tasks for model in earlier["models"]):
+        before = {_place_of(model): model["name"] for model in earlier["models"]}
+        now = {_place(name): name for name in models}
+        others = sorted({task for model in earlier["models"] for task in model["tasks"]} - tasks)
+        if before.keys() <= now.keys() and not others:
             return None
         for scores in (scores for model in earlier["models"] for scores in model["tasks"].values()):
             for kind in ("metrics", "stderr"):  # infinities are written as text
                 scores[kind] = {k: float(v) if isinstance(v, str) else v for k, v in scores[kind].items()}
-        settings = {key: earlier[key] for key in ("data", "limit", "long")} | earlier["versions"]
+        settings = _settings(earlier)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(
             f"--output: {file} is damaged, or of another version; remove it, or choose another directory"
         ) from None
-    now = results | results["versions"] | {"models": ", ".join(sorted({*models}))}
-    _check_same(directory, {"models": ", ".join(names)} | settings, now)
+    advice = "or choose another --output"
+    if lacking := [name for place, name in before.items() if place not in now]:
+        raise InputError(f"--output: {file} also has models {', '.join(lacking)}: name them too, {advice}")
+    if new := [name for place, name in now.items() if place not in before]:
+        raise InputError(
+            f"--output: {file} has no results of {', '.join(new)}: name its other tasks too "
+            f"({', '.join(others)}), {advice}"
+        )
+    _check_same(directory, settings, _settings(results))
     return earlier
+
+
+def _place(name: str) -> str:
+    """The full path of a folder, however it is named; of anything else the name."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_dir() else name
+
+
+def _place_of(model: dict[str, Any]) -> str:
+    """The place of a model in results.json; older files have only its name."""
+    return model.get("place") or _place(model["name"])
+
+
+def _settings(results: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same for all scores of a table. Commits and Python's patch level may differ."""
+    releases = {name: version.partition("+")[0] for name, version in results["versions"].items()}
+    releases["python"] = ".".join(releases["python"].split(".")[:2])
+    data = results["data"] and _place(results["data"])
+    return {"data": data, "limit": results["limit"], "long": results["long"]} | releases
 
 
 def _check_same(directory: Path | None, before: dict[str, Any], now: dict[str, Any]) -> None:

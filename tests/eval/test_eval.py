@@ -22,7 +22,7 @@ import transformers
 from nalanda_eval import fetch, lra, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache
-from nalanda_eval.harness import evaluate
+from nalanda_eval.harness import _earlier, evaluate
 from nalanda_eval.perplexity import print_perplexity
 from nalanda_eval.plots import print_analysis
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
@@ -629,12 +629,20 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
     for said, options in {
         "limit None, this command has 3": {"limit": 3},
         "long window, this command has whole": {"long": "whole"},
-        f"models {mine}, this command has {other}": {"models": [other]},
         "max_length 64, this command has 32": {"max_length": 32},
         "dtype float32, this command has bfloat16": {"dtype": "bfloat16"},
     }.items():
         with pytest.raises(InputError, match=f"results.json has other tasks with {re.escape(said)}; choose"):
             run(["arc_easy"], **options)
+    for named, said in {
+        (other,): f"also has models {mine}: name them too, or choose another --output",
+        (
+            mine,
+            other,
+        ): f"has no results of {other}: name its other tasks too (lambada_openai, piqa), or choose",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(said)):
+            run(["arc_easy"], models=named)
     model = NalandaForCausalLM.from_pretrained(mine)
     model.lm_head.weight.data[5, 5] += 1
     model.save_pretrained(mine)
@@ -645,6 +653,43 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
     (out / "results.json").write_text("{}")
     with pytest.raises(InputError, match=r"results\.json is damaged"):
         run(["piqa"])
+
+
+def test_a_later_command_may_name_folders_otherwise(checkpoint, data, tmp_path, monkeypatch):
+    shutil.copytree(checkpoint, tmp_path / "mine")
+    (tmp_path / "data").symlink_to(data)
+    monkeypatch.chdir(tmp_path)
+    evaluate(["mine"], ["piqa"], data="data", output="out")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    out = str(tmp_path / "out")
+    later = evaluate([str(tmp_path / "mine")], ["arc_easy"], data=str(data), output=out)
+    assert [set(model["tasks"]) for model in later["models"]] == [{"piqa", "arc_easy"}]
+    with pytest.raises(InputError, match="also has models"):
+        evaluate([checkpoint], ["piqa", "arc_easy"], data=str(data), output=out)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "same"),
+    [
+        ("nalanda", "0.1.0+g123456789", True),
+        ("python", "3.11.99", True),
+        ("python", "3.12.1", False),
+        ("torch", "2.9.0+cpu", True),
+        ("torch", "2.9.1", False),
+    ],
+)
+def test_results_stand_beside_those_of_the_same_releases(tmp_path, package, version, same):
+    releases = {"python": "3.11.2", "nalanda": "0.1.0+g987654321.dirty", "torch": "2.9.0"}
+    now = {"data": None, "limit": None, "long": "window", "versions": releases}
+    before = now | {"versions": releases | {package: version}}
+    before |= {"models": [{"name": "m", "tasks": {"piqa": {"metrics": {}, "stderr": {}}}}]}
+    (tmp_path / "results.json").write_text(json.dumps(before))
+    if same:
+        assert _earlier(tmp_path, now, ["m"], {"arc_easy"}) == before
+    else:
+        with pytest.raises(InputError, match=f"other tasks with {package} "):
+            _earlier(tmp_path, now, ["m"], {"arc_easy"})
 
 
 def test_a_damaged_answer_is_named_and_never_given(tmp_path):
