@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from nalanda.common.errors import InputError, explained
-from nalanda.inference.load import bos_token, is_ours
+from nalanda.inference.load import bos_token, check_tokens, is_ours
 from nalanda_eval import scoring
 from nalanda_eval.cache import AnswerCache, model_identity
 from nalanda_eval.needles import SAMPLES, haystack, needle_rows
@@ -107,6 +107,7 @@ class HarnessModel(HFLM):
             ids, mask = found["input_ids"], found["attention_mask"]
         else:
             ids, mask = super().tok_batch_encode(strings, *args, **kwargs)
+        check_tokens([int(ids.max())], self.model, self.tokenizer)  # type: ignore[bad-argument-type]
         if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
             return ids, mask
         self.cut += int((mask.sum(1) > left_truncate_len).sum())
@@ -186,6 +187,8 @@ class HarnessModel(HFLM):
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         asked = [self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        used = (token for request in asked for tokens in request for token in tokens)
+        check_tokens(used, self.model, self.tokenizer)  # type: ignore[bad-argument-type]
         state = self.processes
         own = scoring.part(asked, state.process_index, state.num_processes) if state else asked
         answers = self.cache.find(own)

@@ -33,7 +33,14 @@ from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffix_of
 from nalanda.data.text_bytes import text_bytes
-from nalanda.inference.load import bos_token, choose_device, is_ours, launched_context, load_model
+from nalanda.inference.load import (
+    bos_token,
+    check_tokens,
+    choose_device,
+    is_ours,
+    launched_context,
+    load_model,
+)
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
@@ -176,6 +183,7 @@ def tokenise_documents(
 
     for text in documents(data):
         found = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        check_tokens(found, model, tokenizer)
         room = left if joined or bos else left + 1
         if len(found) > room:
             found, text = found[:room], _beginning(text, room, tokenizer, found)

@@ -23,7 +23,7 @@ from nalanda_eval import fetch, lra, report
 from nalanda_eval import harness as harness_module
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.harness import _earlier, evaluate
-from nalanda_eval.perplexity import print_perplexity
+from nalanda_eval.perplexity import perplexity, print_perplexity
 from nalanda_eval.plots import print_analysis
 from nalanda_eval.python_tasks import excerpts, python_tasks, write_python_tasks
 from nalanda_eval.recall_report import print_recall
@@ -1179,6 +1179,25 @@ def test_a_model_needs_its_own_tokenizer(checkpoint, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "small")
     with pytest.raises(InputError, match="small: its tokenizer has 257 tokens, the model only 64"):
         load_model(str(tmp_path / "small"))
+
+
+def test_added_tokens_that_the_model_cannot_read_are_one_line(adapter, tokenizer, tmp_path, capsys):
+    path = save(tokenizer, tmp_path / "model")
+    small = NalandaConfig(vocab_size=257, hidden_size=16, num_hidden_layers=1, num_heads=1, bos_token_id=0)
+    NalandaForCausalLM(small).save_pretrained(path)
+    own = transformers.AutoTokenizer.from_pretrained(path)
+    own.add_tokens(["<mill>"])
+    own.save_pretrained(path)
+    (tmp_path / "text.txt").write_text("the <mill> grinds")
+    write(tmp_path, "lambada_test.jsonl", [{"text": "the <mill> grinds"}])
+    told = r"the text has token 257 \(<mill>\), the model reads only 257 tokens"
+    with pytest.raises(InputError, match=told):
+        generate(path, "the <mill>", max_new_tokens=1)
+    with pytest.raises(InputError, match=told):
+        evaluate([path], ["lambada_openai"], data=str(tmp_path))
+    with pytest.raises(InputError, match=told):
+        perplexity([path], str(tmp_path / "text.txt"), output=str(tmp_path / "out"))
+    generate(path, "the", max_new_tokens=1)  # such tokens do no harm where no text has them
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_path):

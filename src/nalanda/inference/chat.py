@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.config.schema import check_seed
 from nalanda.inference.generate import Printer, decode, describe_speed, load_state, read_with_progress
-from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
+from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
 
@@ -116,6 +116,11 @@ class Conversation:
         begun, before = self.state is not None or bool(self.tokens), self.state
         new = whole[len(self.text) :].removeprefix(self.end)
         tokens = self.tokenizer(new, add_special_tokens=False).input_ids
+        try:
+            check_tokens(tokens, self.model, self.tokenizer)
+        except InputError:
+            self.messages.pop()
+            raise
         bos = bos_token(self.model, self.tokenizer)
         if not begun and tokens[: len(bos)] != bos:
             tokens = bos + tokens

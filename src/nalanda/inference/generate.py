@@ -16,7 +16,7 @@ from nalanda.common.errors import InputError, output_file
 from nalanda.common.progress import Progress
 from nalanda.common.text import size
 from nalanda.config.schema import check_seed
-from nalanda.inference.load import bos_token, end_tokens, is_ours, load_model
+from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import NalandaCache, State
 
@@ -233,6 +233,7 @@ def generate(
         raise InputError(f"{network.config.model_type} models have no state to save; leave --save-state out")
     held = None if state is None else load_state(state, network)
     tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+    check_tokens(tokens, network, tokenizer)
     if held is None:
         tokens = bos_token(network, tokenizer) + tokens
     if not tokens and held is None:

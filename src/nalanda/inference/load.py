@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,18 @@ def load_model(
             "tokenizer that it was trained with"
         )
     return model.eval(), tokenizer  # type: ignore[bad-return]
+
+
+def check_tokens(ids: Iterable[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `InputError` for a token of a text that the model has no embedding of, such as an added one."""
+    known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+    last = max(ids, default=0)
+    if last >= known:
+        raise InputError(
+            f"{model.name_or_path or 'the model'}: the text has token {last} "
+            f"({tokenizer.convert_ids_to_tokens(last)}), the model reads only {known} tokens; give it the "
+            "tokenizer that it was trained with"
+        )
 
 
 def choose_device(name: str | None) -> str:
