@@ -461,6 +461,15 @@ def test_another_end_of_text_leaves_nothing(tokenizer, tmp_path, monkeypatch):
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
 
 
+def test_a_pad_token_like_that_of_exported_runs(tokenizer, tmp_path):
+    pytest.importorskip("xllamacpp")
+    tokenizer.pad_token = tokenizer.eos_token
+    save(tmp_path / "m", tokenizer, num_hidden_layers=1, **TAME)
+    file = File(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
+    assert file.fields["tokenizer.ggml.padding_token_id"] == 0
+    assert file.fields["nalanda.certificate"].startswith("compared on: 512 tokens")
+
+
 @pytest.mark.parametrize("context", [48, 95, 96])
 def test_short_contexts(context, tokenizer, tmp_path):
     pytest.importorskip("xllamacpp")

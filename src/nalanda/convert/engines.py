@@ -180,8 +180,11 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
     for end in range(_EVERY, len(ids), _EVERY):
         found = ranked(ids[:end].tolist(), 1 << 30)
         logps.append([logp for logp, _ in sorted(found, key=lambda pair: pair[1])])
-    fields = gguf.GGUFReader(file).fields
-    special = {name: fields.get(f"tokenizer.ggml.{name}") for name in _SPECIAL}
+    fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
+    special = {
+        name: fields.get(key)
+        for name, key in zip(_SPECIAL, (keys.BOS_ID, keys.EOS_ID, keys.PAD_ID), strict=True)
+    }
     return Computed(
         torch.tensor(logps),
         torch.tensor(prompt[PROMPT:]),
