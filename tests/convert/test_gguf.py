@@ -457,8 +457,30 @@ def test_another_end_of_text_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     save(tmp_path / "m", tokenizer, num_hidden_layers=1)
     right = gguf.GGUFWriter.add_eos_token_id
     monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda writer, i: right(writer, i + 1))
-    with pytest.raises(InputError, match=r"differ: tokenizer\.eos_token_id is 0 and 1"):
+    with pytest.raises(InputError, match=r"differ: the list of ids that end a text is \[0\] and \[1\]"):
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [(5, None, [5]), ([5, 0, 7], None, [0, 5, 7]), (0, [5, 7], [5, 7]), (None, None, [0])],
+)
+def test_ends_a_text_where_the_model_does(config, generation, ends, tokenizer, tmp_path):
+    pytest.importorskip("xllamacpp")
+    model = save(tmp_path / "m", tokenizer, num_hidden_layers=1, eos_token_id=config, **TAME)
+    if generation:
+        model.generation_config.eos_token_id = generation
+        model.generation_config.save_pretrained(tmp_path / "m")
+    fields = File(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")).fields
+    written = [fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    assert [i for i in written if i is not None] == ends
+
+
+def test_refuses_more_ends_than_gguf_has(tokenizer, tmp_path):
+    save(tmp_path / "m", tokenizer, num_hidden_layers=1, eos_token_id=[0, 5, 7, 9])
+    with pytest.raises(InputError, match=r"eos_token_id=\[0, 5, 7, 9\]: GGUF has room for 3 ids"):
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_pad_token_like_that_of_exported_runs(tokenizer, tmp_path):

@@ -27,6 +27,7 @@ from nalanda.common.errors import InputError
 
 PROMPT, CONTINUATION = 64, 32
 _EVERY = 32
+_ENDS = "the list of ids that end a text"
 _SPECIAL = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
 _JSON = {"Content-Type": "application/json"}
 
@@ -46,7 +47,8 @@ class Computed:
     cuts: list[list[int]]
     """The ids of each probe, without bos; none without a tokenizer."""
     special: dict[str, int | list[int] | None]
-    """The ids of bos, eos and pad, those of the config (`config.`) and of the tokenizer (`tokenizer.`)."""
+    """The ids of bos, eos and pad, those of the config (`config.`) and of the tokenizer (`tokenizer.`).
+    Besides those that end a text, see `end_ids`."""
     logits: Tensor | None = None
     """[positions, vocabulary], where it tells them."""
     every: int = 1
@@ -73,6 +75,19 @@ def _computed(
     )
 
 
+def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids at which `generate` ends a text.
+
+    They are the generation config's, else the config's, else the tokenizer's. The tokenizer's eos
+    stands first if it is among them.
+    """
+    eos = tokenizer.eos_token_id if tokenizer else None
+    given = (getattr(holder, "eos_token_id", None) for holder in (model.generation_config, model.config))
+    ids = next((ids for ids in (*given, eos) if ids is not None), [])
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted(dict.fromkeys(ids), key=lambda i: i != eos)
+
+
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
     """None too for one that cannot be loaded, such as one with code of its own, which is not run."""
     if not any(folder.glob("tokenizer*")):
@@ -90,6 +105,8 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         take_torch_path(sys.modules[type(model).__module__])
         logits = model(ids[None], use_cache=False).logits[0].float()
+        tokenizer = tokenizer_of(folder)
+        ends = end_ids(model, tokenizer)
         model.generation_config = transformers.GenerationConfig(  # theirs may sample, or end early
             max_new_tokens=CONTINUATION,
             do_sample=False,
@@ -103,7 +120,8 @@ def with_transformers(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
     del model
     gc.collect()
     steps = [step[0] for step in done.logits]
-    return _computed("transformers", logits, steps, config, tokenizer_of(folder), probes)
+    computed = _computed("transformers", logits, steps, config, tokenizer, probes)
+    return dataclasses.replace(computed, special=computed.special | {_ENDS: ends})
 
 
 def with_mlx(folder: Path, ids: Tensor, probes: list[str]) -> Computed:
@@ -181,17 +199,18 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         found = ranked(ids[:end].tolist(), 1 << 30)
         logps.append([logp for logp, _ in sorted(found, key=lambda pair: pair[1])])
     fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
-    special = {
-        name: fields.get(key)
-        for name, key in zip(_SPECIAL, (keys.BOS_ID, keys.EOS_ID, keys.PAD_ID), strict=True)
-    }
+    bos, pad, *ends = (
+        field and field.contents()
+        for field in map(fields.get, (keys.BOS_ID, keys.PAD_ID, keys.EOS_ID, keys.EOT_ID, keys.EOM_ID))
+    )
+    special = {"tokenizer.bos_token_id": bos, "tokenizer.pad_token_id": pad}
     return Computed(
         torch.tensor(logps),
         torch.tensor(prompt[PROMPT:]),
         torch.tensor(margins),
         f"xllamacpp {version('xllamacpp')}",
         [tokens(text) for text in probes],
-        {f"tokenizer.{name}": field and field.contents() for name, field in special.items()},
+        special | {_ENDS: [i for i in ends if i is not None]},
         every=_EVERY,
     )
 

@@ -15,7 +15,7 @@ from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import rename_synced
 from nalanda.convert.certificate import compare, unchecked
 from nalanda.convert.convert import local_folder, read_config
-from nalanda.convert.engines import quiet
+from nalanda.convert.engines import end_ids, quiet
 from nalanda.convert.gguf_tokenizer import add_tokenizer
 from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
 from nalanda.model import NalandaConfig
@@ -131,7 +131,7 @@ def _write(source: Path, part: Path, dtype: str, title: str) -> None:
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_sizes(writer, config, interval)
-        add_tokenizer(writer, tokenizer, config)
+        add_tokenizer(writer, tokenizer, config, end_ids(model, tokenizer))
         for name, tensor in _tensors(config, model.state_dict()):
             kind = _stored_as(tensor, name, dtype)
             data = tensor.contiguous().numpy()

@@ -14,6 +14,7 @@ from nalanda.model import NalandaConfig
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """GGUF's types of tokens."""
 
+_ENDS = ("eos", "eot", "eom")
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|%s|\p{N}%s| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -28,10 +29,13 @@ _SPLITS = {
 Spec = dict[str, Any]
 
 
-def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: NalandaConfig) -> None:
+def add_tokenizer(
+    writer: Any, tokenizer: PreTrainedTokenizerBase, config: NalandaConfig, ends: list[int]
+) -> None:
     """Adds the tokenizer and its chat template to a `gguf.GGUFWriter`.
 
     Ids of the model that have no token become unused ones. bos stands in front of a text as in training.
+    ends: the ids that end a text. llama.cpp stops at eos, at eot and at eom alike.
 
     Raises:
         InputError: names what llama.cpp has no tokenizer for.
@@ -66,7 +70,14 @@ def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Nalan
     add(writer, model, tokens, **stages)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    for role in ("bos", "eos", "unk", "pad"):
+    if len(ends) > len(_ENDS):
+        raise InputError(
+            f"eos_token_id={ends}: GGUF has room for {len(_ENDS)} ids that end a text; keep those that your "
+            "texts need in generation_config.json"
+        )
+    for role, i in zip(_ENDS, ends, strict=False):
+        getattr(writer, f"add_{role}_token_id")(i)
+    for role in ("bos", "unk", "pad"):
         if (i := getattr(tokenizer, f"{role}_token_id")) is not None:
             getattr(writer, f"add_{role}_token_id")(i)
     writer.add_add_bos_token(config.bos_token_id is not None and tokenizer.bos_token_id is not None)
