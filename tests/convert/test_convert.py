@@ -561,6 +561,9 @@ def test_another_kind_of_rope_is_refused(tmp_path):
     assert "rope_type='yarn' has no counterpart" in refused(source, tmp_path)
 
 
+QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}}
+
+
 @pytest.mark.parametrize(
     ("to", "fields", "message"),
     [
@@ -597,7 +600,19 @@ def test_another_kind_of_rope_is_refused(tmp_path):
         ("llama", {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "qk_norm=True"),
         ("qwen3", {"mixer": "softmax"}, "qk_norm=False"),
         ("fla", {"mixer": "softmax", "mixer_options": {"rope_scaling": LLAMA3}}, "rope_scaling={"),
-        (None, {"mixer": "softmax"}, "can become fla or llama or qwen3: choose one with --to"),
+        (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
+        (None, {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "nalanda to qwen3: tensor"),
+        (
+            None,
+            {"mixer": "softmax", "use_bias": True, "expand_v": 2.0},
+            "nalanda to transformer: value_dim=16",
+        ),
+        (None, {"mixer": "gated_deltanet", "conv_size": 3}, "fla or qwen3_5 or mlx: choose"),
+        (
+            None,
+            {"mixer": ["softmax", *["gated_deltanet"] * 3], "num_hidden_layers": 4, "mixer_options": QWEN3_5},
+            "nalanda to qwen3_5_text: tensor",
+        ),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
         (None, {"mixer": "gated_deltanet"}, "can become fla or qwen3_5 or mlx or gguf: choose one with --to"),
         ("fla", {"mixer": ["gla", "retention"]}, "mixer ['gla', 'retention'] can become nothing else"),

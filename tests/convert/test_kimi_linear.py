@@ -127,7 +127,7 @@ def test_what_we_lack(changes, message, tmp_path):
         ({"feature_map": "nala"}, "feature_map='nala'"),
         ({"use_bias": True}, "use_bias=True"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ({"mixer": ["kda", "softmax"], "mixer_options": {}}, "can become fla: not kimi_linear"),
+        ({"mixer": ["kda", "softmax"], "mixer_options": {}}, "can become nothing else: not kimi_linear"),
     ],
 )
 def test_what_they_lack(changes, message, tmp_path):

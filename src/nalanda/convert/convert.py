@@ -22,8 +22,8 @@ from nalanda.config.model_folder import weight_files
 from nalanda.convert import fla, kimi_linear, llama, qwen3_5
 from nalanda.convert.certificate import Certificate, card, compare, unchecked
 from nalanda.convert.engines import tokenizer_of
-from nalanda.convert.formats import Config, Tensors, unsupported
-from nalanda.convert.mlx import check_mlx, check_rounded, keep_rounded, to_mlx
+from nalanda.convert.formats import Config, Tensors, attention_interval, unsupported
+from nalanda.convert.mlx import check_mlx, check_order, check_rounded, keep_rounded, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
 from nalanda.train.export import hub_errors, new_folder, pad_batches
@@ -297,7 +297,10 @@ def local_folder(source: str) -> Path:
 
 
 def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
-    """The model_type to write: `to`, or the only one possible."""
+    """The model_type to write: `to`, or the only one possible.
+
+    Where no library can express the model, the first that has its mixers says why.
+    """
     mixers = set(config.layer_mixers)
     kinds = {"nalanda": "nalanda"} | {
         library: name
@@ -306,13 +309,29 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
         if format.takes(mixers)
     }
     kinds = {library: name for library, name in kinds.items() if library != _library(kind)}
-    if to is None and (kind != "nalanda" or len(kinds) == 1):
-        to = next(iter(kinds))
-    if to not in kinds:
-        which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
-        known = [*kinds, *(["gguf"] if to is None and "qwen3_5" in kinds else [])]  # which `write_gguf` makes
-        raise InputError(f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}")
-    return kinds[to]
+    if to in kinds:
+        return kinds[to]
+    known = [library for library, name in kinds.items() if _expresses(library, name, config)]
+    if to is None and (kind != "nalanda" or (kinds and len(known) < 2)):
+        return kinds[[*known, *kinds][0]]
+    if to is None and "qwen3_5" in known and _expresses("gguf", "", config):  # which `write_gguf` makes
+        known.append("gguf")
+    which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
+    raise InputError(f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}")
+
+
+def _expresses(library: str, kind: str, config: NalandaConfig) -> bool:
+    """Whether a library has the model of this config, as its model_type `kind`."""
+    try:
+        if library == "gguf":
+            attention_interval(config)
+        elif kind != "nalanda":
+            theirs = FORMATS[kind].theirs(config)
+            if library == "mlx":
+                check_order(theirs)
+    except InputError:
+        return False
+    return True
 
 
 def _tensors(kind: str, config: Config) -> Callable[[Iterable[str]], list[Tensors]]:

@@ -16,6 +16,7 @@ from nalanda.common.files import rename_synced
 from nalanda.convert.certificate import compare, unchecked
 from nalanda.convert.convert import local_folder, read_config
 from nalanda.convert.engines import end_ids, quiet
+from nalanda.convert.formats import attention_interval
 from nalanda.convert.gguf_tokenizer import add_tokenizer
 from nalanda.data.tokenizer import check_vocabulary, load_tokenizer
 from nalanda.model import NalandaConfig
@@ -142,55 +143,6 @@ def _write(source: Path, part: Path, dtype: str, title: str) -> None:
         writer.write_tensors_to_file()
     finally:
         writer.close()
-
-
-def attention_interval(config: NalandaConfig) -> int:
-    """n, where every n-th layer is softmax attention; layers + 1 for a model without any.
-
-    Raises:
-        InputError: names the first setting that llama.cpp cannot compute.
-    """
-    mixers: dict[str, Any] = config.distinct_mixers()
-    if "gated_deltanet" not in mixers or mixers.keys() - {"gated_deltanet", "softmax"}:
-        raise _refused(f"mixer {' and '.join(mixers)}")
-    delta, soft = mixers["gated_deltanet"], mixers.get("softmax")
-    fields = {"use_bias": False, "position_embedding": "none", "scale_embeddings": False}
-    found = [(name, getattr(config, name), wanted) for name, wanted in fields.items()]
-    found += [
-        ("feature_map", delta.map_name, "silu"),
-        ("feature_map_options", config.feature_map_options, {}),
-        ("use_gate", delta.gated, True),
-        ("allow_neg_eigval", delta.beta_scale == 2, False),
-        ("norm_write", delta.norm_write, False),
-        ("norm_read", delta.norm_read, False),
-        ("qk_norm", delta.qk_norm, "l2"),
-        ("conv_size", delta.conv_size or 0, 4),
-        ("value_conv", delta.value_conv, 0),
-    ]
-    if soft:
-        found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
-        found += [("rope_scaling", soft.rope_scaling, None)]
-        found += [("softmax's gate", soft.gate, "channel"), ("softmax's conv_size", soft.conv_size or 0, 0)]
-    for name, value, wanted in found:
-        if value != wanted:
-            raise _refused(f"{name}={value!r} (it needs {wanted!r})")
-    if soft and soft.rope_theta is None:
-        raise _refused("rope_theta=None")
-    for mixer in mixers.values():
-        if mixer.K != mixer.V:
-            raise _refused(f"keys of {mixer.K} and values of {mixer.V} entries a head (they must be equal)")
-    layers = config.layer_mixers
-    interval = layers.index("softmax") + 1 if soft else len(layers) + 1
-    if any((name == "softmax") != (i % interval == 0) for i, name in enumerate(layers, 1)):
-        raise _refused("this order of mixers (softmax must be every n-th layer)")
-    return interval
-
-
-def _refused(what: str) -> InputError:
-    return InputError(
-        f"{what} cannot be expressed in GGUF; recipes that llama.cpp runs are gated_deltanet_340m_deploy and "
-        "hybrid_340m"
-    )
 
 
 def _add_sizes(writer: Any, config: NalandaConfig, interval: int) -> None:

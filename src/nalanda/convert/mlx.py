@@ -30,6 +30,11 @@ def check_mlx(folder: Path, theirs: dict[str, Any], dtype: str | None) -> None:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not (folder / "tokenizer.json").is_file():
         raise InputError("no tokenizer.json in it, which mlx-lm needs")
+    check_order(theirs)
+
+
+def check_order(theirs: dict[str, Any]) -> None:
+    """Raises InputError for layers in an order that mlx-lm has not."""
     if theirs.get("full_attention_interval", 1) is None:  # of Qwen3.5
         raise InputError(
             "this order of mixers cannot be expressed in mlx-lm: softmax must be every n-th layer"
