@@ -443,6 +443,18 @@ def test_a_wrong_tensor_of_mlx_leaves_nothing(dtype, broken, change, inner, toke
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
+@pytest.mark.parametrize(("dtype", "finer"), [("q8", "f16"), ("bf16", "f32")])
+def test_rounding_that_moves_too_much_names_a_finer_dtype(dtype, finer, tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("mlx_lm")
+    write(tmp_path / "ours", TAME)
+    tokenizer.save_pretrained(tmp_path / "ours")
+    monkeypatch.setitem(certificate.ROUNDED, dtype, 1e-6)
+    said = rf"^rounding to {dtype} moves log-probabilities by \S+, more than .*: take --dtype {finer}$"
+    with pytest.raises(InputError, match=said):
+        convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
 @pytest.mark.parametrize(
     ("fields", "dtype", "message"),
     [

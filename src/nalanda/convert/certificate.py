@@ -23,6 +23,8 @@ ROUNDED = {"f16": 1e-2, "bf16": 4e-2, "q8_0": 0.1, "q8": 0.1}
 """The same of rounded weights, by what they were rounded to. It is wide because llama.cpp rounds activations
 too. The weights before rounding have TOLERANCE, and each rounded tensor is compared exactly."""
 
+_FINER = {"q8": "f16", "q8_0": "f16", "f16": "f32", "bf16": "f32"}
+
 _TEXTS = [
     *("naïve Größe ½ ™ ﬁn", "cafe\u0301 A\u030angstro\u0308m n\u0303", "I'm sure we'LL, DON'T x's"),
     *(
@@ -128,13 +130,17 @@ def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str
     logps = (spread.clamp(_LEAST) - after.logps.clamp(_LEAST)).abs().max().item()
     unequal = (before.continuation != after.continuation).nonzero().flatten().tolist()
     equal = unequal[0] if unequal else CONTINUATION
+    rounding = f"rounding to {dtype}"
+    finer = f": take --dtype {_FINER[dtype]}" if dtype in ROUNDED else ""
     if not logps <= limit:
+        moved = f"{rounding} moves" if finer else "source and target differ:"
         raise InputError(
-            f"source and target differ: log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
-            f"{share:g} of the largest logit"
+            f"{moved} log-probabilities by {logps:.1e}, more than {limit:.1e}, which is "
+            f"{share:g} of the largest logit{finer}"
         )
     if unequal and before.margins[equal] > limit:
-        raise InputError(f"source and target differ: greedy token {equal + 1} of {CONTINUATION} with a cache")
+        changed = f"{rounding} changes" if finer else "source and target differ:"
+        raise InputError(f"{changed} greedy token {equal + 1} of {CONTINUATION} with a cache{finer}")
     facts = {
         "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
         f"{len(after.logps)} of the tokens"
