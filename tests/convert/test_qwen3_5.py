@@ -455,6 +455,17 @@ def test_rounding_that_moves_too_much_names_a_finer_dtype(dtype, finer, tokenize
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
+def test_a_folder_of_mlx_is_a_target_only(tokenizer, tmp_path):
+    pytest.importorskip("mlx_lm")
+    write(tmp_path / "ours", TAME)
+    tokenizer.save_pretrained(tmp_path / "ours")
+    mlx_folder = convert(str(tmp_path / "ours"), str(tmp_path / "mlx"), "mlx", check=False)
+    said = "mlx: a folder of mlx-lm, which is a target only; convert the model that it was made from"
+    with pytest.raises(InputError, match=said):
+        convert(str(mlx_folder), str(tmp_path / "back"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlx", "ours"]
+
+
 @pytest.mark.parametrize(
     ("fields", "dtype", "message"),
     [

@@ -76,7 +76,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
     """The tensors of a model folder, by name.
 
     Raises:
-        InputError: there are no safetensors files, or some are missing.
+        InputError: there are no safetensors files, some are missing, or they are mlx-lm's.
     """
     files = weight_files(folder)
     if not files:
@@ -87,6 +87,10 @@ def _stored(folder: Path) -> dict[str, Stored]:
     found = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
+            if (tensors.metadata() or {}).get("format") == "mlx":
+                raise InputError(
+                    "a folder of mlx-lm, which is a target only; convert the model that it was made from"
+                )
             for name in tensors.keys():  # noqa: SIM118  not a dict
                 found[name] = Stored(file, name, tuple(tensors.get_slice(name).get_shape()))
     return found
