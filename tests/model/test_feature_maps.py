@@ -232,6 +232,21 @@ def test_another_name_begins_with_the_defaults_of_its_own_map(name, before, tmp_
     assert str(build_mixer("deltanet", NalandaConfig(**model), 0).feature_map) == expected
 
 
+def test_a_config_keeps_the_options_that_its_maps_defaults_do_not_give():
+    for name, options, kept in (
+        ("silu", {"norm": None}, {"norm": None}),
+        ("silu", {"norm": "l2"}, {"norm": "l2"}),
+        ("pola", {"scale": True, "alpha": 4}, {}),
+        (None, {"power": 3.0, "angle": "rms"}, {"power": 3.0}),  # NaLa's block chooses its own map
+    ):
+        config = NalandaConfig(
+            mixer="norm_attention" if name else "nala", feature_map=name, feature_map_options=options
+        )
+        assert config.feature_map_options == kept
+    with pytest.raises(ValueError, match="scale=1 must be bool"):
+        NalandaConfig(mixer="norm_attention", feature_map="pola", feature_map_options={"scale": 1})
+
+
 @pytest.mark.parametrize(
     ("saved", "name", "options"),
     [

@@ -52,7 +52,9 @@ def beyond(known: dict, options: dict) -> dict:
     return {
         name: value
         for name, value in options.items()
-        if known.get(name) != value or isinstance(known[name], bool) != isinstance(value, bool)
+        if name not in known
+        or known[name] != value
+        or isinstance(known[name], bool) != isinstance(value, bool)
     }
 
 
