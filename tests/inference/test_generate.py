@@ -266,10 +266,10 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        (ids(1, 0), {}, r"input_ids must be \[batch, length\] with a token, not \[1, 0\]"),
-        (ids(1, 5)[:0], {}, r"with a token, not \[0, 5\]"),
-        (ids(1, 5)[0], {}, r"with a token, not \[5\]"),
-        (ids(1, 5)[None], {}, r"with a token, not \[1, 1, 5\]"),
+        (ids(1, 0), {}, r"input_ids must be integers \[batch, length\] with a token, not int64 \[1, 0\]"),
+        (ids(1, 5)[:0], {}, r"with a token, not int64 \[0, 5\]"),
+        (ids(1, 5)[0], {}, r"with a token, not int64 \[5\]"),
+        (ids(1, 5)[None], {}, r"with a token, not int64 \[1, 1, 5\]"),
         *((ids(1, 5), {"attention_mask": ONES(x)}, BAD_MASK) for x in ((1, 3), (1, 4), (1, 6), (2, 5), (5,))),
         (None, {"inputs_embeds": EMBEDDED, "attention_mask": ONES(1, 3)}, BAD_MASK),
         (
@@ -277,7 +277,7 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
             {"past_key_values": True, "attention_mask": ONES(1, 2)},
             r"\[1, 5 or more\], got \[1, 2\]",
         ),
-        (ids(1, 5)[0], {"state": True}, r"not \[5\]"),
+        (ids(1, 5)[0], {"state": True}, r"not int64 \[5\]"),
         (ids(1, 5), {"state": True, "attention_mask": ONES(1, 6)}, BAD_MASK),
         (ids(1, 5), {"state": True, "attention_mask": ONES(2, 5)}, BAD_MASK),
         (None, {"state": "text"}, "state must be of model.read or model.load_state, not str"),

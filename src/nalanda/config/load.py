@@ -24,10 +24,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
             settings that contradict one another; in one line.
     """
     path = find_recipe(str(path))
-    return checked(read_sections(path, overrides), path.parent)
+    return recipe_of(read_sections(path, overrides), path.parent)
 
 
-def checked(sections: dict, folder: Path) -> RunConfig:
+def recipe_of(sections: dict, folder: Path) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
     config = section(RunConfig, sections, "")
     import_plugins(config.plugins, Path.cwd(), folder)

@@ -220,7 +220,8 @@ class NalandaConfig(PreTrainedConfig):
 
     def _map_defaults(self) -> dict[str, Any]:
         """Those of the named map, else of the one map that all mixers choose."""
-        chosen = {getattr(MIXERS.get(name), "map_name", None) for name in self.layer_mixers} - {None}
+        mixers = [self.mixer] if isinstance(self.mixer, str) else self.mixer
+        chosen = {getattr(MIXERS.get(name), "map_name", None) for name in mixers} - {None}
         names = chosen if self.feature_map is None else {self.feature_map}
         rows = [FEATURE_MAPS[name] for name in names if name in FEATURE_MAPS]
         return defaults(rows[0]) if len(names) == len(rows) == 1 else {}

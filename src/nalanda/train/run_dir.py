@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from nalanda.common.errors import InputError, explained, output_folder
 from nalanda.common.files import verify_manifest, write_atomically
 from nalanda.common.versions import versions
-from nalanda.config.load import checked, differences, read_sections
+from nalanda.config.load import differences, read_sections, recipe_of
 from nalanda.config.model import build_model_config, config_source, recorded_model, written_out
 from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
@@ -207,7 +207,7 @@ def read_recorded_recipe(file: Path) -> RunConfig:
         model = sections.get("model")
         if isinstance(model, dict) and "feature_map_options" in model:
             sections["model"] = NalandaConfig.migrated(model)
-        return checked(sections, file.parent)
+        return recipe_of(sections, file.parent)
     except (InputError, UnicodeDecodeError) as error:
         raise InputError(
             f"{file}: the run's recipe is damaged ({error}); restore a copy, put the recipe there that "
