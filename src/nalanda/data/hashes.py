@@ -1,0 +1,92 @@
+"""Hashes of files' contents. Each is kept with the file's stamp, so that an unchanged file is read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from hashlib import blake2b
+from pathlib import Path
+
+from nalanda.common.errors import InputError
+
+WHOLE = 0
+"""Bytes of a sample that mean the whole file."""
+
+SAMPLES = 16
+"""Samples of a file, head and tail included."""
+
+
+class FileHashes:
+    """The hashes of files, computed when they are first asked for.
+
+    A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole file
+    (`WHOLE`), or of `SAMPLES` samples of that many bytes. Any thread or process may ask at the same time.
+
+    record: a file that keeps the hashes. Each is appended as soon as it is found; a line that was cut short
+        is ignored. None: they are kept in memory alone.
+    """
+
+    def __init__(self, record: Path | None = None):
+        self.record = record
+        self._known: dict[tuple, str] = {}
+        self._lock = threading.Lock()
+        if record is not None and record.is_file():
+            for line in record.read_bytes().splitlines():
+                try:
+                    path, stamp, found = json.loads(line)
+                    self._known[path, *stamp, sample_of(found)] = found
+                except (ValueError, TypeError):
+                    continue
+
+    def of(self, path: Path, sample: int) -> str:
+        """The hash of a file.
+
+        Args:
+            path: the file.
+            sample: bytes of each sample, or `WHOLE`. A file that the samples would cover is hashed whole.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
+        sample = WHOLE if found.st_size <= SAMPLES * sample else sample
+        stamp = found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+        key = os.path.abspath(path), *stamp, sample
+        if key not in self._known:
+            self._known[key] = f"{sample}:{hash_file(path, found.st_size, sample)}"
+            self._append([key[0], stamp, self._known[key]])
+        return self._known[key]
+
+    def _append(self, entry: list) -> None:
+        if self.record is None:
+            return
+        line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
+        with self._lock, self.record.open("ab", buffering=0) as file:
+            file.write(line)
+
+
+def sample_of(found: str) -> int:
+    """The bytes of each sample of a hash, or `WHOLE`. Raises ValueError for what is no such hash."""
+    return int(found.partition(":")[0])
+
+
+def hash_file(path: Path, size: int, sample: int) -> str:
+    """64 bits of BLAKE2b, in hexadecimal, over the size and the samples. Raises `InputError`."""
+    length = sample or size
+    places = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)] if sample else [0]
+    found = blake2b(str(size).encode(), digest_size=8)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for place in places:
+                file.seek(place)
+                left = length
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    found.update(piece)
+                    left -= len(piece)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
+    return found.hexdigest()
