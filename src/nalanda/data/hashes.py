@@ -20,8 +20,8 @@ SAMPLES = 16
 class FileHashes:
     """The hashes of files, computed when they are first asked for.
 
-    A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole file
-    (`WHOLE`), or of `SAMPLES` samples of that many bytes. Any thread or process may ask at the same time.
+    A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole
+    file (`WHOLE`), or of `SAMPLES` samples of that many bytes. Any thread or process may ask at the same time.
 
     record: a file that keeps the hashes. Each is appended as soon as it is found; a line that was cut short
         is ignored. None: they are kept in memory alone.
