@@ -21,7 +21,9 @@ class FileHashes:
     """The hashes of files, computed when they are first asked for.
 
     A hash is `SAMPLE:HEX`. It says how it was made, so a later reader makes it the same way: of the whole
-    file (`WHOLE`), or of `SAMPLES` samples of that many bytes. Any thread or process may ask at the same time.
+    file (`WHOLE`), or of `SAMPLES` samples of that many bytes.
+
+    Threads and processes may ask at the same time.
 
     record: a file that keeps the hashes. Each is appended as soon as it is found; a line that was cut short
         is ignored. None: they are kept in memory alone.
