@@ -264,7 +264,7 @@ def _write_split(token_set: str | Path, index: dict, split: str, prefix: Path, c
                 tokens = entry.tokens_between(low, min(low + SHARD, entry.tokens))
                 found.update(tokens.tobytes())
                 file.write(tokens.astype(dtype).tobytes())
-            ends, _ = entry.map_documents()
+            ends = entry.ends(0, entry.documents)
             entry.check_ends(np.concatenate([[0], ends]))
             tokens_file, docs_file = entry.files()
             if found.hexdigest() != tokens_file.sha256:

@@ -1,4 +1,4 @@
-"""Token sets: a corpus tokenised once, in memory-mapped shards, with an index of their sums.
+"""Token sets: a corpus tokenised once, in shards that are read in place, with an index of their sums.
 
 A token set is a directory:
 
@@ -15,9 +15,12 @@ listing of the source and the settings, not on the process that wrote a shard or
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -34,10 +37,13 @@ FORMAT, VERSION = "nalanda token shards", 1
 SPLITS = ("train", "validation")
 
 OPEN_FILES = 100
-"""Files that this process keeps mapped; a shard has two."""
+"""Files that this process keeps open, if it may open four times as many; a shard has two."""
 
 DOCS = np.dtype([("end", "<i8"), ("source", "<u2")])
 """The columns of a .docs file, one after the other."""
+
+PAGE = 4096 // DOCS["end"].itemsize
+"""Document ends that are read at a time: a page of the file."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -73,7 +79,8 @@ def megatron_splits(source: str | list[str]) -> dict[str, Path]:
 class TokenSet:
     """All tokens of a split, "train" or "validation": documents in a line, `[bos] tokens [eos]`.
 
-    It holds no open file, so it may be pickled, and read by threads and forked processes.
+    It holds no open file, so it may be pickled, and read by threads and forked processes. A row is read
+    by its bytes: of a cold disk only its own pages, and a file that has become shorter is an `InputError`.
 
     Attributes:
         identity: a hash of the tokens, documents and sources, whatever the directory is called.
@@ -127,11 +134,8 @@ class TokenSet:
         _within(start, stop, self.tokens, "tokens")
         found = [np.zeros(0, np.int64)]
         for shard, base, low, high in self._parts(start, stop):
-            ends, _ = shard.map_documents()
-            between = ends[np.searchsorted(ends, low) : np.searchsorted(ends, high)]
-            shard.check_ends(np.concatenate([[low - 1], between, [high]]))
             found.append(base + np.zeros(int(low == 0), np.int64))
-            found.append(base + between)
+            found.append(base + shard.ends_between(low, high))
         return np.concatenate(found)
 
     def document(self, number: int) -> tuple[np.ndarray, str]:
@@ -139,10 +143,11 @@ class TokenSet:
         _within(number, number + 1, self.documents, "documents")
         place = int(np.searchsorted(self._documents, number, "right")) - 1
         shard, number = self._shards[place], number - int(self._documents[place])
-        ends, sources = shard.map_documents()
-        low, high = int(ends[number - 1]) if number else 0, int(ends[number])
+        low = int(shard.ends(number - 1, number)[0]) if number else 0
+        high = int(shard.ends(number, number + 1)[0])
         shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
-        if (source := int(sources[number])) >= len(shard.sources):
+        source = int(shard.source_numbers(number, number + 1)[0])
+        if source >= len(shard.sources):
             raise shard.damaged("docs", f"document {number} has source {source} of {len(shard.sources)}")
         return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
 
@@ -158,24 +163,53 @@ class TokenSet:
 class SumCheck:
     """Compares files with the sums in their index, in a thread, up to the first damaged one.
 
+    record: a file that keeps which files were found whole. One that has not changed since is not read again,
+    so a start goes on where the one before it stopped.
+
     Attributes:
         problem: one line about the damaged file, or None.
-        settled: whether the comparison was waited for and found no damage.
+        settled: whether every process has compared its files and found no damage.
     """
 
     settled = False
 
-    def __init__(self, files: list[StatedFile]):
+    def __init__(self, files: list[StatedFile], record: Path | None = None):
         self.problem: str | None = None
-        self._files, self._closed = files, threading.Event()
+        self._files, self._record, self._closed = files, record, threading.Event()
         self._thread = threading.Thread(target=self._run, name="nalanda-sums", daemon=True)
         self._thread.start()
 
+    @property
+    def finished(self) -> bool:
+        """Whether this process has compared its files."""
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
+        whole = self._found_whole()
         for file in self._files:
             if self._closed.is_set() or self.problem:
                 return
-            self.problem = file.damage(sums=True)
+            stamp = file.stamp()  # before the file is read: one that changes meanwhile is read again
+            if stamp is None or stamp not in whole:
+                self.problem = file.damage(sums=True)
+                if self.problem is None:
+                    self._keep(stamp)
+
+    def _found_whole(self) -> set[tuple]:
+        """The stamps in the record; a line that was cut short is left out."""
+        found = set()
+        lines = self._record.read_bytes().splitlines() if self._record and self._record.is_file() else []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError):
+                found.add(tuple(json.loads(line)))
+        return found
+
+    def _keep(self, stamp: tuple | None) -> None:
+        if self._record is None or stamp is None:
+            return
+        line = b"\n" + json.dumps(stamp).encode() + b"\n"  # begins anew after a line that was cut short
+        with contextlib.suppress(OSError), self._record.open("ab", buffering=0) as record:  # a full disk
+            record.write(line)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
         """`problem`, after all files were read. `beat` is called every second."""
@@ -204,6 +238,15 @@ class StatedFile(NamedTuple):
             raise InputError(
                 f"{self.path}: {size:,} bytes, and the index says {self.size:,}; copy or prepare it again"
             )
+
+    def stamp(self) -> tuple | None:
+        """What changes with the file or with its sum in the index; None if the file cannot be found."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        times = found.st_mtime_ns, found.st_ctime_ns
+        return os.path.abspath(self.path), found.st_size, *times, found.st_ino, self.sha256
 
     def damage(self, *, sums: bool) -> str | None:
         """How the size or, with `sums`, the content differs from the index, in one line, or None."""
@@ -235,22 +278,73 @@ class Entry:
         if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
+        kinds = ("tokens", "docs")
+        self._files = {kind: StatedFile(path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in kinds}
+
     def files(self) -> list[StatedFile]:
-        return [
-            StatedFile(self.path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in ("tokens", "docs")
-        ]
+        return [*self._files.values()]
 
     def tokens_between(self, low: int, high: int) -> np.ndarray:
         """The shard's tokens [low, high). Raises `InputError` for an id outside of the vocabulary."""
-        tokens = _map(self.files()[0], self.dtype, self.tokens)[0][low:high]
+        tokens = self._column("tokens", self.dtype, low, high)
         self._check_ids(tokens, low)
         return tokens
 
-    def map_documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ends, int64 [D], and sources, uint16 [D]."""
-        ends, sources = _map(self.files()[1], DOCS, self.documents)
-        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
-        return ends, sources
+    def ends(self, low: int, high: int) -> np.ndarray:
+        """The ends of documents [low, high), int64; only the last document's is checked."""
+        ends = self._column("docs", DOCS["end"], low, high)
+        if high == self.documents and ends[-1] != self.tokens:
+            raise self._disordered()
+        return ends
+
+    def source_numbers(self, low: int, high: int) -> np.ndarray:
+        """The positions of the sources of documents [low, high), uint16, unchecked."""
+        return self._column("docs", DOCS["source"], low, high, self.documents * DOCS["end"].itemsize)
+
+    def _column(self, kind: str, dtype: np.dtype, low: int, high: int, offset: int = 0) -> np.ndarray:
+        """Items [low, high) of the column of a file that begins at `offset`."""
+        size = dtype.itemsize
+        return np.frombuffer(_read(self._files[kind], offset + low * size, offset + high * size), dtype)
+
+    def ends_between(self, low: int, high: int) -> np.ndarray:
+        """The ends in [low, high), int64, where low < high."""
+        place, ends = self._find_end(low)
+        while ends[-1] < high and place < self.documents:
+            ends = np.concatenate([ends, self.ends(place, place := min(place + PAGE, self.documents))])
+        count = int(ends.searchsorted(high))
+        self.check_ends(ends[: count + 1])
+        if count == len(ends):
+            raise self._disordered()
+        return ends[:count]
+
+    def _find_end(self, low: int) -> tuple[int, np.ndarray]:
+        """The first end >= `low` with the ends behind it on its page, and the number of the document after
+        those.
+
+        Documents are about equally long, so the place is guessed from `low`: that reads one page or two, and
+        halving eight. Every third guess halves, so the search is short in any file.
+        """
+        first, last = 0, self.documents - 1  # the document is one of these, or the one after them
+        before, after = 0, self.tokens  # the ends in front of and behind these documents
+        found = None
+        for turn in itertools.count(1):
+            if first > last:
+                break
+            share = (low - before) / max(1, after - before) if turn % 3 else 0.5
+            guess = first + int(min(max(share, 0.0), 1.0) * (last - first))
+            start = guess // PAGE * PAGE
+            stop = min(start + PAGE, self.documents)
+            ends = self.ends(start, stop)
+            if ends[-1] < low:
+                first, before = stop, int(ends[-1])
+                continue
+            found = stop, ends[ends.searchsorted(low) :]
+            if ends[0] < low:
+                break
+            last, after = start - 1, int(ends[0])
+        if found is None or not len(found[1]):
+            raise self._disordered()
+        return found
 
     def _check_ids(self, tokens: np.ndarray, first: int) -> None:
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
@@ -260,39 +354,78 @@ class Entry:
     def check_ends(self, ends: np.ndarray) -> None:
         """Raises `InputError` unless each end lies after the one before."""
         if (np.diff(ends) <= 0).any():
-            raise self.damaged("docs", "its documents do not follow one another up to the last token")
+            raise self._disordered()
 
     def check(self, kind: str) -> None:
         """Checks a whole file, "tokens" or "docs"; reading checks only what it reads. Raises `InputError`."""
+        _open.cache_clear()  # the file may be another by now
         if kind == "tokens":
-            (tokens,) = _read_map(self.files()[0], self.dtype, self.tokens)
             for low in range(0, self.tokens, 1 << 22):
-                self._check_ids(tokens[low : low + (1 << 22)], low)
+                self.tokens_between(low, min(low + (1 << 22), self.tokens))
             return
-        ends, sources = _read_map(self.files()[1], DOCS, self.documents)
-        self.check_ends(np.array([self.tokens - 1, ends[-1], self.tokens + 1]))
+        ends, sources = self.ends(0, self.documents), self.source_numbers(0, self.documents)
         self.check_ends(np.concatenate([[0], ends]))
         documents = np.bincount(sources, minlength=len(self.sources))
         tokens = np.bincount(sources, np.diff(ends, prepend=0), len(self.sources))
         if np.stack([documents, tokens], 1).tolist() != [*self.counts.values()]:
             raise self.damaged("docs", "its documents by source are not those of the index")
 
+    def _disordered(self) -> InputError:
+        return self.damaged("docs", "its documents do not follow one another up to the last token")
+
     def damaged(self, kind: str, how: str) -> InputError:
         return InputError(f"{self.path.with_suffix(f'.{kind}')}: damaged, {how}; copy or prepare it again")
 
 
-def _read_map(file: StatedFile, dtype: np.dtype, count: int) -> list[np.ndarray]:
-    """A file's columns, each of `count` items, one after the other."""
+class _OpenFile:
+    """A file that is open for reading at random; it is closed with the last reference to it."""
+
+    descriptor = -1
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if hasattr(os, "posix_fadvise"):  # else the kernel would read megabytes ahead
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self, close: Callable[[int], None] = os.close):
+        if self.descriptor >= 0:
+            close(self.descriptor)
+
+
+def _most_open() -> int:
+    """`OPEN_FILES`, or a quarter of what the process may open."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return OPEN_FILES if allowed == resource.RLIM_INFINITY else min(OPEN_FILES, max(2, allowed // 4))
+
+
+@functools.lru_cache(maxsize=_most_open())
+def _open(file: StatedFile) -> _OpenFile:
     file.check_size()
-    whole = np.memmap(file.path, np.uint8, mode="r")
-    columns, offset = [], 0
-    for kind in [field[0] for field in dtype.fields.values()] if dtype.fields else [dtype]:
-        columns.append(whole[offset : offset + count * kind.itemsize].view(np.ndarray).view(kind))
-        offset += count * kind.itemsize
-    return columns
+    return _OpenFile(file.path)
 
 
-_map = functools.lru_cache(maxsize=OPEN_FILES)(_read_map)
+def _read(file: StatedFile, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file. Raises `InputError` if it is shorter, or cannot be read.
+
+    A thread that reads holds its file, so another that opens the next one does not close it.
+    """
+    try:
+        opened = _open(file)
+        content = os.pread(opened.descriptor, stop - start, start)
+        while len(content) < stop - start:  # the system gives at most 2 GiB at a time
+            more = os.pread(opened.descriptor, stop - start - len(content), start + len(content))
+            if not more:
+                raise InputError(
+                    f"{file.path}: ends before byte {stop:,}, and the index says {file.size:,} bytes; "
+                    "copy or prepare it again"
+                )
+            content += more
+    except (OSError, InputError) as error:
+        _open.cache_clear()  # a file that is put back in its place is opened anew
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{file.path}: cannot be read ({first_line(error)}); restore it") from None
+    return content
 
 
 def _within(start: int, stop: int, count: int, what: str) -> None:
