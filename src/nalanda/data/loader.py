@@ -3,7 +3,7 @@
 1. documents.py  FileShard.read                a file → documents, by the reader of its suffix
 2. corpus.py     open_corpus                   a source → shards (others: hub.py, urls.py, python_docs.py)
 3. corpus.py     DocumentStream.rest_of_epoch  shards → shuffled documents
-4. workers.py    Tokenisers.in_order           documents → tokens (tokenizer.py makes the encoder)
+4. workers.py    Tokenisers.in_order           documents → tokens (tokenizer.py: encoder; peers.py: shares)
 5. packing.py    StreamRows.rows               tokens → rows; a token set begins here: TokenSetRows.rows
 6. packing.py    Mixture.rows                  rows of several sources in turn
 7. packing.py    batched                       rows → batches of this rank
@@ -28,6 +28,7 @@ from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_local, open_corpus, source_of
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
+from nalanda.data.peers import Peers
 from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
 from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
@@ -47,7 +48,8 @@ class PackedBatches:
     The rows and their order depend only on the corpus, the tokenizer and the seed. The s-th batches of all W
     ranks, B rows each, are the rows [s·B·W, (s+1)·B·W); each rank takes every W-th of them. Any number of
     ranks sees the same rows.
-    Of a token set each rank reads its own rows. Of other sources every rank reads and tokenises everything.
+    Of a token set each rank reads its own rows. Of other sources every rank reads all documents. It tokenises
+    all of them, or with `peers` its share.
 
     Each item is a dict of CPU tensors:
         input_ids: [B, T] int64.
@@ -77,8 +79,11 @@ class PackedBatches:
         rank, world_size: r and W.
         epochs: passes over the training documents, of each component of a mixture; None: without end.
         slots: rows of a step over all ranks; only needed for `data.long_documents: carry`.
+        peers: from `peers.meet`; ranks of one machine, which then share the tokenising. They must read the
+            same number of batches. After `close`, or an error, a rank goes on alone.
     Raises:
-        InputError: settings, files or tokenizer do not fit; while iterating, a shard cannot be read.
+        InputError: settings, files or tokenizer do not fit; while iterating, a shard cannot be read, or with
+            `peers` another rank stopped.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class PackedBatches:
         world_size: int = 1,
         epochs: int | None = None,
         slots: int | None = None,
+        peers: Peers | None = None,
     ):
         data.check()
         if split not in ("train", "validation"):
@@ -101,6 +107,7 @@ class PackedBatches:
             raise ValueError(f"batch_size {batch_size}, rank {rank} of {world_size}: no such batch")
         self.data, self.training = data, split == "train"
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self._peers = peers
         self.seed = seed if self.training else 0
         self.epochs = epochs if self.training else 1
         self.encode = encoder(tokenizer, data)
@@ -173,7 +180,8 @@ class PackedBatches:
 
     def _start_reading(self) -> Iterator[tuple[dict[str, torch.Tensor], dict]] | ReadAhead:
         """Batches from the state on, each with the state after it."""
-        tokenisers = Tokenisers(self.encode, self.data.workers)
+        tokenisers = Tokenisers(self.encode, self.data.workers, self._peers)
+        self._peers = None  # they do not wait for a second reading
         rows = self.source.rows(self._state, tokenisers)
         if not self.training:
             rows = itertools.islice(rows, self.data.max_validation_rows - self._state["rows"])

@@ -7,6 +7,7 @@ not run the training program again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -17,12 +18,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from nalanda.data.peers import Peers
 
 
 READ_AHEAD = 4
@@ -58,26 +63,42 @@ class Tokenisers:
     Each process takes one group at a time, in turn, so at most `workers` groups of a stream are under way.
     They start with the first group. They end with `close`, with this object, with the interpreter, and
     however the trainer dies, since their input ends.
+
+    peers: the L processes that take the same groups. Each tokenises every L-th group for all of them, so L
+    times as many groups are under way. With `workers` < 2 a thread tokenises.
     """
 
-    def __init__(self, encode: Encoder, workers: int):
-        self.encode = encode
+    def __init__(self, encode: Encoder, workers: int, peers: Peers | None = None):
+        self.encode, self._peers = encode, peers
         self._workers = [_Worker() for _ in range(workers if workers > 1 else 0)]
         self._turn = 0
-        self.close = weakref.finalize(self, _close, self._workers)
+        # Beside peers the reader hands groups on while the next one is tokenised, else all would wait for it.
+        self._thread = ThreadPoolExecutor(1) if peers and not self._workers else None
+        self.close = weakref.finalize(self, _close, self._workers, self._thread, peers)
 
     def in_order(self, groups: Iterator[tuple[Any, list[str]]]) -> Iterator[tuple[Any, list[np.ndarray]]]:
         """`(key, texts)` → `(key, tokens)`. An error in `groups` is raised after the groups before it."""
+        try:
+            yield from self._in_order(groups)
+        except BaseException as error:
+            if self._peers:
+                self._peers.fail(error)
+            raise
+
+    def _in_order(self, groups: Iterator[tuple[Any, list[str]]]) -> Iterator[tuple[Any, list[np.ndarray]]]:
+        ahead = len(self._workers)
+        if self._peers:
+            ahead = max(1, ahead) * self._peers.count
         waiting: deque[tuple[Any, Callable[[], list[np.ndarray]]]] = deque()
         failure = None
-        while True:
+        for number in itertools.count():
             try:
                 group = None if failure else next(groups, None)
             except Exception as error:
                 group, failure = None, error
             if group:
-                waiting.append((group[0], self._begin(group[1])))
-            if waiting and (not group or len(waiting) > len(self._workers)):
+                waiting.append((group[0], self._share(number, group[1])))
+            if waiting and (not group or len(waiting) > ahead):
                 key, result = waiting.popleft()
                 yield key, result()
             elif not group:
@@ -85,7 +106,17 @@ class Tokenisers:
         if failure:
             raise failure
 
+    def _share(self, number: int, texts: list[str]) -> Callable[[], list[np.ndarray]]:
+        """Begins group `number` if it is this process's. The result also hands it on, or waits for it."""
+        if not self._peers:
+            return self._begin(texts)
+        if number % self._peers.count == self._peers.turn:
+            return partial(self._peers.give, self._begin(texts))
+        return partial(self._peers.take, number, len(texts))
+
     def _begin(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
+        if self._thread:
+            return self._thread.submit(self.encode, texts).result
         if not self._workers:
             return lambda: self.encode(texts)
         worker = self._workers[self._turn]
@@ -163,7 +194,11 @@ class _Worker:
             self.process.wait()
 
 
-def _close(workers: list[_Worker]) -> None:
+def _close(workers: list[_Worker], thread: ThreadPoolExecutor | None, peers: Peers | None) -> None:
+    if peers:
+        peers.close()
+    if thread:
+        thread.shutdown(wait=False, cancel_futures=True)
     for worker in workers:
         worker.close()
 

@@ -28,6 +28,7 @@ from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
 from nalanda.data.masking import Masking
+from nalanda.data.peers import Peers, meet
 from nalanda.data.text_bytes import TextBytes, text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
@@ -157,7 +158,8 @@ def set_up(
             save_tokenizer(tokenizer, run_dir / "tokenizer")
     say("opening the data")
     note = partial(print, "nalanda:", file=sys.stderr, flush=True) if main else lambda line: None
-    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size, note)
+    peers = meet(gather_object) if processes > 1 else None
+    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size, note, peers)
     contents = None
     if main:  # one process hashes the files
         contents = batches.contents | (
@@ -335,12 +337,20 @@ def open_batches(
     rank: int = 0,
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
+    peers: Peers | None = None,
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
     """One process's training batches, and its validation batches by source; {} without validation."""
     share: Any = {"rank": rank, "world_size": processes}
     rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     batches = PackedBatches(
-        config.data, tokenizer, split="train", batch_size=rows, seed=config.seed, slots=slots, **share
+        config.data,
+        tokenizer,
+        split="train",
+        batch_size=rows,
+        seed=config.seed,
+        slots=slots,
+        peers=peers,
+        **share,
     )
     if config.validation.every == 0:
         return batches, {}

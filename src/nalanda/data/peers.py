@@ -1,0 +1,135 @@
+"""The processes of one machine hand on the texts that each of them has tokenised.
+
+They are connected by Unix sockets without a file, which end with the process, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import socket
+import struct
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from nalanda.common.errors import InputError
+
+
+class Peers:
+    """This process's lines to the others of its machine. `meet` makes them.
+
+    All L processes take the same groups of texts in the same order. Process n % L tokenises group n. It sends
+    the tokens when it has taken all groups before, so the process that is furthest behind waits for none in
+    front of it. No process gets further ahead than a socket's buffer.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], lines: dict[int, socket.socket]):
+        """rank: of this process among all; ranks: of those on this machine; lines: to the others of them."""
+        self.count, self.turn = len(ranks), ranks.index(rank)
+        self._ranks, self._lines = ranks, lines
+        self._streams = {other: line.makefile("rb") for other, line in lines.items()}
+        self.close = weakref.finalize(self, _close, lines)
+
+    def give(self, result: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Sends tokens to every other process, and returns them."""
+        tokens = result()
+        message = pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL)
+        for other, line in self._lines.items():
+            try:
+                line.sendall(message)
+            except OSError:
+                self._receive(other)  # raises the error that it left behind
+                raise
+        return tokens
+
+    def take(self, number: int, texts: int) -> list[np.ndarray]:
+        """The tokens of the group `number`, which has so many texts, from the process that tokenised it."""
+        other = self._ranks[number % self.count]
+        tokens = self._receive(other)
+        if len(tokens) != texts:
+            raise InputError(
+                f"data.source: process {other} read {len(tokens)} documents where this one read {texts}; its "
+                "files must not change, nor differ between processes"
+            )
+        return tokens
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the lines. The others raise `error` when they need this process's next group."""
+        if isinstance(error, InputError):
+            message = pickle.dumps(error)
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):  # if its line is full, it sees only that the line ends
+                    line.send(message, socket.MSG_DONTWAIT)
+        self.close()
+
+    def _receive(self, other: int) -> list[np.ndarray]:
+        try:
+            found = pickle.load(self._streams[other])
+        except (EOFError, OSError, pickle.UnpicklingError):
+            found = InputError(
+                f"data: process {other}, which tokenises a share of the texts, has ended; its own message "
+                "says why"
+            )
+        if isinstance(found, Exception):
+            raise found from None
+        return found
+
+
+def _close(lines: dict[int, socket.socket]) -> None:
+    for line in lines.values():
+        with contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits at either end
+        line.close()
+
+
+def meet(gather: Callable[[list], list]) -> Peers | None:
+    """Connects the processes of this machine; None for one alone, or where there are no such sockets.
+
+    All processes of a launch call it. gather: a list of one item → those of all processes, in order of rank.
+    """
+    machine, address = _machine(), f"\0nalanda-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        if machine:
+            listener.bind(address)
+            listener.listen(128)
+        met = gather([(machine, address)])
+
+        rank = met.index((machine, address))
+        ranks = [other for other, (where, _) in enumerate(met) if where == machine]
+        if not machine or len(ranks) == 1:
+            return None
+
+        lines: dict[int, socket.socket] = {}
+        for other in ranks[: ranks.index(rank)]:
+            lines[other] = socket.socket(socket.AF_UNIX)
+            lines[other].connect(met[other][1])
+            lines[other].sendall(rank.to_bytes(4, "big"))
+        while len(lines) < len(ranks) - 1:
+            line, _ = listener.accept()
+            if _user(line) == os.getuid():  # what comes in is unpickled
+                lines[int.from_bytes(line.recv(4), "big")] = line
+            else:
+                line.close()
+    return Peers(rank, ranks, lines)
+
+
+def _machine() -> tuple | None:
+    """What the processes have in common that a socket without a file connects: a running kernel and one of
+    its networks. None where there are no such sockets (only Linux has them)."""
+    try:
+        boot, network = Path("/proc/sys/kernel/random/boot_id"), os.readlink("/proc/self/ns/net")
+        return platform.node(), boot.read_text(), network
+    except OSError:
+        return None
+
+
+def _user(line: socket.socket) -> int:
+    """The user of the process at the other end."""
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user
