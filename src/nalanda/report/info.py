@@ -23,7 +23,7 @@ from nalanda.train.estimate import (
     shards,
     time_range,
 )
-from nalanda.train.flops import PEAK_FLOPS, flops_per_token, known_peak, peak_flops
+from nalanda.train.flops import DTYPES, PEAK_FLOPS, flops_per_token, known_peak, peak_flops
 
 
 def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
@@ -66,9 +66,10 @@ def info(
     stateful = ours and not is_encoder(model_config)
     activations = exchanged = None
     if ours and memory:
-        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        dtype = DTYPES[train.precision]
         shape = model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing, parts
-        activations = activation_bytes(*shape)
+        on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
+        activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
         exchanged = accumulation * exchanged_bytes(*shape)
     weights = held_bytes(model, config, processes, shards(config, processes))
     training_flops = flops * train.steps * train.tokens_per_step
@@ -134,7 +135,7 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     held = size(f["weights_and_optimizer_bytes"])
     table.add_row("weights and optimizer", held, "fp32 weights, gradients, moments; one process's share")
     if f["activation_bytes"] is not None:
-        table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch; kernels keep less")
+        table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch, by the torch path")
         table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the two lines above")
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"

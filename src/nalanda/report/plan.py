@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +27,7 @@ from nalanda.report.info import described
 from nalanda.report.runs import narrowed, stdout
 from nalanda.train import parallel
 from nalanda.train.estimate import activation_bytes, held_bytes, logits_bytes
+from nalanda.train.flops import DTYPES
 
 USABLE = 0.9
 """Share of a device's memory that tensors may take; the rest is the context's, the collectives' and lost."""
@@ -172,14 +172,15 @@ def count(recipe: str, overrides: list[str]) -> Counts:
     if not isinstance(c, NalandaConfig):
         raise InputError(f"--devices: counts Nalanda's own models only; {recipe} has a {c.model_type}")
     train, T = config.train, config.data.seq_len
-    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    dtype = DTYPES[train.precision]
     blocks = parallel.units(model)
     measured: dict[bool, tuple[float, float]] = {}
 
     def kept(tokens: float, recompute: bool) -> float:
         if recompute not in measured:  # bytes are linear in the tokens, but for the logits
             one, two = (
-                activation_bytes(c, 1, n, dtype, recompute) - logits_bytes(c, n) for n in (2048, 4096)
+                activation_bytes(c, 1, n, dtype, recompute, device="cuda") - logits_bytes(c, n)
+                for n in (2048, 4096)
             )
             measured[recompute] = (2 * one - two, (two - one) / 2048)
         fixed, each = measured[recompute]

@@ -1,5 +1,6 @@
 """Estimates parameters, memory and time before anything is allocated."""
 
+import contextlib
 import math
 import os
 import tempfile
@@ -20,13 +21,20 @@ from nalanda.common.text import duration, size
 from nalanda.config.model import build_model_config, config_source, language_model, padded_vocabulary
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
-from nalanda.model import NalandaConfig
+from nalanda.model import NalandaConfig, chunk, ops
 from nalanda.model.context import Context, Parts
+from nalanda.model.epilogues import add_norm
+from nalanda.model.layers import RMSNorm
+from nalanda.model.loss import linear_cross_entropy
 from nalanda.model.modeling import Block
 from nalanda.model.sequences import Sequences
 from nalanda.train import parallel
+from nalanda.train.flops import DTYPES
 from nalanda.train.log import UTILISATION
 from nalanda.train.optim import parameter_groups
+
+SHORT = 64
+"""Tokens of a document in the first batch that is measured."""
 
 
 def run_time(flops: float, peak: float) -> tuple[float, float]:
@@ -77,10 +85,9 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     memory = f"{size(held)} a device for weights, gradients and moments"
     if isinstance(model.config, NalandaConfig):
         train = config.train
-        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         kept = activation_bytes(
-            model.config, train.micro_batch_size, config.data.seq_len, dtype, train.gradient_checkpointing,
-            train.context_parallel,
+            model.config, train.micro_batch_size, config.data.seq_len, DTYPES[train.precision],
+            train.gradient_checkpointing, train.context_parallel, facts.get("device", "cpu"),
         )  # fmt: skip
         memory += f", at most {size(kept)} for activations"
     return f"{time_range(time_left(config, facts))}; {memory}"
@@ -126,34 +133,28 @@ class _Counted(Context):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += (self.size - 1) * x.nbytes
-        return x.new_empty(self.size, *x.shape)
+        return x.new_zeros(self.size, *x.shape)
 
     def shift(self, tensors: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         if 0 <= self.rank + by < self.size:
             self.sent += sum(x.nbytes for x in tensors)
-        return [torch.empty_like(x) for x in tensors]
+        return [torch.zeros_like(x) for x in tensors]
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += (self.size - 1) * x[0].nbytes
-        return torch.empty_like(x[0])
+        return torch.zeros_like(x[0])
 
 
-def _blocks(
-    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, context: Context | None
-) -> Iterator[tuple[str, nn.Module, torch.Tensor, Sequences]]:
-    """A block of each kind on the meta device, by its mixer's name, with its input: rows of one document,
-    or a part of them."""
-    for name in dict.fromkeys(config.layer_mixers):
-        # Called before a run's first step, whose random state must not change.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            block = Block(config, config.layer_mixers.index(name)).to(dtype)
-            x = torch.empty(rows, seq_len, config.hidden_size, dtype=dtype, requires_grad=True)
-        seq = Sequences(both=not config.is_decoder)
-        if context is not None:
-            parts = Parts(context, rows, seq_len, None, None, None)
-            x = x.detach()[:, : parts.size].reshape(1, -1, config.hidden_size).requires_grad_()
-            seq = Sequences(parts.cu_seqlens, parts.past, parts.rows, x.device, False, parts)
-        yield name, block, x, seq
+def _sequences(
+    config: NalandaConfig, rows: int, length: int, context: Context | None, device: str
+) -> Sequences:
+    """A batch of `rows` documents, packed as in training. In a context, it is the part of `length` tokens
+    that a process has of each."""
+    here = torch.device(device)
+    if context is None:
+        return Sequences(torch.arange(rows + 1) * length, device=here, both=not config.is_decoder)
+    parts = Parts(context, rows, context.size * length, None, None, None)
+    return Sequences(parts.cu_seqlens, parts.past, parts.rows, here, False, parts)
 
 
 def exchanged_bytes(
@@ -164,7 +165,12 @@ def exchanged_bytes(
     if parts == 1:
         return 0
     context, sent = _Counted(parts), 0
-    for name, block, x, seq in _blocks(config, rows, seq_len, dtype, context):
+    seq = _sequences(config, rows, seq_len // parts, context, "meta")
+    for name in dict.fromkeys(config.layer_mixers):
+        # Called before a run's first step, whose random state must not change.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            block = Block(config, config.layer_mixers.index(name)).to(dtype)
+            x = torch.empty(1, rows * seq_len // parts, config.hidden_size, dtype=dtype, requires_grad=True)
         context.sent = 0
         y, _ = block(x, seq)
         again = context.sent if checkpointing else 0
@@ -174,28 +180,130 @@ def exchanged_bytes(
 
 
 def activation_bytes(
-    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool, parts: int = 1
+    config: NalandaConfig,
+    rows: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    parts: int = 1,
+    device: str = "cpu",
 ) -> int:
     """Bytes that one micro-batch keeps for the backward pass, and the loss's block of logits, on one process
-    of a context of `parts`.
+    of a context of `parts`. Rows are one document each.
 
-    Runs one block of each kind on the meta device and adds up autograd's saved tensors. An upper bound:
-    kernels keep less than the torch path, and rows of many documents less than those of one.
+    dtype: of autocast; fp32 for none. device: "cpu", or "cuda" for the torch path under a GPU's rules: maps
+    are computed again in the backward, and no chunk is kept. The Triton kernels keep other tensors than the
+    torch path (of a chunk: scores, states and values in 16 bits); nothing here has measured those.
     """
-    context = _Counted(parts) if parts > 1 else None
-    kinds = _blocks(config, rows, seq_len, dtype, context)
-    blocks = {name: saved_bytes(block, x, seq) for name, block, x, seq in kinds}
-    stream = rows * seq_len // parts * config.hidden_size * dtype.itemsize
+    length, tokens = seq_len // parts, rows * seq_len // parts
+    names = config.layer_mixers
+    blocks = {
+        name: _extrapolated(config, name, length, tokens, dtype, parts, device)
+        for name in dict.fromkeys(names)
+    }
+    ends = _extrapolated(config, None, length, tokens, dtype, 1, device)
     if checkpointing:
-        kept = stream * config.num_hidden_layers + max(blocks.values())
+        stream = 4 * tokens * config.hidden_size  # the residual stream is fp32
+        kept = stream * (len(names) - 1) + max(blocks.values())  # which has its own input
     else:
-        kept = sum(blocks[name] for name in config.layer_mixers)
-    return kept + 3 * stream + logits_bytes(config, rows * seq_len // parts)
+        kept = sum(blocks[name] for name in names)
+    head = 4 * (config.vocab_size - 64) * config.hidden_size  # the loss keeps its gradient in fp32
+    return kept + ends + head + logits_bytes(config, tokens, device)
 
 
-def logits_bytes(config: NalandaConfig, tokens: int) -> int:
-    """Bytes of the loss's block of logits and its gradient, fp32."""
-    return 2 * 4 * min(2**26, tokens * config.vocab_size)
+_measured: dict[tuple, tuple[float, float]] = {}
+"""Bytes without tokens, and bytes a token."""
+
+
+def _extrapolated(
+    config: NalandaConfig, name: str | None, length: int, tokens: int, dtype: torch.dtype, parts: int,
+    device: str,
+) -> int:  # fmt: skip
+    """The bytes that a block with the mixer `name` keeps of `tokens` in documents of `length`; None: what is
+    kept behind the blocks. They are affine in the tokens: two short batches on the CPU tell them."""
+    block = _End(config) if name is None else _block(config, config.layer_mixers.index(name))
+    mixer: Any = getattr(block, "mixer", None)
+    # A window's blocks are whole, and there is more than one, in both batches as in the real one.
+    reach = getattr(mixer, "reach", None) or length
+    short = SHORT if reach >= length else reach * max(2, -(-SHORT // reach))
+    shapes = [(2, short), (2, 2 * short)] if 2 * short <= length else [(2, length), (4, length)]
+    # On a CPU the chunk form keeps the chunks of few tokens.
+    few = (
+        mixer is not None
+        and device == "cpu"
+        and mixer.steps * mixer.num_v_heads * tokens <= chunk._KEPT_TOKENS
+    )
+    key = (config.to_json_string(), name, tuple(shapes), dtype, parts, device, few)
+    if key not in _measured:
+        _measured[key] = _affine(config, block, shapes, dtype, parts, device, few)
+    fixed, each = _measured[key]
+    return round(fixed + each * tokens)
+
+
+def _affine(
+    config: NalandaConfig, block: nn.Module, shapes: list[tuple[int, int]], dtype: torch.dtype, parts: int,
+    device: str, few: bool,
+) -> tuple[float, float]:  # fmt: skip
+    """Bytes without tokens, and bytes a token, from two batches of (rows, length)."""
+    counts = []
+    # Called before a run's first step, whose random state must not change.
+    with torch.random.fork_rng(devices=[]), _rules(device, few):
+        block.to_empty(device="cpu")
+        for parameter in block.parameters():
+            nn.init.uniform_(parameter, -0.02, 0.02)  # numbers without meaning
+        for rows, length in shapes:
+            seq = _sequences(config, rows, length, _Counted(parts) if parts > 1 else None, "cpu")
+            x = torch.randn(1, rows * length, config.hidden_size, requires_grad=True)
+            with torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2):
+                counts.append((rows * length, saved_bytes(block, x, seq)))
+    (few_tokens, less), (many_tokens, more) = counts
+    each = (more - less) / (many_tokens - few_tokens)
+    return less - each * few_tokens, each
+
+
+def _block(config: NalandaConfig, layer: int) -> Block:
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return Block(config, layer)
+
+
+class _End(nn.Module):
+    """What follows the blocks: the last norm and the loss, with a vocabulary of 64."""
+
+    def __init__(self, config: NalandaConfig):
+        super().__init__()
+        with torch.device("meta"):
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.head = nn.Linear(config.hidden_size, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, seq: Sequences) -> torch.Tensor:
+        h, labels = add_norm(x, None, self.norm)[1][0], torch.zeros(x.shape[1], dtype=torch.int64)
+        return linear_cross_entropy(h, self.head.weight, labels)
+
+
+@contextlib.contextmanager
+def _rules(device: str, few: bool) -> Iterator[None]:
+    """Lets the torch path on the CPU decide as on `device`. few: whether it keeps the chunks."""
+
+    def chunk_of(chunk_size: int, lengths: list[int], q: torch.Tensor, v: torch.Tensor) -> int:
+        return min(chunk_size, 1 << (max(lengths) - 1).bit_length())
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        return _FusedAttention.apply(q, k, v)
+
+    with contextlib.ExitStack() as stack:
+        rules = [(chunk, "_KEPT_TOKENS", 2**62 if few else 0)]
+        if device != "cpu":
+            rules += [(chunk, "_chunk_of", chunk_of), (ops, "_scarce_memory", lambda x: True)]
+            rules += [(F, "scaled_dot_product_attention", attend)]
+        for module, name, value in rules:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def logits_bytes(config: NalandaConfig, tokens: int, device: str = "cuda") -> int:
+    """Bytes of the loss's block of logits and its gradient, fp32, as `linear_cross_entropy` cuts it."""
+    rows = max(64, (2**22 if device == "cpu" else 2**26) // config.vocab_size)
+    return 2 * 4 * min(rows, tokens) * config.vocab_size
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -218,11 +326,7 @@ def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
         held.append(t)
         return t
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        return _FusedAttention.apply(q, k, v)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with hooks, mock.patch.object(F, "scaled_dot_product_attention", attend):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         _ = block(x, seq)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in own)

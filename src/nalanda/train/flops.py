@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of matrix products, by `train.precision`; all but fp32 are autocast's."""
+
 PEAK_FLOPS = {
     "GB200": (2500e12, 80e12),
     "B200": (2250e12, 80e12),
@@ -25,7 +28,7 @@ PEAK_FLOPS = {
     "RTX 3090": (71e12, 35.6e12),
     "MI300X": (1307e12, 163e12),
 }
-"""Dense FLOPs per second of the vendors' data sheets: (bf16, fp32 outside the tensor cores)."""
+"""Dense FLOPs per second of the vendors' data sheets: (bf16 and fp16, fp32 outside the tensor cores)."""
 
 CAUSAL = "causal attention is half of T × T"
 """The convention for FLOPs of softmax attention, for all models."""
@@ -39,8 +42,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     devices the measured rate of a large matrix product."""
     if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device), precision)):
         return known
-    # The faster dtype: in bf16 runs the recurrence stays fp32, and some CPUs only emulate bf16.
-    dtypes = {torch.float32, torch.bfloat16 if precision == "bf16" else torch.float32}
+    # The faster dtype: the recurrence stays fp32, and some CPUs only emulate 16 bits.
+    dtypes = {torch.float32, DTYPES[precision]}
     rate = max(matmul_flops(device, dtype) for dtype in dtypes)
     return rate, f"matrix product on {device.type}, measured"
 
@@ -52,7 +55,7 @@ def known_peak(name: str, precision: str) -> tuple[float, str] | None:
     for key in sorted(PEAK_FLOPS, key=len, reverse=True):
         makers, variants = "NVIDIA|AMD|Tesla|GeForce|Instinct", r"SXM\d?|PCIe|\d+GB?|HBM\d\w?|OAM"
         if re.fullmatch(rf"(({makers}) )*{key}([ -]({variants}))*", name, re.IGNORECASE):
-            return PEAK_FLOPS[key][precision != "bf16"], f"{name}, data sheet"
+            return PEAK_FLOPS[key][precision == "fp32"], f"{name}, data sheet"
     return None
 
 

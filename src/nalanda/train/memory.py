@@ -17,6 +17,7 @@ from nalanda.config.schema import RunConfig
 from nalanda.model import NalandaConfig
 from nalanda.train.checkpoint_dir import checkpoint_folders
 from nalanda.train.estimate import activation_bytes, held_bytes, meta_model, parameters, shards
+from nalanda.train.flops import DTYPES
 
 GROUPS = "/sys/fs/cgroup"
 
@@ -87,13 +88,13 @@ def would_fit(config: RunConfig, kind: str) -> str:
         return f"lower train.micro_batch_size, {train.micro_batch_size} now"
     processes = int(os.environ.get("WORLD_SIZE", 1))
     held = held_bytes(model, config, processes, shards(config, processes, kind))
-    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[train.precision]
 
     def needed(rows: int) -> int:
-        shape = model_config, rows, config.data.seq_len
-        return held + activation_bytes(*shape, dtype, train.gradient_checkpointing, train.context_parallel)
+        shape = model_config, rows, config.data.seq_len, dtype, train.gradient_checkpointing
+        return held + activation_bytes(*shape, train.context_parallel, device)
 
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host()
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else host()
     rows_a_step = train.tokens_per_step // config.data.seq_len
     share = rows_a_step * train.context_parallel // processes  # rows of a process and step
     for rows in range(train.micro_batch_size - 1, 0, -1):

@@ -1,0 +1,114 @@
+"""The estimate of a run's activations equals what a real model keeps for its backward pass."""
+
+import pytest
+import torch
+from tiny_models import VARIANTS, rows
+
+from nalanda import NalandaConfig, NalandaForCausalLM
+from nalanda.model import chunk
+from nalanda.train import estimate
+from nalanda.train.estimate import activation_bytes, logits_bytes, saved_bytes
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def configured(hidden_size: int = 128, num_heads: int = 2, **options) -> NalandaConfig:
+    mixers = options.get("mixer")
+    layers = len(mixers) if isinstance(mixers, list) else 2
+    sizes = {"vocab_size": 96, "hidden_size": hidden_size, "num_heads": num_heads}
+    return NalandaConfig(**sizes, num_hidden_layers=layers, **options)
+
+
+class Loss(torch.nn.Module):
+    """The loss of a training step, called as a block is."""
+
+    def __init__(self, config: NalandaConfig, checkpointing: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = NalandaForCausalLM(config)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, tokens: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, labels=tokens, cu_seqlens=seq, use_cache=False, logits_to_keep=1).loss
+
+
+def kept(config: NalandaConfig, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    """What a forward pass and its loss keep, with the tensors of one block that is computed again."""
+    loss, tokens = Loss(config, checkpointing).train(), torch.randint(96, (batch, length))
+    # A first, empty document: documents of whole rows alone would be a dense batch.
+    bounds = torch.tensor([0, *range(0, batch * length + 1, length)])
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        count = saved_bytes(loss, tokens, bounds)
+        if checkpointing:
+            x = torch.randn(1, batch * length, config.hidden_size, requires_grad=True)
+            seq = estimate._sequences(config, batch, length, None, "cpu")
+            loss.model.gradient_checkpointing_disable()
+            # The block's input is among what checkpointing keeps.
+            count += max(saved_bytes(block, x, seq) for block in loss.model.model.layers) - x.nbytes
+    return count
+
+
+def said(config: NalandaConfig, batch: int, length: int, *options, **more) -> int:
+    whole = activation_bytes(config, batch, length, *options, **more)
+    return whole - logits_bytes(config, batch * length, "cpu")
+
+
+SOME = ["gated_deltanet-nala", "deltanet-nala", "gated_deltanet-silu", "linear_attention-pola", "mala-elu1",
+        "softmax-None", "norm_attention-elu1", "window", "transnormer", "gated_deltanet-steps"]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=("all", "checkpointing"))
+@pytest.mark.parametrize("options", [row for row in rows() if row.id in SOME])
+def test_the_estimate_is_what_a_model_keeps(options, checkpointing):
+    config = configured(**options)
+    found = kept(config, 2, 384, torch.bfloat16, checkpointing)
+    assert said(config, 2, 384, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
+
+
+def test_the_quick_rows_are_there():
+    assert {row.id for row in rows()} >= set(SOME)
+    assert "window" in VARIANTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=("all", "checkpointing"))
+@pytest.mark.parametrize("options", rows())
+def test_the_estimate_is_what_every_model_keeps(options, checkpointing):
+    config = configured(**options)
+    found = kept(config, 2, 1024, torch.bfloat16, checkpointing)
+    assert said(config, 2, 1024, torch.bfloat16, checkpointing) == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("heads", [2, 16], ids=("chunks kept", "chunks made again"))
+def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(precision, heads):
+    """A CPU keeps the chunks of at most 16,384 tokens of a head."""
+    config = configured(num_heads=heads, mixer="gated_deltanet", feature_map="nala")
+    assert (heads * 3 * 448 <= chunk._KEPT_TOKENS) is (heads == 2)
+    found = kept(config, 3, 448, TYPES[precision], False)
+    assert said(config, 3, 448, TYPES[precision], False) == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("length", [24, 100])
+def test_the_estimate_of_short_rows(length):
+    config = configured(mixer="gated_deltanet", feature_map="nala")
+    found = kept(config, 6, length, torch.bfloat16, False)
+    assert said(config, 6, length, torch.bfloat16, False) == pytest.approx(found, rel=0.1)
+
+
+def test_a_gpus_rules_make_maps_again():
+    config = configured(mixer="gated_deltanet", feature_map="nala")
+    here, there = (activation_bytes(config, 2, 512, torch.bfloat16, False, device=d) for d in ("cpu", "cuda"))
+    assert there - logits_bytes(config, 1024) < 0.7 * here
+    assert not estimate.ops._scarce_memory(torch.empty(1))  # the rules end with the estimate
+
+
+def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
+    config, before = configured(mixer="deltanet", feature_map="silu", hidden_size=64), torch.get_rng_state()
+    activation_bytes(config, 2, 512, torch.bfloat16, False)
+    assert torch.equal(before, torch.get_rng_state())
+    monkeypatch.setattr(estimate, "saved_bytes", None)
+    assert activation_bytes(config, 1, 512, torch.bfloat16, False) < activation_bytes(
+        config, 2, 512, torch.bfloat16, False
+    )
