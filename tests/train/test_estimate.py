@@ -1,11 +1,15 @@
 """The estimate of a run's activations equals what a real model keeps for its backward pass."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tiny_models import VARIANTS, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.model import chunk
+from nalanda.model.sequences import Sequences
 from nalanda.train import estimate
 from nalanda.train.estimate import activation_bytes, logits_bytes, saved_bytes
 
@@ -88,6 +92,21 @@ def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(precisio
     assert (heads * 3 * 448 <= chunk._KEPT_TOKENS) is (heads == 2)
     found = kept(config, 3, 448, TYPES[precision], False)
     assert said(config, 3, 448, TYPES[precision], False) == pytest.approx(found, rel=0.02)
+
+
+def test_what_was_measured_is_freed():
+    """tanh keeps its output for the backward pass."""
+    outputs = []
+
+    class Tanh(torch.nn.Module):
+        def forward(self, x, seq):
+            y = x.tanh()
+            outputs.append(weakref.ref(y))
+            return y
+
+    assert saved_bytes(Tanh(), torch.zeros(8, requires_grad=True), Sequences()) == 32
+    gc.collect()
+    assert outputs[0]() is None
 
 
 @pytest.mark.parametrize("length", [24, 100])

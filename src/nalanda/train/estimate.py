@@ -322,12 +322,13 @@ def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
     own = {p.untyped_storage()._cdata for p in block.parameters()}
     held: list[torch.Tensor] = []  # kept alive, so that storage addresses stay distinct
 
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        held.append(t)
-        return t
+    def keep(t: torch.Tensor) -> None:
+        # The graph must not hold the tensor itself: an output would hold its own graph, and never be freed.
+        held.append(t.detach())
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         _ = block(x, seq)
+    own |= {p.untyped_storage()._cdata for p in block.parameters()}  # a layer may move them together
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in own)
 
