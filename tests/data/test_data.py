@@ -1398,10 +1398,6 @@ def test_sentencepiece_models(tmp_path, prose):
     saved = build_tokenizer(TokenizerConfig(path=str(tmp_path / "saved")), prose, tmp_path / "unused")
     assert saved(texts[0]) == tokenizer(texts[0])
 
-    unigram = train("unigram", model_type="unigram")
-    with pytest.raises(InputError, match=r"give its tokenizer\.json"):
-        build_tokenizer(TokenizerConfig(path=unigram), prose, tmp_path / "unused")
-
 
 @pytest.mark.parametrize(
     ("settings", "message"),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import nalanda_cli
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.config.load import load_config
-from nalanda.config.schema import TokenizerConfig
+from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import urls as remote
 from nalanda.data.loader import PackedBatches
 from nalanda.data.offline import fill_mirror, needs, use_mirror
@@ -395,7 +395,7 @@ def test_the_fingerprint_depends_on_what_decides_tokens(tokenizer, tmp_path):
 
     first = tokenizer_fingerprint(tokenizer)
     tokenizer.save_pretrained(tmp_path)
-    reloaded = build_tokenizer(TokenizerConfig(path=str(tmp_path)), None, tmp_path)  # type: ignore[arg-type]
+    reloaded = build_tokenizer(TokenizerConfig(path=str(tmp_path)), DataConfig(), tmp_path)
     assert tokenizer_fingerprint(reloaded) == first
     reloaded("a b c", truncation=True, max_length=2)
     assert tokenizer_fingerprint(reloaded) == first

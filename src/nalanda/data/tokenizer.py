@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,7 @@ from nalanda.common.errors import InputError, explained, first_line
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.sentencepiece import convert_sentencepiece
 from nalanda.data.workers import Encoder
 
 if TYPE_CHECKING:
@@ -31,6 +33,15 @@ MISTRAL = ("mistral", "mistral-common")
 UNKNOWN, END_OF_LINE, BEGINNING = "<unk>", "</s>", "<s>"
 """Special tokens of a word tokenizer, spelt as in fairseq."""
 
+USUAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", END_OF_TEXT),
+    "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "[SEP]", END_OF_TEXT),
+    "unk_token": ("<unk>", "[UNK]"),
+    "pad_token": ("<pad>", "[PAD]", "<|pad|>"),
+    "mask_token": ("<mask>", "[MASK]"),
+}
+"""Usual names of special tokens by role, for tokenizers that name none."""
+
 BPE_SAMPLE = 200_000_000
 """Most characters of the training documents that a BPE is trained on."""
 
@@ -39,6 +50,9 @@ def build_tokenizer(
     config: TokenizerConfig, data: DataConfig, directory: str | os.PathLike
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that `config` names, or one trained on the training documents.
+
+    It is what `save_pretrained` and loading give back (`as_saved`): prepared sets, runs and exported models
+    have the same one.
 
     A trained one is saved in `directory` and, if it is already there, loaded from it, so a resumed run has
     the same tokens. It has no padding token: training pads nothing, and many collators mask a padding token
@@ -74,20 +88,45 @@ def build_tokenizer(
     if name in MISTRAL and not path.exists():
         path = mistral_model()
     try:
-        if path.is_file():
-            if path.suffix != ".json":
-                return _load_sentencepiece(path, data.bos)
-            if not (path.parent / "tokenizer_config.json").exists():
-                return _load_tokenizer_json(path)
-            path = path.parent
-        return load_tokenizer(path if path.is_dir() else name)
+        return as_saved(_load_named(name, path, data))
     except ModuleNotFoundError as error:
         raise explained(error) or error from None
+    except InputError as error:
+        raise InputError(f"tokenizer: {name!r}: {error}") from None
     except Exception as error:  # tokenizers, sentencepiece and huggingface_hub share no base class
         raise InputError(
             f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give a directory, a Hub id, a "
             "tokenizer.json, a SentencePiece model, or train: bpe or words"
         ) from None
+
+
+def _load_named(name: str, path: Path, data: DataConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file, a directory or a Hub id, with bos and eos if the data need them."""
+    if path.is_file() and path.suffix != ".json":
+        return _load_sentencepiece(path, data.bos)
+    if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
+        return _load_tokenizer_json(path)
+
+    if path.is_file():
+        path = path.parent
+    tokenizer = load_tokenizer(path if path.is_dir() else name)
+    for role, wanted in (("bos_token", data.bos), ("eos_token", data.eos)):
+        if wanted and getattr(tokenizer, role) is None:
+            setattr(tokenizer, role, _usual(role, tokenizer.get_vocab()))
+    return tokenizer
+
+
+def as_saved(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """What `save_pretrained` and loading make of a tokenizer.
+
+    Llama's older form, `"legacy": true`, is one that changes: transformers does not save that setting, and
+    then no longer puts ▁ behind a special token. Saved again, a tokenizer stays what it is.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        saved = load_tokenizer(folder)
+    saved.name_or_path = tokenizer.name_or_path
+    return saved
 
 
 def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
@@ -210,59 +249,17 @@ def _load_tokenizer_json(path: Path) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
-    usual = {
-        "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", END_OF_TEXT),
-        "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "[SEP]", END_OF_TEXT),
-        "unk_token": ("<unk>", "[UNK]"),
-        "pad_token": ("<pad>", "[PAD]", "<|pad|>"),
-        "mask_token": ("<mask>", "[MASK]"),
-    }
-    found = {role: [t for t in names if backend.token_to_id(t) is not None] for role, names in usual.items()}
-    return _wrap(backend, **{role: names[0] for role, names in found.items() if names})
+    known = backend.get_vocab()
+    return _wrap(backend, **{role: token for role in USUAL if (token := _usual(role, known))})
+
+
+def _usual(role: str, vocabulary: dict[str, int]) -> str | None:
+    """The token that has one of the usual names of this role, or None."""
+    return next((name for name in USUAL[role] if name in vocabulary), None)
 
 
 def _load_sentencepiece(path: Path, bos: bool) -> PreTrainedTokenizerBase:
-    """A BPE model such as Llama's or Mistral's as a fast tokenizer, checked against SentencePiece."""
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-    model = SentencePieceProcessor(model_file=str(path))
-    pieces = [model.id_to_piece(i) for i in range(len(model))]
-    special = [i for i in range(len(model)) if model.is_control(i) or model.is_unknown(i)]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
-    for i, piece in enumerate(pieces):
-        if i not in special and not model.is_byte(i):
-            pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-            merges += [
-                (-model.get_score(i), i, a, b) for a, b in pairs if a in vocabulary and b in vocabulary
-            ]
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary,
-            [(left, right) for _, _, left, right in sorted(merges)],
-            unk_token=pieces[model.unk_id()],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
-
-    words = [
-        pieces[i].replace("▁", " ") for i in range(len(model)) if i not in special and not model.is_byte(i)
-    ]
-    probe = "def f(x):\n\n    return  x  # Größe 漢字\t" + "".join(words[:: len(words) // 1000 + 1])
-    if backend.encode(probe, add_special_tokens=False).ids != model.encode(probe):
-        raise ValueError(
-            "unigram models, normalisers and user-defined symbols are not converted; give its tokenizer.json"
-        )
-
-    roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-    tokens = {role: pieces[i] for role, i in roles.items() if i >= 0}
+    backend, tokens = convert_sentencepiece(path)
     if bos and "bos_token" in tokens:
         _put_in_front(backend, tokens["bos_token"])
     return _wrap(backend, **tokens)

@@ -1,0 +1,169 @@
+"""A SentencePiece .model as a fast tokenizer, checked against SentencePiece itself.
+
+transformers' converters ignore `add_dummy_prefix` and `remove_extra_whitespaces`, and give a special token's id
+to a text that spells it. So the parts are put together here. Where two cuts of a text are equally likely to 7
+digits, a unigram model of tokenizers, which adds in float64, may take the other one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nalanda.common.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNIGRAM, BPE = 1, 2
+"""Kinds of models, as `trainer_spec.model_type` numbers them."""
+
+NORMAL, SYMBOL, BYTE = 1, 4, 6
+"""Types of pieces; a symbol is one of the trainer's `user_defined_symbols`."""
+
+PROBES = (
+    "def f(x):\n\n    return  x  # Größe 漢字\t",
+    "",
+    " ",
+    "  two  spaces,\u00a0one\u3000wide\u200b \r\n\t end  ",
+    "Ｆｕｌｌ　ｗｉｄｔｈ １２３, ﬁne ½ ① ㎏ e\u0301 A\u030a ｶﾞ 한국어 กำ",
+    "unknown \u16a0\u16a1 \U0001f9ec\U0001f9ec\x00\u00ad.",
+    "▁a ▁ b▁",
+)
+"""Texts that both must encode alike: odd spaces, full width, composed and unknown characters, spelt marks."""
+
+
+def convert_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The fast tokenizer of a unigram or BPE model, and its special tokens, `{"bos_token": "<s>", …}`.
+
+    Raises:
+        InputError: it would encode some texts otherwise than SentencePiece does; names one cause.
+    """
+    from sentencepiece import SentencePieceProcessor
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyrefly: ignore[missing-module-attribute]
+    from tokenizers import AddedToken, Tokenizer, decoders
+
+    model = SentencePieceProcessor(model_file=str(path))
+    proto = ModelProto.FromString(path.read_bytes())
+    if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
+        raise _unlike(proto)
+
+    special = [i for i in range(len(model)) if model.is_control(i) or model.is_unknown(i)]
+    names = [proto.pieces[i].piece for i in special]
+    symbols = [piece.piece for piece in proto.pieces if piece.type == SYMBOL]
+
+    backend = Tokenizer(_algorithm(proto, special))
+    backend.normalizer = _normalizer(proto.normalizer_spec, symbols)
+    if proto.trainer_spec.model_type == UNIGRAM:
+        backend.pre_tokenizer = _apart(names)
+
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if proto.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    backend.add_tokens([AddedToken(symbol, normalized=True) for symbol in symbols])
+
+    backend.encode_special_tokens = True  # as documents are: a special token's name is text there
+    for probe in _probes(proto, names, symbols):
+        if backend.encode(probe, add_special_tokens=False).ids != model.encode(probe):
+            raise _unlike(proto)
+    backend.encode_special_tokens = False
+
+    roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    return backend, {role: model.id_to_piece(i) for role, i in roles.items() if i >= 0}
+
+
+def _algorithm(proto: Any, special: list[int]) -> Any:
+    """The model's pieces, as one of tokenizers' models."""
+    from tokenizers import models
+
+    pieces, trainer = [(piece.piece, piece.score) for piece in proto.pieces], proto.trainer_spec
+    if trainer.model_type == UNIGRAM:
+        return models.Unigram(pieces, trainer.unk_id, trainer.byte_fallback)
+
+    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    merges = []
+    for i, (piece, score) in enumerate(pieces):
+        if i in special or proto.pieces[i].type in (SYMBOL, BYTE):
+            continue
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [(-score, i, a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
+
+    return models.BPE(
+        vocabulary,
+        [(left, right) for _, _, left, right in sorted(merges)],
+        unk_token=pieces[trainer.unk_id][0],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+
+
+def _normalizer(spec: Any, symbols: list[str]) -> Any:
+    """The model's character map and spaces. A text gets one ▁ in front, also before a user-defined symbol,
+    though not the symbol itself, which tokenizers normalises to look for it."""
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = []
+    # tokenizers looks up whole graphemes of up to 5 bytes in the map: a mapped character would take the marks
+    # behind it along, and \r\n would be one space.
+    if spec.name.startswith("nmt"):
+        steps.append(normalizers.Replace("\r\n", "\n\n"))
+    if spec.name.removesuffix("_cf") in ("nfkc", "nmt_nfkc"):
+        steps.append(normalizers.NFKC())
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+
+    if spec.add_dummy_prefix and not symbols:
+        steps.append(normalizers.Prepend("▁"))
+    elif spec.add_dummy_prefix:
+        alone = "|".join(map(re.escape, symbols))
+        steps.append(normalizers.Replace(Regex(rf"\A(?=[\s\S])(?!(?:{alone})\z)"), "▁"))
+
+    steps.append(normalizers.Replace(" ", "▁"))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"▁+\z"), ""))
+    return normalizers.Sequence(steps)
+
+
+def _apart(names: list[str]) -> Any:
+    """Cuts behind the first character where a text spells a special token or a byte's piece. tokenizers'
+    Unigram would take the token, SentencePiece never does."""
+    from tokenizers import Regex, pre_tokenizers
+
+    spelt = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if name[1:]]
+    pattern = "|".join([*spelt, "<(?=0x[0-9A-F]{2}>)"])
+    return pre_tokenizers.Split(Regex(pattern), "merged_with_previous")
+
+
+def _probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
+    """`PROBES`, and texts of the model's own pieces, special tokens and symbols."""
+    words = [piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type in (NORMAL, SYMBOL)]
+    own = "".join(words[:: len(words) // 1000 + 1])
+    spelt = [f"a {name} b{name}" for name in [*names[:100], *symbols[:100], "<0x41>"]]
+    return [*PROBES, PROBES[0] + own, *spelt]
+
+
+def _unlike(proto: Any) -> InputError:
+    """The first property of the model that is not converted, or may be the reason for other tokens."""
+    trainer, spec = proto.trainer_spec, proto.normalizer_spec
+    kind = type(trainer).ModelType.Name(trainer.model_type).lower()
+    causes = {
+        f"model_type={kind}": trainer.model_type not in (UNIGRAM, BPE),
+        "treat_whitespace_as_suffix=true": trainer.treat_whitespace_as_suffix,
+        "escape_whitespaces=false": not spec.escape_whitespaces,
+        f"user_defined_symbols={','.join(trainer.user_defined_symbols[:3])}": trainer.user_defined_symbols,
+        f"normalization_rule_name={spec.name}": spec.precompiled_charsmap,
+        "remove_extra_whitespaces=true": spec.remove_extra_whitespaces,
+        "add_dummy_prefix=false": not spec.add_dummy_prefix,
+    }
+    cause = next((name for name, found in causes.items() if found), f"model_type={kind}")
+    return InputError(
+        f"trained with {cause}, which is not converted; train it without, or give its tokenizer.json"
+    )
