@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nalanda.common.errors import InputError
-from nalanda.config.load import differences, find_recipe, is_recipe, load_config
-from nalanda.config.schema import Component, DataConfig, RunConfig
+from nalanda.config.load import at_home, differences, find_recipe, is_recipe, load_config
+from nalanda.config.schema import Component, DataConfig, RunConfig, TokenizerConfig
 
 RECIPE = """
 output_dir: runs/x
@@ -114,6 +114,12 @@ def test_overrides_reach_every_depth(recipe):
         ("train.steps=[1", "line 1: not YAML"),
         ("data.seq_len=0", "seq_len"),
         ("train.steps=0", "train.steps: expected 1 or more"),
+        ("optim.eps=-1", "optim.eps: expected a positive number, got -1"),
+        ("optim.eps=0", "optim.eps: expected a positive number, got 0"),
+        ("optim.max_grad_norm=1e-30", "optim.max_grad_norm: expected 0, for none, or 1e-15 or more"),
+        ("output_dir=~no-such-user/x", "output_dir: ~no-such-user/x: there is no such user"),
+        ("data.source=[~no-such-user/x]", "data.source: ~no-such-user/x: there is no such user"),
+        ("tokenizer=~no-such-user/x", "tokenizer.path: ~no-such-user/x: there is no such user"),
         ("schedule.warmup_steps=101", "schedule.warmup_steps: 101 is more than train.steps 100"),
         ("train.tokens_per_step=700", "take 512 or 768"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last"),
@@ -123,6 +129,42 @@ def test_overrides_reach_every_depth(recipe):
 )
 def test_bad_values_get_one_line(recipe, override, words):
     assert words in refusal(recipe, override)
+
+
+def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {
+        "output_dir": "~/run",
+        "offline": "~/mirror",
+        "tokenizer": "~/tokenizer",
+        "model.init_from": "~/model",
+        "data.source": '""',
+        "data.mixture": "[{name: a, source: ~/a, weight: 1, validation_source: [~/b, ~/c]}]",
+    }
+    config = load_config(recipe, [f"{key}={value}" for key, value in given.items()])
+    part = config.data.mixture[0]
+    found = [config.output_dir, config.offline, config.tokenizer.path, config.model["init_from"]]
+    found += [part.source, *part.validation_source]
+    names = ("run", "mirror", "tokenizer", "model", "a", "b", "c")
+    assert found == [str(tmp_path / name) for name in names]
+    assert "~" not in config.to_yaml()
+    assert at_home(config) == config
+
+    assert load_config(recipe, ["data.source=~/text"]).data.source == str(tmp_path / "text")
+    assert load_config(recipe, ["data.source=https://a.b/~c/d.jsonl"]).data.source.endswith("/~c/d.jsonl")
+
+
+def test_a_path_replaces_a_tokenizer_that_the_recipe_trains_and_the_other_way_round(recipe):
+    trained = RECIPE.replace("some/path", "{train: words, min_count: 3, mask: true}")
+    Path(recipe).write_text(trained)
+    for override in ("tokenizer.path=x", "tokenizer=x"):
+        assert load_config(recipe, [override]).tokenizer == TokenizerConfig(path="x")
+    assert load_config(recipe, ["tokenizer.path=null"]).tokenizer.min_count == 3
+    assert "give either path" in refusal(recipe, "tokenizer.path=x", "tokenizer.train=bpe")
+
+    for loaded in ("some/path", "{path: some/path}"):
+        Path(recipe).write_text(RECIPE.replace("some/path", loaded))
+        assert load_config(recipe, ["tokenizer.train=bpe"]).tokenizer == TokenizerConfig(train="bpe")
 
 
 def test_missing_keys_and_files_get_one_line(tmp_path, recipe):

@@ -101,9 +101,9 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     assert {name: run.state for name, run in found.items()} == {
         "done": "finished",
         "deep/live": "running",
-        "gone": "stale",
+        "gone": "killed",
         "held": "running",
-        "reused": "stale",
+        "reused": "killed",
         "failed": "failed",
         "new": "empty",
         "hybrid": "empty",
@@ -146,7 +146,7 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     old = time.time() - runs.SILENT - 60
     for file in (tmp_path / "deep" / "live").iterdir():
         os.utime(file, (old, old))
-    assert runs.read_run(tmp_path / "deep" / "live").state == "stale"
+    assert runs.read_run(tmp_path / "deep" / "live").state == "killed"
 
 
 @pytest.mark.parametrize("width", range(16, 32))

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.schema import CheckpointConfig, OptimConfig
@@ -104,6 +105,22 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, file, damage):
     assert len(said) == 1
     assert str(new) in said[0]
     assert save(tmp_path, 10, model, optimizer) == new == latest_checkpoint(tmp_path)
+
+
+def test_what_cannot_be_read_does_not_block_an_older_checkpoint(tmp_path, monkeypatch):
+    model, optimizer = made()
+    old, new = save(tmp_path, 9, model, optimizer), save(tmp_path, 10, model, optimizer)
+    (tmp_path / "step-11").write_text("no folder")
+
+    def sha256_of(file: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    said = []
+    assert latest_checkpoint(tmp_path, said.append) == new
+    assert said == [f"{tmp_path}/step-11: damaged, passed over: manifest.json: Not a directory"]
+    monkeypatch.setattr(files, "sha256_of", sha256_of)
+    assert verify_manifest(old).endswith(": Input/output error")
+    assert save(tmp_path, 11, model, optimizer) == tmp_path / "step-11"
 
 
 def test_a_half_written_checkpoint_is_none(tmp_path):

@@ -1,5 +1,6 @@
 """metrics.jsonl after a resume, events, trackers, FLOPs and the estimate of a run."""
 
+import errno
 import io
 import json
 import math
@@ -252,6 +253,26 @@ def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)
     with pytest.raises(InputError, match=r"^log\.tracker: wandb: no network$"):
         RunLog(tmp_path, config, step=2, steps=5)
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_training(tmp_path, monkeypatch, capsys):
+    from torch.utils import tensorboard
+
+    def full(*arguments, **options):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", full)
+    log = RunLog(tmp_path, LogConfig(), step=0, steps=5)
+    for step in (1, 2):
+        log.write(**line(step))
+    log.close()
+    assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    said = "TensorBoard gets no more metrics; metrics.jsonl still does: [Errno 122] Disk quota exceeded\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", full)  # as after a rollback
+    RunLog(tmp_path, LogConfig(), step=2, steps=5).close()
+    assert said in capsys.readouterr().out
 
 
 def test_durations():

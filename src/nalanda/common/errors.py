@@ -90,6 +90,8 @@ def explained(error: BaseException) -> InputError | None:
         return DiskFull(f"{f'{name}: ' if name else ''}{what}; make room, and start again")
     if isinstance(error, OSError) and isinstance(name, str | os.PathLike):
         return InputError(f"{name}: {_reason(error)}")
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
+        return InputError("a path begins with ~ and the name of an unknown user; write the whole path")
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS:
         return InputError(f"{missing}: not installed; pip install 'nalanda[{EXTRAS[missing]}]'")

@@ -11,6 +11,14 @@ from typing import Any
 def verify_manifest(path: Path) -> str | None:
     """One line on what is wrong with a folder that has a manifest, or None."""
     try:
+        return _problem_of(path)
+    except OSError as error:  # such as a file in place of the folder, or a disk that cannot be read
+        name = os.path.relpath(error.filename, path) if error.filename else path.name
+        return f"{name}: {error.strerror or type(error).__name__}"
+
+
+def _problem_of(path: Path) -> str | None:
+    try:
         text = (path / "manifest.json").read_text()
         manifest = json.loads(text)
         if manifest.get("format") != 1 and text != manifest_text(manifest):  # format 1 had no sum

@@ -1,6 +1,8 @@
 """Reads a recipe, YAML and `section.key=value` overrides, and checks it."""
 
+import copy
 import math
+import os
 import re
 import types
 import typing
@@ -29,10 +31,36 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 
 def recipe_of(sections: dict, folder: Path) -> RunConfig:
     """The recipe of these sections, whose plugins may lie in `folder`. Raises as `load_config` does."""
-    config = section(RunConfig, sections, "")
+    config = at_home(section(RunConfig, sections, ""))
     import_plugins(config.plugins, Path.cwd(), folder)
     config.check()
     return config
+
+
+def at_home(config: RunConfig) -> RunConfig:
+    """`config` with the user's home in place of `~`. Raises `InputError` for the home of an unknown user."""
+    config = copy.deepcopy(config)
+    data, parts = config.data, config.data.mixture
+    places: list[tuple[Any, str, str]] = [(config, "output_dir", ""), (config, "offline", "")]
+    places += [(part, key, "data.") for part in (data, *parts) for key in ("source", "validation_source")]
+    places += [(config.tokenizer, "path", "tokenizer.")]
+    places += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
+
+    for holder, key, where in places:
+        values = holder if isinstance(holder, dict) else vars(holder)
+        value, name = values[key], f"{where}{key}"
+        several = isinstance(value, list)
+        values[key] = [_at_home(each, name) for each in value] if several else _at_home(value, name)
+    return config
+
+
+def _at_home(value: Any, key: str) -> Any:
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    path = os.path.expanduser(value)
+    if path == value and not os.path.lexists(value):
+        raise InputError(f"{key}: {value}: there is no such user; write the whole path")
+    return path
 
 
 def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
@@ -41,6 +69,7 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
     _drop_options_of_another_map(values, overrides)
+    _drop_another_tokenizer(values, overrides)
     for override in overrides:
         _override(values, override)
     return values
@@ -52,6 +81,19 @@ def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) 
     named = [text.partition("=")[2] for text in overrides if text.startswith("model.feature_map=")]
     if isinstance(model, dict) and named and named[-1] != model.get("feature_map"):
         model.pop("feature_map_options", None)
+
+
+def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> None:
+    """A recipe's tokenizer is either loaded or trained: `tokenizer.path=x` replaces one that it trains, with
+    its settings, and `tokenizer.train=bpe` one that it loads."""
+    given = {key for key, _, text in (o.partition("=") for o in overrides) if text not in ("", "null", "~")}
+    tokenizer = values.get("tokenizer")
+    if "tokenizer.path" in given and isinstance(tokenizer, dict):
+        values["tokenizer"] = {key: value for key, value in tokenizer.items() if key == "path"}
+    elif "tokenizer.train" in given and isinstance(tokenizer, str):
+        values["tokenizer"] = {}
+    elif "tokenizer.train" in given and isinstance(tokenizer, dict):
+        tokenizer.pop("path", None)
 
 
 def find_recipe(name: str) -> Path:

@@ -351,6 +351,10 @@ class GroupConfig:
                 raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
 
 
+LEAST_NORM = 1e-15
+"""Gradients of a smaller norm have squares that are 0 in float32, so AdamW would change nothing."""
+
+
 @dataclass
 class OptimConfig:
     """`optim:` of a recipe. The defaults are AdamW's in the literature on linear attention at 340 M."""
@@ -392,8 +396,13 @@ class OptimConfig:
             raise InputError(f"optim.betas: expected two numbers in [0, 1), got {list(self.betas)}")
         if self.weight_decay < 0:
             raise InputError(f"optim.weight_decay: expected 0 or more, got {self.weight_decay:g}")
-        if self.max_grad_norm < 0:
-            raise InputError(f"optim.max_grad_norm: expected 0 or more, got {self.max_grad_norm:g}")
+        if self.eps <= 0:  # a weight without a gradient would be 0/0
+            raise InputError(f"optim.eps: expected a positive number, got {self.eps:g}")
+        if self.max_grad_norm < 0 or 0 < self.max_grad_norm < LEAST_NORM:
+            raise InputError(
+                f"optim.max_grad_norm: expected 0, for none, or {LEAST_NORM:g} or more, got "
+                f"{self.max_grad_norm:g}"
+            )
 
 
 @dataclass

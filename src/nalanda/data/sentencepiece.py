@@ -1,8 +1,8 @@
 """A SentencePiece .model as a fast tokenizer, checked against SentencePiece itself.
 
-transformers' converters ignore `add_dummy_prefix` and `remove_extra_whitespaces`, and give a special token's id
-to a text that spells it. So the parts are put together here. Where two cuts of a text are equally likely to 7
-digits, a unigram model of tokenizers, which adds in float64, may take the other one.
+transformers' converters ignore `add_dummy_prefix` and `remove_extra_whitespaces`, and give a special token's
+id to a text that spells it. So the parts are put together here. Where two cuts of a text are equally likely
+to 7 digits, a unigram model of tokenizers, which adds in float64, may take the other one.
 """
 
 from __future__ import annotations

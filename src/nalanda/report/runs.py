@@ -35,7 +35,8 @@ class RunSummary:
 
     name: str
     state: str
-    """One of running, finished, interrupted, failed, empty, unreadable, stale (its process is gone)."""
+    """One of running, finished, interrupted, failed, empty, unreadable, killed (its process is gone,
+    and recorded no end)."""
     changed: float
     """Time of the last change, in seconds since the epoch."""
     model: str = "–"
@@ -83,7 +84,7 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
         run.problem = facts.get("reason")
         run.state = facts.get("state", "empty")
         if run.state == "running" and not _alive(folder, facts, run.changed):
-            run.state = "stale"
+            run.state = "killed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
         run.state = "unreadable"
@@ -107,7 +108,7 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
     for heading in ("params", "step", "loss", "val ppl", "bits/B", "tok/s", "MFU", "changed"):
         table.add_column(heading, justify="right", no_wrap=True)
-    colours = {"running": "green", "stale": "yellow", "failed": "red", "unreadable": "red"}
+    colours = {"running": "green", "killed": "yellow", "failed": "red", "unreadable": "red"}
     for run in runs:
         step = None if run.step is None else f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
         figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (

@@ -54,6 +54,7 @@ class RunLog:
         self.progress = Progress("step", steps, start=step, stream=sys.stdout, quiet=quiet)
         self.expected: tuple[int, float, float] | None = None
         self.taken: list[float] = []
+        self.guarded = Guarded("TensorBoard", self.say)
         if quiet:
             return
         self.file = run_dir / "metrics.jsonl"
@@ -65,7 +66,8 @@ class RunLog:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-            self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+            folder = str(run_dir / "tensorboard")
+            self.board = self.guarded(SummaryWriter, folder, purge_step=step + 1)
         self.progress.__enter__()
 
     def write(self, **values: Any) -> None:
@@ -82,7 +84,7 @@ class RunLog:
         numbers = {k: v for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
         if self.board:
             for key, value in numbers.items():
-                self.board.add_scalar(key, value, values["step"])
+                self.guarded(self.board.add_scalar, key, value, values["step"])
         if self.tracker:
             self.tracker.log(numbers, values["step"])
 
@@ -137,24 +139,41 @@ class RunLog:
             return
         self.progress.__exit__()
         if self.board:
-            self.board.close()
+            self.guarded(self.board.close)
         if self.tracker:
             self.tracker.finish()
         self.stream.close()
+
+
+class Guarded:
+    """Calls what only shows metrics. After one that fails, on a full disk for example, a line says so, there
+    are no more calls, and training continues."""
+
+    def __init__(self, name: str, say: Callable[[str], None]):
+        self.name, self.say, self.failed = name, say, False
+
+    def __call__(self, call: Callable, *arguments: Any, **options: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return call(*arguments, **options)
+        except Exception as error:
+            self.failed = True
+            self.say(f"{self.name} gets no more metrics; metrics.jsonl still does: {first_line(error)}")
 
 
 class Tracker:
     """The run at wandb or trackio, by their common functions: init, log, finish.
 
     tracker.json has the tracker's run id and the last step sent: a resumed run continues there, and sends no
-    step twice. If a call fails later, the tracker gets no more metrics, and training continues.
+    step twice. Later calls are `Guarded`.
 
     Raises:
         InputError: the tracker is not installed, or does not start.
     """
 
     def __init__(self, config: LogConfig, run_dir: Path, say: Callable[[str], None]):
-        self.kind, self.say, self.failed = config.tracker, say, False
+        self.kind, self.guarded = config.tracker, Guarded(config.tracker, say)
         try:
             self.module = importlib.import_module(self.kind)
         except ImportError:
@@ -183,19 +202,10 @@ class Tracker:
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         if step > self.sent:
-            self._try(self.module.log, numbers, step=step)
+            self.guarded(self.module.log, numbers, step=step)
 
     def finish(self) -> None:
-        self._try(self.module.finish)
-
-    def _try(self, call: Callable, *arguments: Any, **options: Any) -> None:
-        if self.failed:
-            return
-        try:
-            call(*arguments, **options)
-        except Exception as error:
-            self.failed = True
-            self.say(f"{self.kind} gets no more metrics; metrics.jsonl still does: {first_line(error)}")
+        self.guarded(self.module.finish)
 
 
 def read_facts(run_dir: Path) -> dict:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
+from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.train import memory, parallel
@@ -55,6 +56,7 @@ def train(config: RunConfig) -> Path:
         SystemExit: 128 + signal after a SIGTERM, SIGINT or SIGUSR1 on any process. The step is finished and a
             checkpoint saved; the same command resumes from it. A second signal ends the process at once.
     """
+    config = at_home(config)
     config.check()
     transformers.logging.disable_progress_bar()  # saving a few files needs none
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
