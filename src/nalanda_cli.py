@@ -194,13 +194,13 @@ def eval(
 
         fetch_tasks(names, fetch)
         return
-    _check_models(models)
+    named, models = models, _resolved(models)
     with _loading():
         from nalanda_eval.harness import evaluate, launched
         from nalanda_eval.report import print_results
 
     results = evaluate(
-        models or [],
+        models,
         names,
         data=data,
         limit=limit,
@@ -216,8 +216,7 @@ def eval(
     state = launched()
     if state is None or state.is_main_process:
         print_results(results)
-        first = (models or [""])[0]
-        _next("eval", of=first, models=models, model=first)
+        _next("eval", of=models[0], models=named, model=(named or [""])[0])
 
 
 @app.command()
@@ -252,7 +251,7 @@ def perplexity(
     Reads the same tokens in one pass and in windows of the training length, to show whether the model uses
     context beyond its training length.
     """
-    _check_models(models)
+    named, models = models, _resolved(models)
     with _loading():
         from nalanda_eval.perplexity import perplexity, print_perplexity
 
@@ -271,7 +270,7 @@ def perplexity(
     )
     if "directory" in result:  # of a launch's processes, the first
         print_perplexity(result)
-        _next("perplexity", of=models[0], models=models, model=models[0], output=output)
+        _next("perplexity", of=models[0], models=named, model=named[0], output=output)
 
 
 @app.command()
@@ -301,12 +300,12 @@ def generate(
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     check_seed(seed, "--seed")
-    _check_models([model])
+    taken = _resolved([model])[0]
     with _loading():
         from nalanda.inference.generate import generate
 
     generate(
-        model,
+        taken,
         prompt,
         file=file,
         state=state,
@@ -321,7 +320,7 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     if save_state is not None:
-        _next("save a state", of=model, model=model, state=save_state)
+        _next("save a state", of=taken, model=model, state=save_state)
 
 
 @app.command()
@@ -350,12 +349,12 @@ def chat(
 
     sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     check_seed(seed, "--seed")
-    _check_models([model])
+    taken = _resolved([model])[0]
     with _loading():
         from nalanda.inference.chat import chat
 
     chat(
-        model,
+        taken,
         system=system,
         state=state,
         max_new_tokens=max_new_tokens,
@@ -454,10 +453,12 @@ def export(
     """
     from nalanda.config.model_folder import architecture
     from nalanda.train.checkpoint_dir import find_checkpoint
+    from nalanda.train.resolve import exported
 
     if private and push is None:
         raise typer.BadParameter("needs --push", param_hint="--private")
-    find_checkpoint(Path(run), step, check=False)
+    source = exported(run)
+    find_checkpoint(source, step, check=False)
     with _loading():
         from transformers.utils.logging import disable_progress_bar
 
@@ -466,9 +467,9 @@ def export(
     disable_progress_bar()  # of writing a few files
     with _doing("writing the model"):
         if push is None:
-            made: Any = work.export(Path(run), Path(out), step=step)
+            made: Any = work.export(source, Path(out), step=step)
         else:
-            made = work.push(Path(run), Path(out), push, step=step, private=private)
+            made = work.push(source, Path(out), push, step=step, private=private)
     print(made)
     encoder = architecture(Path(out)).endswith("MaskedLM")
     if (Path(out) / "tokenizer_config.json").is_file():  # not of a checkpoint that was copied out of its run
@@ -505,25 +506,25 @@ def convert(
     """
     from nalanda.config.model_folder import architecture
 
-    _check_models([source])
+    taken = _resolved([source])[0]
     if dtype is not None and to not in ("gguf", "mlx"):
         raise typer.BadParameter("--dtype is for --to gguf and mlx; elsewhere weights keep theirs")
     with _loading():
-        from nalanda.convert.convert import convert
+        from nalanda.convert.convert import convert, source_folder
         from nalanda.convert.gguf import write_gguf
 
-    with _doing("converting and comparing" if check else "converting"):
+    with _doing("converting and comparing" if check else "converting"), source_folder(taken) as folder:
         if to == "gguf":
-            made = write_gguf(source, destination, dtype or "f32", check)
+            made = write_gguf(folder, destination, dtype or "f32", check)
         else:
-            made = convert(source, destination, to, check, dtype)
+            made = convert(folder, destination, to, check, dtype)
     print(made)
     if to in ("fla", "gguf", "mlx"):
         done = f"convert to {to}"
     else:
         ours = architecture(Path(destination)).startswith("Nalanda")
         done = "write a model" if ours else "convert"
-    _next(done, of=source, folder=destination)
+    _next(done, of=taken, folder=destination)
 
 
 @app.command()
@@ -555,14 +556,16 @@ def verify(run: Annotated[str, Argument(help="a run's folder")], as_json: AsJson
     Reads all of each to check that it is whole, finite and loadable. The exit code is 1 if one is not.
     """
     from nalanda.train.checkpoint_dir import checkpoints_of
+    from nalanda.train.resolve import run_of
 
-    checkpoints_of(Path(run))
+    folder = run_of(run)
+    checkpoints_of(folder)
     with _loading():
         from nalanda.report.verify import print_verdict, verdicts_to_json, verify
 
     verdicts = []
     with _doing("reading the checkpoints"):
-        for verdict in verify(Path(run)):
+        for verdict in verify(folder):
             verdicts.append(verdict)
             if not as_json:
                 print_verdict(verdict)
@@ -594,11 +597,13 @@ def plot(
     differ.
     """
     from nalanda.report.plot import plot
+    from nalanda.train.resolve import run_of
 
     if x not in ("tokens", "steps", "hours"):
         raise typer.BadParameter("choose tokens, steps or hours", param_hint="--x")
-    png = output or (Path(folders[0]) / "loss.png" if len(folders) == 1 else "loss.png")
-    print(plot(folders, png, x=x, smooth=smooth))
+    found = [run_of(folder) for folder in folders]
+    png = output or (found[0] / "loss.png" if len(found) == 1 else "loss.png")
+    print(plot(found, png, x=x, smooth=smooth))
 
 
 @app.command()
@@ -625,6 +630,10 @@ def analyze(
     Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
     file. A recipe means the model that its run has trained, or an untrained one.
     """
+    from nalanda.train.resolve import is_model
+
+    if is_model(model):
+        model = _resolved([model])[0]
     with _loading():
         from nalanda_eval.analysis import analyze
         from nalanda_eval.plots import print_analysis
@@ -1174,11 +1183,11 @@ def _next(done: str, **values: Any) -> None:
     print_next_steps(done, **values)
 
 
-def _check_models(names: list[str] | None) -> None:
-    """Refuses a missing model folder before the import of torch; the hub is asked later, once."""
-    from nalanda.config.model_folder import check_models
+def _resolved(names: list[str] | None) -> list[str]:
+    """The models that are named, before the import of torch; the hub is asked later, once."""
+    from nalanda.train.resolve import resolve_all
 
-    check_models(names or [], hub=False)
+    return resolve_all(names, hub=False)
 
 
 def main(arguments: list[str] | None = None) -> None:

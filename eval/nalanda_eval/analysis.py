@@ -29,6 +29,7 @@ from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
 from nalanda.train.build import build_model
+from nalanda.train.resolve import is_model, resolve
 from nalanda_eval.perplexity import documents
 from nalanda_eval.plots import draw_analysis
 
@@ -299,11 +300,12 @@ def open_model(
     """The model in fp32, its tokenizer, its title, and the default directory of its analysis."""
     path, device = Path(name).expanduser(), choose_device(device)
     options: Any = {"device": device, "dtype": "float32", "trust_remote_code": trust_remote_code}
-    if path.is_dir() or ("/" in name and not path.is_file() and path.suffix not in (".yaml", ".yml")):
+    if is_model(name):
         if overrides:
             raise InputError(f"{overrides[0]}: settings change a recipe; {name} is a model")
-        beside = path.parent if path.is_dir() else Path("runs", path.name)
-        return *load_model(name, **options), name, beside / "analysis"
+        found = resolve(name)
+        beside = found.run or (path.parent if path.is_dir() else Path("runs", path.name))
+        return *load_model(found.model, **options), found.model, beside / "analysis"
     config = use_mirror(load_config(name, overrides or []))
     run = Path(config.output_dir)
     if (run / "final" / "config.json").is_file() and not overrides:

@@ -54,8 +54,8 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room, out
 from nalanda.common.files import write_atomically
 from nalanda.common.progress import Progress
 from nalanda.common.versions import versions
-from nalanda.config.model_folder import check_models
 from nalanda.inference.load import choose_device, load_model
+from nalanda.train.resolve import resolve, resolve_all
 from nalanda_eval import report
 from nalanda_eval.cache import AnswerCache
 from nalanda_eval.needles import SAMPLES
@@ -112,7 +112,7 @@ def evaluate(
         raise InputError(f"--long {long}: use window or whole")
     if long == "whole" and max_length is not None:
         raise InputError("--max-length: is the length of windows; leave it out with --long whole")
-    check_models(models)
+    models = resolve_all(models)
     device = None if device is None else choose_device(device)
     sources, left_out = find_tasks(tasks, data)  # before the slow import
     if any(source.needle for source in sources):
@@ -347,7 +347,8 @@ def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[
     different: dict[str, Any] = {}
     for name in models:
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            place = resolve(name).tokenizer
+            tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except Exception as error:  # tokenizers and transformers share no exception class
             raise InputError(f"{name}: its tokenizer cannot be loaded ({first_line(error)})") from error
         different[tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name] = tokenizer

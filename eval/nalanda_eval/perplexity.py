@@ -28,7 +28,6 @@ from nalanda.common.progress import Progress, first_process
 from nalanda.common.text import si
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
-from nalanda.config.model_folder import check_models
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.documents import suffix_of
@@ -44,6 +43,7 @@ from nalanda.inference.load import (
 from nalanda.model.context import Context
 from nalanda.model.state import fingerprint
 from nalanda.report.figures import GREY, drawing, files, in_panels, log_axis
+from nalanda.train.resolve import resolve_all
 
 AT_ONCE = 4096
 """Tokens whose logits are in memory at once."""
@@ -92,7 +92,7 @@ def perplexity(
             raise InputError(f"--{name} {value}: must be at least {least}")
     if window and length and window > length:
         raise InputError(f"--window {window}: is longer than --length {length}")
-    check_models(models)
+    models = resolve_all(models)
     data = text_data(text, overrides or [], joined)
     device = choose_device(device)
     directory = output_folder(output, "--output")

@@ -35,7 +35,6 @@ from transformers import PreTrainedTokenizerFast
 
 from nalanda import NalandaConfig, NalandaForCausalLM
 from nalanda.common.errors import DiskFull, InputError
-from nalanda.config.model_folder import check_name
 from nalanda.config.schema import DataConfig
 from nalanda.inference.generate import generate
 from nalanda.inference.load import load_model
@@ -1161,9 +1160,6 @@ def test_bad_models_are_one_line(checkpoint, tmp_path):
     }.items():
         with pytest.raises(InputError, match=found):
             evaluate([name], ["table4"])
-    (tmp_path / "final").symlink_to(checkpoint)
-    with pytest.raises(InputError, match=r"the directory of a run, its model is .*final"):
-        check_name(str(tmp_path))
     with pytest.raises(InputError, match="unknown dtype"):
         load_model(checkpoint, dtype="fp8")
 

@@ -144,5 +144,7 @@ def _is(error: BaseException, number: int) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of the error's message, with the next one if it ends in a colon; its type if it has
+    none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,7 +1,6 @@
 """Checks that model folders and hub ids have a model. Imports neither torch nor transformers."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -66,12 +65,10 @@ def check_name(name: str, *, hub: bool = True) -> None:
         except InputError as error:
             raise InputError(f"cannot load {name}: {error}") from None
         return
-    if (path / "final" / "config.json").is_file():
-        raise InputError(f"{name} is the directory of a run, its model is {path / 'final'}")
     if path.exists():
-        raise InputError(f"{name} holds no config.json: give the directory of a checkpoint")
+        raise InputError(f"{name} holds no config.json: give the directory of a run or a checkpoint")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError(f"no such model: {name} (a checkpoint directory, or OWNER/NAME on the hub)")
+        raise InputError(f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)")
     if not hub:
         return
     from transformers.utils import cached_file  # takes seconds
@@ -80,11 +77,3 @@ def check_name(name: str, *, hub: bool = True) -> None:
         cached_file(name, "config.json")
     except Exception as error:  # huggingface_hub's and its transports' have no common one
         raise InputError(f"no such model: {not_here(name)}{str(error).splitlines()[0]}") from None
-
-
-def check_models(names: Sequence[str], *, hub: bool = True) -> None:
-    """Runs `check_name` for each. Raises `InputError`, also without names."""
-    if not names:
-        raise InputError("no model given: name a checkpoint directory or a hub id")
-    for name in names:
-        check_name(name, hub=hub)

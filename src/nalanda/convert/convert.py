@@ -1,12 +1,14 @@
 """Converts model folders between our format and those of other libraries."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,8 @@ from nalanda.convert.formats import Config, Tensors, attention_interval, unsuppo
 from nalanda.convert.mlx import check_mlx, check_order, check_rounded, keep_rounded, to_mlx
 from nalanda.data.hub import is_hub_id
 from nalanda.model import NalandaConfig
-from nalanda.train.export import hub_errors, new_folder, pad_batches
+from nalanda.train.export import export, hub_errors, new_folder, pad_batches
+from nalanda.train.resolve import resolve
 
 LIBRARIES = {
     "fla": fla.FORMATS,
@@ -298,6 +301,17 @@ def local_folder(source: str) -> Path:
         return Path(source).expanduser()
     with hub_errors(f"there is no folder {source}"):
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES]))
+
+
+@contextlib.contextmanager
+def source_folder(name: str) -> Iterator[str]:
+    """The model folder or hub id that `name` means; a checkpoint of a run is exported for the time."""
+    found = resolve(name)
+    if found.tokenizer == found.model or found.run is None:
+        yield found.model
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield str(export(Path(found.model), Path(scratch) / found.run.name))
 
 
 def _target(kind: str, config: NalandaConfig, to: str | None) -> str:

@@ -13,9 +13,9 @@ import transformers
 from nalanda_kernels import keep_model_types, take_torch_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nalanda.common.errors import InputError, explained, out_of_memory
-from nalanda.config.model_folder import check_name
+from nalanda.common.errors import InputError, explained, first_line, out_of_memory
 from nalanda.model.context import Context
+from nalanda.train.resolve import resolve
 
 
 def load_model(
@@ -24,7 +24,7 @@ def load_model(
     """A causal language model and its tokenizer, ready for inference.
 
     Args:
-        name: a checkpoint directory or an id on the Hugging Face hub.
+        name: a run, a checkpoint directory or an id on the Hugging Face hub, as `resolve` reads it.
         device: device for the model; by default a GPU if there is one, else the CPU.
         dtype: `float32`, `bfloat16`, `float16`, `float64`, or `auto` for the checkpoint's own.
         trust_remote_code: run the modeling files of the checkpoint. Not needed for our own checkpoints.
@@ -32,7 +32,8 @@ def load_model(
     Raises:
         InputError: no such model, an unknown dtype or device, or weights that do not fill the model.
     """
-    check_name(name)
+    found = resolve(name)
+    name, folder = found.model, Path(found.model)
     device = choose_device(device)
     if device == "cpu":
         torch.set_flush_denormal(True)  # their products are slow
@@ -42,10 +43,8 @@ def load_model(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if (folder := Path(name).expanduser()).is_dir():
-        name = str(folder)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(found.tokenizer, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
@@ -58,9 +57,7 @@ def load_model(
         if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("*.model")]:
             advice = "copy its files there, or make a model of a run's step with `nalanda export`"
             raise InputError(f"{name} has no tokenizer; {advice}") from None
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        reason = first_line(error)
         raise InputError(f"cannot load {name}: {reason}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
