@@ -25,14 +25,15 @@ from pyarrow import parquet
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
-from nalanda.data import corpus, documents, packing
+from nalanda.data import corpus, documents, packing, readers
 from nalanda.data import loader as data
 from nalanda.data.corpus import DocumentStream, open_corpus
-from nalanda.data.documents import Document, Fields, FileShard, _blocks, split_lines
+from nalanda.data.documents import Document, Fields, FileShard, Left, split_lines
 from nalanda.data.loader import PackedBatches
 from nalanda.data.packing import StreamRows
 from nalanda.data.prepare import begin, prepare
 from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
+from nalanda.data.readers import read_blocks
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
 FIELDS = Fields("text", "meta.redpajama_set_name")
@@ -427,7 +428,9 @@ def test_restoring_reads_no_earlier_shard(byte_tokenizer, shards, monkeypatch):
     batches.close()
     opened = []
     monkeypatch.setattr(
-        documents, "_blocks", lambda path, *rest, of=_blocks: (opened.append(path.name), of(path, *rest))[1]
+        readers,
+        "read_blocks",
+        lambda path, *rest, of=read_blocks: (opened.append(path.name), of(path, *rest))[1],
     )
     batches.load_state_dict(state)
     list(batches)
@@ -682,7 +685,7 @@ def test_a_bomb_takes_little_memory(tmp_path):
     assert done.stderr == ""
     for i, kind in enumerate((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         assert f"one{kind}, line 1: a document of more than 67,108,864 bytes" in said[2 * i]
-        assert said[2 * i + 1] == "1 None"
+        assert said[2 * i + 1] == "1 Left.OVERSIZED"
     assert said[6:] == ["100 abcd"] * 2
     assert float(grown) < 160  # MB; at most a line of 64 MB and a block are held
 
@@ -740,15 +743,15 @@ def test_what_was_left_out_is_counted_over_a_resume(tmp_path, byte_tokenizer):
 
     batches = new()
     states = [(batch, through_json(batches.state_dict())) for batch in batches]
-    assert batches.skipped() == 14
+    assert batches.skipped() == {"skipped": 14}
     resumed = new()
     resumed.load_state_dict(states[20][1])
     assert all(same(a, b) for a, (b, _) in zip(resumed, states[21:], strict=True))
-    assert resumed.skipped() == 14
+    assert resumed.skipped() == {"skipped": 14}
     config.max_document_bytes, config.oversized = 1000, "refuse"
     whole = new()
     assert len(list(whole)) > len(states)
-    assert whole.skipped() == 0
+    assert not whole.skipped()
     assert "skipped" not in {**whole.state_dict(), **whole.state_dict()["documents"]}
 
 
@@ -765,7 +768,7 @@ def test_a_value_that_many_rows_share_is_held_once(tmp_path):
     for document, _ in FileShard(path, path.name, fields).read(None):
         found.append(document)
         assert pyarrow.total_allocated_bytes() - before < 32 << 20
-    assert found == [None] * 600 + [Document("small")]
+    assert found == [Left.OVERSIZED] * 600 + [Document("small")]
 
 
 def test_a_window_that_takes_gigabytes_is_refused(tmp_path):

@@ -149,11 +149,14 @@ def _override(values: dict, override: str) -> None:
             child = {"path": child}
         values[part] = values = child if isinstance(child, dict) else {}
     try:
-        values[last] = parse_yaml(text, override)
+        value = parse_yaml(text, override)
     except InputError:  # such as the glob *.jsonl
         if not _holds_text(key):
             raise
-        values[last] = text
+        value = text
+    if isinstance(value, str) and text.startswith(f"{value} ") and _holds_text(key):
+        value = text.strip()  # " #b" of a file's name is no comment
+    values[last] = value
 
 
 def _holds_text(key: str) -> bool:

@@ -99,9 +99,9 @@ class DataConfig:
     seq_len: int = 2048
     """Tokens in a row."""
     text_field: str = "text"
-    """Field of .jsonl and .parquet files and Hub datasets that has the text."""
+    """Field of a record that has the text. A dot leads into a nested field: `doc.text`."""
     source_field: str = "meta.redpajama_set_name"
-    """Field that names a document's own source, if it has one."""
+    """Field that names a document's own source, if it has one; found as `text_field` is."""
     bos: bool = True
     """Whether a document begins with the tokenizer's bos token."""
     eos: bool = True
@@ -122,6 +122,9 @@ class DataConfig:
     than this, however much a compressed shard expands to."""
     oversized: Literal["refuse", "skip"] = "refuse"
     """Treatment of larger documents; skipped ones are counted and logged."""
+    unusable: Literal["refuse", "skip"] = "refuse"
+    """Treatment of records without usable text: null, without the field, not text, not JSON, not UTF-8.
+    Skipped ones are counted and logged. A damaged file is refused in any case."""
     verify: Literal["background", "sums", "sizes"] = "background"
     """Check of a token set's files against the SHA-256 sums of its index. background: in a thread, before the
     first checkpoint is saved; sums: before training; sizes: only sizes are checked. Of files that are read as
@@ -170,7 +173,8 @@ class DataConfig:
             raise InputError(f"data.retries is {self.retries}; it must be 0 or more")
         if self.max_document_bytes < 1:
             raise InputError(f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more")
-        for key, known in (("oversized", ("refuse", "skip")), ("verify", ("background", "sums", "sizes"))):
+        policies = dict.fromkeys(("oversized", "unusable"), ("refuse", "skip"))
+        for key, known in {**policies, "verify": ("background", "sums", "sizes")}.items():
             if getattr(self, key) not in known:
                 raise InputError(f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}")
         if self.shuffle_buffer < 0:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import is_url, redact
@@ -25,6 +28,7 @@ from nalanda.data.documents import (
     Document,
     Fields,
     FileShard,
+    Left,
     Shard,
     TextShard,
     digest,
@@ -39,6 +43,8 @@ from nalanda.data.documents import (
 )
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
+from nalanda.data.readers import FORMATS, READERS
+from nalanda.data.records import left_out
 from nalanda.data.token_set import is_token_set, megatron_splits
 from nalanda.data.urls import open_urls
 
@@ -47,6 +53,12 @@ WHOLE = 64 << 20
 
 AT_ONCE = 4 << 30
 """Bytes hashed at a start; where whole files would be more, all are sampled."""
+
+EMPTY, SECOND = "empty", "second"
+"""Keys of `Corpus.counts`: files without a byte, and further names of files that are read."""
+
+NOTES = {".json", ".csv"}
+"""Formats that often describe a folder's documents, and are read only where no other holds any."""
 
 SAMPLES = 16
 """Samples of a file, head and tail included."""
@@ -59,9 +71,18 @@ def source_of(data: DataConfig, split: str) -> str | list[str]:
 
 def is_local(source: str | list[str]) -> bool:
     """Whether the documents of `source` are files of this machine or belong to its Python."""
-    if isinstance(source, list) or is_url(source):
+    if isinstance(source, list):
+        return not any(map(is_url, source))
+    if is_url(source):
         return False
-    return source == "python" or Path(source).expanduser().exists() or glob.has_magic(source)
+    return source == "python" or _expanded(source).exists() or glob.has_magic(source)
+
+
+def _expanded(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise InputError(f"data.source: {source}: there is no such user here; write the whole path") from None
 
 
 def open_corpus(data: DataConfig, split: str) -> Corpus:
@@ -117,6 +138,7 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
         return ""
     left = {key: count for key, count in counts.items() if count and key.startswith(".")}
     left = {f"that end in {key}" if len(key) > 1 else "without suffix": n for key, n in left.items()}
+    left |= {"empty": counts[EMPTY], "that are second names of a file": counts[SECOND]}
     left["of a test split"] = counts["test"]
     left["of no split"] = counts[""] if counts["train"] else 0
     own = counts["validation"]
@@ -132,12 +154,15 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
 
 def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], dict[str, int]]:
     """The shards of `split`, and `Corpus.counts`."""
+    if isinstance(source, list) and is_local(source):
+        files, counts = _find_listed(source, split)
+        return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
     if source == "python":
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
-    root = Path(source).expanduser()
+    root = _expanded(source)
     if is_token_set(root):
         raise InputError(f"data.source: {source} is a token set, and texts are needed here; give its source")
     if megatron_splits(source):
@@ -157,38 +182,174 @@ def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple
     )
 
 
+class _File(NamedTuple):
+    """A file that was found."""
+
+    path: Path
+    size: int
+    real: str
+    """Its path without links."""
+    is_link: bool
+
+
 def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]]:
     """Files by name, sorted, and `Corpus.counts`. In a directory the outermost folder that names a split
     decides, or else the file's own name. Of a glob every file is taken."""
+    counts: Counter[str] = Counter()
     if root.is_dir():
-        parts: dict[str, dict[str, Path]] = {part: {} for part in (*NAMES, "")}
-        counts: Counter[str] = Counter()
-        for name in sorted(_walk(root), key=os.fspath):
-            if suffix_of(name.name):
-                parts[split_of(name.parts[:-1], name.name)][name.as_posix()] = root / name
-            else:
-                counts[name.suffix or "."] += 1
-        counts.update({part: len(found) for part, found in parts.items()})
-        files = files_of(parts, split)
+        found = _in_folder(root, counts)
+        parts = _by_split(found, lambda name: split_of(Path(name).parts[:-1], Path(name).name), counts)
     else:
-        found = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
-        files = {path.as_posix(): path for path in found if path.is_file()}
-        for path in files.values():
-            reader_of(path)
-        counts = Counter({"": len(files)})
+        parts = _by_split(_of_glob(root), lambda name: "", counts)
+        if counts[EMPTY] and root.is_file():
+            raise InputError(f"{root}, line 1: the file is empty; fetch it again or name another")
+    return _chosen(str(root), parts, split, counts)
+
+
+def _find_listed(sources: list[str], split: str) -> tuple[dict[str, Path], dict[str, int]]:
+    """The same of several files, globs and folders. As with URLs, the innermost folder that names a split
+    decides, below the folder that they share, or else the file's own name."""
+    counts: Counter[str] = Counter()
+    found: dict[str, _File] = {}
+    for source in sources:
+        root = _expanded(source)
+        if not root.exists() and not glob.has_magic(source):
+            raise InputError(
+                f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"
+            )
+        files = _in_folder(root, counts) if root.is_dir() else _of_glob(root)
+        if not files:
+            raise InputError(f"data.source: {source}: no documents; leave it out")
+        for name, file in files.items():
+            path = f"{source}/{name}" if root.is_dir() else name
+            counts[SECOND] += path in found
+            found[path] = file
+    shared = len(Path(os.path.commonpath([file.path.parent for file in found.values()])).parts)
+
+    def part_of(name: str) -> str:
+        path = found[name].path
+        return split_of(reversed(path.parts[shared:-1]), path.name)
+
+    parts = _by_split(found, part_of if len(found) > 1 else lambda name: "", counts)
+    return _chosen(f"{sources[0]} and others", parts, split, counts)
+
+
+def _by_split(
+    found: dict[str, _File], part_of: Callable[[str], str], counts: Counter[str]
+) -> dict[str, dict[str, Path]]:
+    """The files of each split, without empty ones, and each by one of its names. The others are counted."""
+    parts: dict[str, dict[str, Path]] = {part: {} for part in (*NAMES, "")}
+    known: dict[tuple[str, str], str] = {}
+    for name, file in found.items():
+        if not file.size and not is_single(file.path.name):
+            counts[EMPTY] += 1
+            continue
+        part = part_of(name)
+        first = known.setdefault((part, file.real), name)
+        if first != name:
+            counts[SECOND] += 1
+            if file.is_link or not found[first].is_link:
+                continue
+            del parts[part][first]
+            known[part, file.real] = name
+        parts[part][name] = file.path
+    return parts
+
+
+def _chosen(
+    source: str, parts: dict[str, dict[str, Path]], split: str, counts: Counter[str]
+) -> tuple[dict[str, Path], dict[str, int]]:
+    """The files of `split`, and `Corpus.counts`. Raises `InputError` if there are none, or of two kinds."""
+    files = files_of(parts, split)
+    counts.update({part: len(found) for part, found in parts.items()})
     if odd := next((name for name in files if name.encode(errors="replace").decode() != name), None):
         raise InputError(f"{odd!r}: the name is not UTF-8; rename the file")
     if not files:
-        raise InputError(f"{root}: no documents for {split}; files may end in {', '.join(suffixes())}")
+        seen = [f"{n} {'without suffix' if kind == '.' else kind}" for kind, n in counts.items() if n]
+        what = f"found {', '.join(seen)}; " if seen else ""
+        raise InputError(
+            f"{source}: no documents for {split}; {what}files may end in {', '.join(suffixes())}"
+        )
     if len({is_single(path.name) for path in files.values()}) == 2:
         raise InputError(
-            f"{root}: .txt files lie beside shards; name the files to read, such as {root}/**/*.jsonl"
+            f"{source}: .txt files lie beside shards; name the files to read, such as {source}/**/*.jsonl"
         )
     return files, counts
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """The files below a folder, as relative paths, without hidden ones. A link to a folder is followed once.
+def _of_glob(root: Path) -> dict[str, _File]:
+    """A file, or the files of a glob, by their paths. Raises `InputError` for one without a reader."""
+    paths = [root] if root.is_file() else sorted(map(Path, glob.glob(str(root), recursive=True)))
+    found = {path.as_posix(): path for path in paths if path.is_file()}
+    for path in found.values():
+        reader_of(path)
+    return {
+        name: _File(path, path.stat().st_size, os.path.realpath(path), path.is_symlink())
+        for name, path in found.items()
+    }
+
+
+def _in_folder(root: Path, counts: Counter[str]) -> dict[str, _File]:
+    """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
+    every = {name.as_posix(): file for name, file in sorted(_walk(root), key=lambda pair: os.fspath(pair[0]))}
+    found = _without_lists(every, counts)
+    plain = {name: suffix_of(name) for name in found}
+    builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
+    shards = {suffix for suffix in plain.values() if suffix and suffix not in builtin}
+    notes = builtin if shards else builtin & {".json"} if ".csv" in plain.values() else set()
+    kept = {}
+    for name, file in found.items():
+        if plain[name] and plain[name] not in notes:
+            kept[name] = file
+        else:
+            counts[Path(name).suffix or "."] += 1
+    return kept
+
+
+def _without_lists(found: dict[str, _File], counts: Counter[str]) -> dict[str, _File]:
+    """The files, where folders of `save_to_disk` have those that their state.json lists, in its order."""
+    folders: dict[str, set[str]] = {}
+    for name in found:
+        folder, _, file = name.rpartition("/")
+        folders.setdefault(folder, set()).add(file)
+
+    kept = dict(found)
+    for folder, names in folders.items():
+        below = f"{folder}/" if folder else ""
+        if "dataset_dict.json" in names:
+            kept.pop(f"{below}dataset_dict.json")
+        if not {"state.json", "dataset_info.json"} <= names:
+            continue
+        listed = _listed(found[f"{below}state.json"].path)
+        for name in listed:
+            if name not in names:
+                raise InputError(
+                    f"{below}{name}: in the list of state.json, but missing; save the dataset again"
+                )
+        for name in sorted(names):
+            file = kept.pop(f"{below}{name}")
+            if name not in ("state.json", "dataset_info.json", *listed):
+                counts[Path(name).suffix or "."] += 1
+        kept |= {f"{below}{name}": found[f"{below}{name}"] for name in listed}
+    return kept
+
+
+def _listed(state: Path) -> list[str]:
+    """The files of a dataset that `save_to_disk` of the datasets library wrote, in order."""
+    try:
+        found = json.loads(state.read_bytes())
+        listed = [file["filename"] for file in found["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{state}: does not list the dataset's files; save the dataset again") from None
+    if found.get("_indices_data_files"):
+        raise InputError(
+            f"{state}: an old version saved a selection of rows; load the dataset and save it again"
+        )
+    return listed
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, _File]]:
+    """The files below a folder, by relative path, without hidden ones. A link to a folder is followed once.
 
     Raises `InputError` for a folder that cannot be read."""
 
@@ -208,8 +369,23 @@ def _walk(root: Path) -> Iterator[Path]:
             continue
         entered.add(real)
         for name in files:
-            if name[0] != "." and (place / name).is_file():
-                yield (place / name).relative_to(root)
+            if name[0] != "." and (file := _file(place / name, real)):
+                yield (place / name).relative_to(root), file
+
+
+def _file(path: Path, folder: str) -> _File | None:
+    """A regular file in a folder that is given without links, or a link to one; else None."""
+    try:
+        found = os.lstat(path)
+        is_link = stat.S_ISLNK(found.st_mode)
+        if is_link:
+            found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link to nothing
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    real = os.path.realpath(path) if is_link else os.path.join(folder, path.name)
+    return _File(path, found.st_size, real, is_link)
 
 
 @dataclass
@@ -222,7 +398,7 @@ class Corpus:
     ordered: bool = False
     """Whether the documents are one text and so never shuffled."""
     counts: Mapping[str, int] = field(default_factory=Counter)
-    """Files of the source by split, "" for those of none, and those without a reader by suffix."""
+    """Files of the source by split, "" for those of none; those left out by suffix, `EMPTY` or `SECOND`."""
 
     @property
     def fingerprint(self) -> str:
@@ -300,13 +476,18 @@ class DocumentStream:
             "cursor": self.cursor,  # in that shard
             "documents": self.documents,  # given in this epoch
             "buffer": [list(document) for document in self.buffer],
-            **({"skipped": self.skipped} if self.skipped else {}),  # oversized ones, in all epochs
+            **self.left,
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
         self.documents, self.buffer = state["documents"], [Document(*pair) for pair in state["buffer"]]
-        self.skipped = state.get("skipped", 0)
+        self.left = left_out(state)  # in all epochs, by kind
+
+    @property
+    def skipped(self) -> int:
+        """Documents left out, in all epochs."""
+        return self.left.total()
 
     @property
     def ended(self) -> bool:
@@ -328,8 +509,8 @@ class DocumentStream:
         while self.shard < len(order):
             for document, cursor in shards[order[self.shard]].read(self.cursor):
                 self.cursor = cursor
-                if document is None:
-                    self.skipped += 1
+                if isinstance(document, Left):
+                    self.left[document.value] += 1
                     continue
                 if not self.corpus.keep(document.text):
                     continue

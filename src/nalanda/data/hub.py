@@ -11,7 +11,7 @@ from nalanda.common.errors import InputError, SourceUnavailable, first_line
 from nalanda.common.retry import describe_error, persist, persistent
 from nalanda.common.text import redact
 from nalanda.config.schema import DataConfig
-from nalanda.data.documents import Document, Fields, Shard, document_of, suffix_of
+from nalanda.data.documents import Document, Fields, Left, Shard, document_of, suffix_of
 
 DOWNLOADED_SHARDS = 256
 """Shards into which a downloaded dataset is cut, so that their order can be shuffled."""
@@ -78,7 +78,7 @@ class HubShard:
     def identity(self) -> str:
         return f"{self.name}:{self.index}/{self.count}"
 
-    def read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+    def read(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
         try:
             yield from persistent(self._read, cursor, f"Hub dataset {self.identity}", self.retries)
         except (InputError, MemoryError):
@@ -88,12 +88,15 @@ class HubShard:
                 f"Hub dataset {self.identity}: cannot be read ({describe_error(error)})"
             ) from None
 
-    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | None, dict]]:
+    def _read(self, cursor: dict | None) -> Iterator[tuple[Document | Left, dict]]:
         dataset = self.dataset.shard(num_shards=self.count, index=self.index)
         if cursor:
             dataset.load_state_dict(cursor)
         for record in dataset:
-            document: Document | None = document_of(record, self.fields, self.identity)
-            if document and (size := len(document.text.encode())) > self.fields.max_bytes:
+            document = document_of(record, self.fields, self.identity)
+            if (
+                isinstance(document, Document)
+                and (size := len(document.text.encode())) > self.fields.max_bytes
+            ):
                 document = self.fields.oversized(self.identity, size)
             yield document, dataset.state_dict()

@@ -55,6 +55,8 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
     if skipped := index.get("skipped"):
         limit = index["settings"]["max_document_bytes"]
         print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")
+    if unusable := index.get("unusable"):
+        print(f"{unusable:,} records without usable text were left out (data.unusable: skip)")
     splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
     stored = {
         split: sum(found[0] for shard in part["shards"] for found in shard["files"].values())

@@ -16,7 +16,8 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
+from nalanda.data.records import describe_left
 from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
 from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
@@ -245,8 +247,8 @@ class PackedBatches:
         seen = self.source.epochs(self._state)
         return seen if isinstance(seen, dict) else {"": seen}
 
-    def skipped(self) -> int:
-        """Documents left out for their size (`data.oversized`), in all epochs."""
+    def skipped(self) -> Counter[str]:
+        """Documents left out, in all epochs (`records.left_out`)."""
         return self.source.skipped(self._state)
 
     @functools.cached_property
@@ -348,7 +350,7 @@ def _validation_documents(
                 pairs = zip(group, encoded, strict=True)
                 yield from ((document.source, ids) for document, ids in pairs if len(ids))
         finally:  # the consumer may stop early
-            _print_skipped(stream.skipped, rank)
+            _print_skipped(stream.left, rank)
 
     def describe(count: int) -> str:
         files = len(stream.corpus.shards)
@@ -362,9 +364,8 @@ def _describe_cut(what: str, data: DataConfig) -> str:
     return f"validation reads {what} (data.max_validation_rows: {data.max_validation_rows})"
 
 
-def _print_skipped(count: int, rank: int) -> None:
-    if count and rank == 0:
-        what = f"{count} documents above data.max_document_bytes were left out"
+def _print_skipped(left: Mapping[str, int], rank: int) -> None:
+    if (what := describe_left(left)) and rank == 0:
         print(f"nalanda: {what} among those read for validation", file=sys.stderr, flush=True)
 
 

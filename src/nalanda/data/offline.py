@@ -35,7 +35,7 @@ from nalanda.common.retry import persist
 from nalanda.common.text import is_url, redact
 from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
-from nalanda.data.documents import digest, files_of
+from nalanda.data.documents import Document, digest, files_of
 from nalanda.data.hub import is_hub_id, open_hub, pinned
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
 from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
@@ -382,7 +382,7 @@ def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | N
         part = file.with_name(f".{file.name}.partial")
         with part.open("wb") as stream, zstandard.ZstdCompressor().stream_writer(stream) as writer:
             for document, _ in shard.read(None):
-                if document is None:  # oversized
+                if not isinstance(document, Document):  # left out
                     continue
                 record: dict[str, Any] = {data.text_field: document.text}
                 if document.source:

@@ -6,13 +6,14 @@ A source of rows (`StreamRows`, `TokenSetRows`, `Mixture`) has:
     start: the first state.
     identity: what a state belongs to.
     epochs(state): how many times the source was read by then.
-    skipped(state): documents left out for their size by then.
+    skipped(state): documents left out by then (`records.left_out`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import Corpus, DocumentStream
 from nalanda.data.documents import take_documents
+from nalanda.data.records import left_out
 from nalanda.data.shuffle import Permutation, next_source, whole_weights
 from nalanda.data.token_set import TokenSet
 from nalanda.data.workers import Tokenisers
@@ -88,8 +90,8 @@ class StreamRows:
     def epochs(self, state: dict) -> float:
         return state["documents"]["epoch"]
 
-    def skipped(self, state: dict) -> int:
-        return state.get("skipped", 0)
+    def skipped(self, state: dict) -> Counter[str]:
+        return left_out(state)
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         """Rows from `state` on.
@@ -110,7 +112,7 @@ class StreamRows:
             if begun["epoch"] != current:
                 _check_epoch(has_tokens)
                 current, has_tokens = begun["epoch"], False
-            begun = {"documents": begun, "carried": len(tokens)} | ({"skipped": skipped} if skipped else {})
+            begun = {"documents": begun, "carried": len(tokens)} | skipped
             encoded = [ids for ids in encoded if len(ids)]
             has_tokens = has_tokens or bool(encoded)
             lengths = [len(tokens), *map(len, encoded)]
@@ -130,12 +132,12 @@ class StreamRows:
         _check_epoch(has_tokens)
         if len(tokens) > self.joined and not self.whole and not done:
             begun = {"documents": documents.state_dict(), "carried": len(tokens)}
-            begun |= {"skipped": documents.skipped} if documents.skipped else {}
+            begun |= documents.left
             yield partial(cut_row, tokens, starts, 0, self.seq_len), {**begun, "done": 1, "rows": rows + 1}
 
 
-def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, int], list[str]]]:
-    """For each group of documents: the stream's state before it, the epoch and the skipped count after it,
+def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, dict], list[str]]]:
+    """For each group of documents: the stream's state before it, the epoch and what was left out after it,
     and the texts. A group does not cross an epoch."""
     characters = PERMUTED_GROUP if documents.permuted or documents.ordered else STREAM_GROUP
     while not documents.ended:
@@ -144,7 +146,7 @@ def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, i
             before = documents.state_dict()
             if not (group := take_documents(left, characters)):
                 break
-            yield (before, documents.epoch, documents.skipped), [document.text for document in group]
+            yield (before, documents.epoch, dict(documents.left)), [document.text for document in group]
 
 
 def _check_epoch(has_tokens: bool) -> None:
@@ -207,8 +209,8 @@ class TokenSetRows:
     def epochs(self, state: dict) -> float:
         return state["rows"] / (self.blocks * self.block)
 
-    def skipped(self, state: dict) -> int:
-        return 0
+    def skipped(self, state: dict) -> Counter[str]:
+        return Counter()
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, slots = state["rows"], self.slots or 1
@@ -258,8 +260,9 @@ class Mixture:
         parts = zip(self.parts.items(), state["parts"], strict=True)
         return {name: part.epochs(its) for (name, part), its in parts}
 
-    def skipped(self, state: dict) -> int:
-        return sum(part.skipped(its) for part, its in zip(self.parts.values(), state["parts"], strict=True))
+    def skipped(self, state: dict) -> Counter[str]:
+        parts = zip(self.parts.values(), state["parts"], strict=True)
+        return sum((part.skipped(its) for part, its in parts), Counter())
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, states = state["rows"], list(state["parts"])

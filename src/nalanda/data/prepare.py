@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -35,6 +36,7 @@ from nalanda.data.documents import (
     BLOCK,
     Document,
     FileShard,
+    Left,
     Shard,
     TextShard,
     document_in,
@@ -45,6 +47,7 @@ from nalanda.data.documents import (
     take_documents,
 )
 from nalanda.data.inspect import ByteProgress, check_set
+from nalanda.data.records import left_out
 from nalanda.data.token_set import (
     FORMAT,
     SPLITS,
@@ -162,7 +165,7 @@ def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
     return groups
 
 
-def _read(shard: Shard, unit: Unit) -> Iterator[Document | None]:
+def _read(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
     if unit.stop is None:
         yield from (document for document, _ in shard.read(None))
     elif isinstance(shard, FileShard) and _is_plain_jsonl(shard.path):
@@ -174,7 +177,7 @@ def _read(shard: Shard, unit: Unit) -> Iterator[Document | None]:
                 return
 
 
-def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | None]:
+def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | Left]:
     """The documents of lines that begin in bytes [start, stop)."""
     with shard.path.open("rb") as file:
         file.seek(place := max(0, start - 1))
@@ -185,10 +188,10 @@ def _read_lines(shard: FileShard, start: int, stop: int) -> Iterator[Document | 
             if place >= stop:
                 return
             if line is None and shard.fields.skip:
-                yield None
+                yield Left.OVERSIZED
             elif line is None or line.strip():
                 try:
-                    document: Document | None = document_in(line or b"", shard.fields, "")
+                    document = document_in(line or b"", shard.fields, "")
                 except ValueError:  # the file's own reader names the line
                     document = next(shard.read(_lines_before(shard.path, place)))[0]
                 yield document
@@ -326,7 +329,7 @@ class Preparation:
     def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
         """Makes a shard, unless it is finished, and returns its record.
 
-        The record has an entry for each split and, if documents were left out for their size, "skipped".
+        The record has an entry for each split and, if documents were left out, their numbers (`Left`).
 
         Args:
             report: called from time to time with the bytes of input and of text that are done.
@@ -339,7 +342,7 @@ class Preparation:
             report(self.weights[number], text)
             return record
         units = self.jobs[number]
-        skipped = 0
+        left: Counter[str] = Counter()
         separate = self.settings["corpus"]["train"] != self.settings["corpus"]["validation"]
         splits = (units[0].corpus,) if separate else SPLITS
         with _one_thread(), contextlib.ExitStack() as stack:
@@ -356,10 +359,11 @@ class Preparation:
                     raise InputError(f"{shard.identity}: has other content now; prepare another directory")
                 documents, read = _read(shard, unit), text
                 while group := take_documents(documents, GROUP):
-                    skipped += group.count(None)
+                    left.update(found.value for found in group if isinstance(found, Left))
                     chosen = [
                         (document, split)
-                        for document in filter(None, group)
+                        for document in group
+                        if isinstance(document, Document)
                         for split in [s for s in splits if self.corpora[s].keep(document.text)][:1]
                     ]
                     for (document, split), tokens in zip(
@@ -371,7 +375,7 @@ class Preparation:
                 weight, text = weight + unit.weight, read
                 report(weight, read)
             record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
-        record |= {"skipped": skipped} if skipped else {}
+        record |= left
         write_whole(self._record_path(number), json.dumps(record).encode())
         return record
 
@@ -404,8 +408,7 @@ class Preparation:
             "sources": sorted({name for split in splits.values() for name in split["sources"]}),
             **splits,
         }
-        if skipped := sum(record.get("skipped", 0) for record in records if record):
-            index["skipped"] = skipped
+        index |= sum(map(left_out, filter(None, records)), Counter())
         places = [self.directory / split for split in SPLITS] + [self.directory]
         for leftover in [
             path for place in places for path in place.glob(".*") if LEFTOVER.fullmatch(path.name)

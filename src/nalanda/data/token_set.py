@@ -56,7 +56,7 @@ def is_token_set(path: str | os.PathLike) -> bool:
     try:
         with (Path(path).expanduser() / "index.json").open("rb") as file:
             return FORMAT.encode() in file.read(256)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: ~ before a user that is not here
         return False
 
 

@@ -26,6 +26,7 @@ from nalanda.data.documents import (
     Document,
     Fields,
     FileShard,
+    Left,
     Shard,
     digest,
     files_of,
@@ -187,7 +188,7 @@ class UrlShard:
     def single(self) -> bool:
         return is_single(urlsplit(self.url).path)
 
-    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | None, list[int]]]:
+    def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | Left, list[int]]]:
         path = cached(self.url, self.retries)
         size = path.stat().st_size
         if cursor and cursor[0] != size:

@@ -21,6 +21,7 @@ from nalanda.common.progress import Progress
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
+from nalanda.data.records import Left, describe_left
 from nalanda.train import memory, parallel
 from nalanda.train.build import Run, finish_sums, from_main_process, launch, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
@@ -87,7 +88,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
-    oversized, epochs = batches.skipped(), batches.epochs_read()
+    skipped, epochs = batches.skipped(), batches.epochs_read()
     seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(interruptible())
@@ -169,10 +170,12 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
             if problem is None and (end or is_due(step, config.log.every)):
                 log.write(step=step, tokens=at.tokens, **values)
                 seconds, since = 0.0, at.tokens
-                if (count := batches.skipped() - oversized) > 0:
-                    oversized += count
-                    reason = f"{count} documents above data.max_document_bytes were left out"
-                    log.event(step, "oversized", reason=reason, documents=oversized)
+                if reason := describe_left(batches.skipped() - skipped):
+                    skipped = batches.skipped()
+                    only = skipped.keys() == {Left.OVERSIZED.value}
+                    log.event(
+                        step, "oversized" if only else "left out", reason=reason, documents=skipped.total()
+                    )
             before, epochs = epochs, batches.epochs_read()
             report_epochs(before, epochs, log, step)
             if saving and not unsound:

@@ -35,7 +35,7 @@ IDENTITY = ("model", "tokenizer", "data", "seed")
 """Sections of the recipe that identify a run: its checkpoints fit no other values."""
 
 MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
-MOVABLE |= {"data.max_document_bytes", "data.oversized"}
+MOVABLE |= {"data.max_document_bytes", "data.oversized", "data.unusable"}
 """Keys of these sections that may change. A moved corpus is recognised by its contents."""
 
 

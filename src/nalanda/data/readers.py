@@ -1,0 +1,798 @@
+"""Readers of files: a reader of each format, over a stream of each compression."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import itertools
+import json
+import lzma
+import os
+import re
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from nalanda.common.errors import DiskFull, InputError, first_line, no_room
+from nalanda.data.records import Document, Fields, Left, document_in, document_of, field_of
+
+BLOCK = 1 << 17
+"""Bytes read at a time."""
+
+SLICE = 1 << 10
+"""Compressed bytes per call: zstandard makes up to 128 kB of 4 bytes, so a call gives 32 MB at most."""
+
+WINDOW = 128 << 20
+"""Bytes that a compressed stream may refer back to; more where a document may be larger."""
+
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError)
+"""What a stream raises for content that is corrupt or truncated."""
+
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of an Arrow stream."""
+
+Rows = Iterator[tuple[Document | Left, int]]
+
+
+class Reader(Protocol):
+    """Reads the documents of one file. The same file must give the same documents each time. Memory is
+    bounded by a small multiple of `fields.max_bytes`, however much a compressed file holds."""
+
+    def __call__(
+        self, path: Path, fields: Fields, start: int
+    ) -> Iterator[tuple[Document | Left | None, int]]:
+        """Reads on behind the first `start` rows.
+
+        Args:
+            path: the file, which is not empty.
+            fields: the fields of a record that hold a document, and what is left out.
+            start: rows to pass over; a row is whatever the format repeats (a line, a table row).
+
+        Yields:
+            `(document, row)` for the rows after `start`, with `row` counted from 1 at the top of the file,
+            so that reading with `start=row` resumes after this document. Rows without content may be passed
+            over but count. For a document above `fields.max_bytes`, yield `fields.oversized(where)` in its
+            place, and `fields.unusable(where, why)` for a record without usable text: they raise where such
+            documents are refused.
+
+        Raises:
+            InputError: names the path and the line or row that cannot be read.
+        """
+        ...
+
+
+# ------------------------------ compressions
+
+
+def read_blocks(path: Path, fields: Fields) -> Iterator[bytes]:
+    """The decompressed content of a file, a bounded number of bytes at a time. Raises one of `DAMAGE`."""
+    return COMPRESSIONS[compression_of(path.name)](path, max(WINDOW, fields.max_bytes))
+
+
+def _plain(path: Path, window: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+def _gzip(path: Path, window: int) -> Iterator[bytes]:
+    with gzip.open(path) as file:
+        while block := file.read1(BLOCK):  # `read` loses what came before an error
+            yield block
+
+
+def _bzip2(path: Path, window: int) -> Iterator[bytes]:
+    return _streams(path, bz2.BZ2Decompressor, window)
+
+
+def _xz(path: Path, window: int) -> Iterator[bytes]:
+    # The decoder takes a little more than the window, which its limit counts.
+    limit = window + (1 << 20)
+    return _streams(path, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=limit), window)
+
+
+def _streams(path: Path, new: Callable[[], Any], window: int) -> Iterator[bytes]:
+    """The content of all streams. (The modules' own files take a damaged second stream for the end.)"""
+    stream, data, streams = None, b"", 0
+    with path.open("rb") as file:
+        while True:
+            if not data and (stream is None or stream.needs_input):
+                data = file.read(BLOCK)
+                if not data:
+                    break
+
+            if stream is None:
+                data = data.lstrip(b"\0") if streams else data  # padding between streams
+                if not data:
+                    continue
+                stream, streams = new(), streams + 1
+
+            try:
+                yield stream.decompress(data, BLOCK)
+            except lzma.LZMAError as error:
+                if "emory usage limit" in str(error):
+                    raise EOFError(_too_wide(window)) from None
+                raise
+
+            data = b""  # the rest is in the decompressor
+            if stream.eof:
+                data, stream = stream.unused_data, None
+
+    if stream:
+        raise EOFError("the last stream has no end")
+
+
+def _zstandard(path: Path, window: int) -> Iterator[bytes]:
+    """The content of all frames. (zstandard's own reader takes a truncated frame for the end of the file.)"""
+    import zstandard
+
+    frame = None
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            for start in range(0, len(block), SLICE):
+                chunk = block[start : start + SLICE]
+                while chunk:
+                    frame = frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+                    try:
+                        yield frame.decompress(chunk)
+                    except zstandard.ZstdError as error:
+                        if "too much memory" in str(error):
+                            raise EOFError(_too_wide(window)) from None
+                        raise EOFError(error) from None
+                    chunk = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+    if frame:
+        raise EOFError("the last frame has no end")
+
+
+def _too_wide(window: int) -> str:
+    return (
+        f"it was compressed with a window above {window >> 20} MiB; "
+        "raise data.max_document_bytes to that window"
+    )
+
+
+COMPRESSIONS: dict[str, Callable[[Path, int], Iterator[bytes]]] = {
+    "": _plain,
+    ".gz": _gzip,
+    ".zst": _zstandard,
+    ".zstd": _zstandard,
+    ".bz2": _bzip2,
+    ".xz": _xz,
+}
+"""The decompressed blocks of a file, by its last suffix."""
+
+
+def compression_of(name: str) -> str:
+    """The suffix of a compression that `name` ends in; "" if there is none."""
+    return next((c for c in COMPRESSIONS if c and name.lower().endswith(c)), "")
+
+
+@contextmanager
+def _uncompressed(path: Path, fields: Fields) -> Iterator[Path]:
+    """A file with the decompressed content, for a format that is not read from front to back."""
+    if not compression_of(path.name):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="nalanda-") as file:
+        for block in read_blocks(path, fields):
+            try:
+                file.write(block)
+                file.flush()
+            except OSError as error:
+                if not no_room(error):
+                    raise
+                folder = os.path.dirname(file.name)
+                raise DiskFull(
+                    f"{path}: no space left in {folder}, where it is decompressed; "
+                    "make room, or set TMPDIR to another folder"
+                ) from None
+        yield Path(file.name)
+
+
+# ------------------------------ text, lines, values
+
+
+class _Piece:
+    """The bytes of a record, none of which are held once they are too many."""
+
+    def __init__(self, fields: Fields):
+        self.fields, self.parts, self.size = fields, [], 0
+
+    def add(self, part: bytes) -> bool:
+        """Returns whether reading may go on: it may not for a record that will be refused."""
+        self.size += len(part)
+        if self.size <= self.fields.max_bytes:
+            self.parts.append(part)
+            return True
+        self.parts.clear()
+        return self.fields.skip
+
+    def take(self) -> bytes | Left:
+        """The bytes so far; the next record begins."""
+        found = b"".join(self.parts) if self.size <= self.fields.max_bytes else Left.OVERSIZED
+        self.parts, self.size = [], 0
+        return found
+
+
+def split_lines(blocks: Iterable[bytes], fields: Fields) -> Iterator[tuple[bytes | None, int]]:
+    """Yields lines without their ends, and their lengths in bytes.
+
+    A line above `fields.max_bytes` is None, and no more than that of it is held. Unless such lines are
+    skipped, it is the last.
+    """
+    parts, size = [], 0
+    for block in blocks:
+        *ends, rest = block.split(b"\n")
+        for end in ends:
+            size += len(end)
+            yield b"".join([*parts, end]) if size <= fields.max_bytes else None, size
+            parts, size = [], 0
+        size += len(rest)
+        if size <= fields.max_bytes:
+            parts.append(rest)
+        elif fields.skip:
+            parts.clear()
+        else:
+            break
+    if size:
+        yield b"".join(parts) if size <= fields.max_bytes else None, size
+
+
+_STRING_END = re.compile(rb'["\\]')
+
+_MARK = re.compile(rb'["\[\]{},]')
+
+
+def split_array(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Left]:
+    """The values of a JSON array as bytes. One above `fields.max_bytes` is not held; unless such values are
+    skipped, it is the last."""
+    depth, in_string, escaped, piece = 0, False, False, _Piece(fields)
+    blocks = iter(blocks)
+    for block in blocks:
+        start = place = 0
+        while place < len(block):
+            if escaped:
+                escaped, place = False, place + 1
+                continue
+
+            found = (_STRING_END if in_string else _MARK).search(block, place)
+            if not found:
+                break
+            mark, place = found[0], found.end()
+            if in_string:
+                escaped, in_string = mark == b"\\", mark == b"\\"
+            elif mark == b'"':
+                in_string = True
+            elif mark in b"[{":
+                depth += 1
+                start = place if depth == 1 else start
+            elif mark in b"]}":
+                depth -= 1
+
+            if depth == 0 or (depth == 1 and mark == b"," and not in_string):
+                piece.add(block[start : place - 1])
+                start = place
+                value = piece.take()
+                if depth or isinstance(value, Left) or value.strip():
+                    yield value
+
+            if depth == 0:
+                if any(part.strip() for part in itertools.chain([block[place:]], blocks)):
+                    raise EOFError("text follows the end of the array")
+                return
+
+        if depth and not piece.add(block[start:]):
+            yield piece.take()
+            return
+    raise EOFError("the array has no end")
+
+
+_FIELD_END = re.compile(rb"[,\n]")
+
+
+def split_table(blocks: Iterable[bytes], fields: Fields) -> Iterator[bytes | Left]:
+    """The rows of a CSV file as bytes, a row that quotes line ends as one. Bounded as `split_array` is."""
+    quoted, doubled, begins, piece = False, False, True, _Piece(fields)
+    for block in blocks:
+        start = place = 0
+        while place < len(block):
+            if doubled:  # a quote within quotes: their end, or the first of two
+                doubled, quoted = False, block[place : place + 1] == b'"'
+                place += quoted
+                continue
+
+            if quoted:
+                found = block.find(b'"', place)
+                doubled = found >= 0
+                place = found + 1 if doubled else len(block)
+                continue
+
+            if begins and block[place : place + 1] == b'"':
+                quoted, begins, place = True, False, place + 1
+                continue
+
+            end = _FIELD_END.search(block, place)
+            begins = end is not None
+            place = end.end() if end else len(block)
+            if end and end[0] == b"\n":
+                piece.add(block[start : place - 1])
+                yield piece.take()
+                start = place
+
+        if not piece.add(block[start:]):
+            yield piece.take()
+            return
+
+    if quoted and not doubled:
+        raise EOFError("a quoted field has no end")
+    if piece.size:
+        yield piece.take()
+
+
+def _numbered(
+    path: Path, pieces: Iterator[bytes | Left], fields: Fields, what: str
+) -> Iterator[tuple[int, str, bytes | Left]]:
+    """The pieces of a file, each with its number and with the words that name it in messages."""
+    row = 0
+    while True:
+        where = f"{path}, {what} {row + 1}"
+        try:
+            piece = next(pieces, None)
+        except DAMAGE as error:
+            raise InputError(f"{where}: corrupt or truncated ({first_line(error)})") from None
+        if piece is None:
+            return
+        row += 1
+        yield row, where, fields.oversized(where) if isinstance(piece, Left) else piece
+
+
+def read_txt(path: Path, fields: Fields, start: int) -> Rows:
+    """The whole file as one document."""
+    if start:
+        return
+    size = None if compression_of(path.name) else path.stat().st_size
+    whole = _Piece(fields)
+    line = 1
+    try:
+        for block in read_blocks(path, fields):
+            line += block.count(b"\n")
+            if not whole.add(block) or whole.size > fields.max_bytes:
+                break
+    except DAMAGE as error:
+        raise InputError(f"{path}, line {line}: corrupt or truncated ({first_line(error)})") from None
+
+    content = whole.take()
+    if isinstance(content, Left):
+        yield fields.oversized(str(path), size), 1
+        return
+    yield _text_of(content, fields, str(path), ", line "), 1
+
+
+def _text_of(content: bytes, fields: Fields, where: str, line: str = "") -> Document | Left:
+    """A document of bytes, without a byte-order mark. line: words before the number of a line."""
+    try:
+        return Document(content.removeprefix(codecs.BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        return fields.unusable(f"{where}{line}{number}" if line else where, f"not UTF-8 ({error.reason})")
+
+
+def read_jsonl(path: Path, fields: Fields, start: int) -> Rows:
+    lines = (
+        Left.OVERSIZED if line is None else line for line, _ in split_lines(read_blocks(path, fields), fields)
+    )
+    for row, where, line in _numbered(path, lines, fields, "line"):
+        if row <= start:
+            continue
+        if isinstance(line, Left):
+            yield line, row
+        elif line.strip():
+            yield document_in(line, fields, where), row
+
+
+def read_json(path: Path, fields: Fields, start: int) -> Rows:
+    """An array of objects, or JSON Lines by the name of .json; the first character tells."""
+    if not _is_array(path, fields):
+        yield from read_jsonl(path, fields, start)
+        return
+    values = split_array(read_blocks(path, fields), fields)
+    for row, where, value in _numbered(path, values, fields, "item"):
+        if row > start:
+            yield value if isinstance(value, Left) else document_in(value, fields, where), row
+
+
+def _is_array(path: Path, fields: Fields) -> bool:
+    try:
+        for block in read_blocks(path, fields):
+            if begin := block.removeprefix(codecs.BOM_UTF8).lstrip():
+                return begin[:1] == b"["
+    except DAMAGE:  # reading it says so
+        pass
+    return False
+
+
+def read_csv(path: Path, fields: Fields, start: int) -> Rows:
+    """A table whose first row names the columns."""
+    if csv.field_size_limit() < fields.max_bytes:
+        csv.field_size_limit(fields.max_bytes)
+    rows = split_table(read_blocks(path, fields), fields)
+    try:
+        header = next(rows, b"")
+        names = _cells(b"" if isinstance(header, Left) else header.removeprefix(codecs.BOM_UTF8))
+    except (*DAMAGE, csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{path}, line 1: corrupt or truncated ({first_line(error)})") from None
+
+    for row, where, line in _numbered(path, rows, fields, "row"):
+        if row <= start:
+            continue
+        if isinstance(line, Left):
+            yield line, row
+        elif line.strip():
+            try:
+                record = dict(zip(names, _cells(line), strict=False))
+            except (csv.Error, UnicodeDecodeError) as error:
+                what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not CSV"
+                yield fields.unusable(where, f"{what} ({first_line(error)})"), row
+                continue
+            yield document_of(record, fields, where), row
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.removesuffix(b"\r").decode()]), [])
+
+
+# ------------------------------ tables by columns
+
+
+def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    options: Any = {"page_checksum_verification": True}
+    try:
+        # Opened once: a shard of a URL may leave its cache while it is read.
+        with (
+            _uncompressed(path, fields) as plain,
+            pyarrow.OSFile(str(plain)) as handle,
+            parquet.ParquetFile(handle, **options) as file,
+        ):
+            kind = pyarrow.struct(list(file.schema_arrow))
+            if not _has(kind, fields.text):
+                yield from _without_text(path, kind, fields, file.metadata.num_rows, start)
+                return
+            columns = [name for name in (fields.text, fields.source) if _has(kind, name)]
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if row + rows <= start:
+                    row += rows
+                    continue
+                stated = _column_bytes(file, group, fields.text)
+                # No value is larger than its column, so only large columns need a look at each value.
+                large = stated > fields.max_bytes
+                if large and rows == 1 and stated > fields.max_bytes + BLOCK:
+                    row += 1
+                    yield fields.oversized(f"{path}, row {row}"), row
+                    continue
+                few, reader = max(1, min(256, 4 * fields.max_bytes // max(1, stated))), nullcontext(file)
+                if large:  # as a dictionary, a value that many rows share is held once
+                    shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
+                    few, reader = 256, parquet.ParquetFile(handle, **options, **shared)
+                with reader as opened:
+                    for batch in opened.iter_batches(few, row_groups=[group], columns=columns):
+                        passed = min(batch.num_rows, max(0, start - row))
+                        row += passed
+                        for document in _documents(batch.slice(passed), fields, path, row, large):
+                            row += 1
+                            yield document, row
+    except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
+        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
+
+
+def _column_bytes(file: Any, group: int, name: str) -> int:
+    """Uncompressed bytes of a column in a row group, as the file's metadata states them."""
+    found = file.metadata.row_group(group)
+    columns = [found.column(i) for i in range(found.num_columns)]
+    return sum(c.total_uncompressed_size for c in columns if f"{c.path_in_schema}.".startswith(f"{name}."))
+
+
+def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
+    """An Arrow file or stream, as `save_to_disk` of the datasets library writes them."""
+    import pyarrow
+
+    row = 0
+    try:
+        # Mapped, so that a batch takes no memory and one that is passed over is not read.
+        with (
+            _uncompressed(path, fields) as plain,
+            plain.open("rb") as opened,
+            pyarrow.memory_map(str(plain)) as handle,
+        ):
+            size = handle.size()
+            schema, batches = _batches(handle, fields)
+            kind = pyarrow.struct(list(schema))
+            found = _has(kind, fields.text)
+            while True:
+                if os.fstat(opened.fileno()).st_size != size:  # what is missing would end the process
+                    raise EOFError("it was cut short while it was read")
+                if (batch := next(batches, None)) is None:
+                    break
+                passed = min(batch.num_rows, max(0, start - row))
+                row += passed
+                if not found:
+                    end = row + batch.num_rows - passed
+                    yield from _without_text(path, kind, fields, end, row)
+                    row = end
+                    continue
+                for place in range(passed, batch.num_rows, 256):
+                    part = batch.slice(place, 256)
+                    large = part.nbytes > fields.max_bytes
+                    for document in _documents(part, fields, path, row, large):
+                        row += 1
+                        yield document, row
+    except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
+        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
+
+
+def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
+    """The schema and the batches of an Arrow file, without columns that hold neither text nor source."""
+    from pyarrow import ipc
+
+    is_file = handle.read_at(6, 0) == b"ARROW1"
+    opened = (ipc.open_file if is_file else ipc.open_stream)(handle)
+    schema = opened.schema
+    heads = {part for name in (fields.text, fields.source) for part in (name, name.split(".")[0])}
+    wanted = [i for i, name in enumerate(schema.names) if name in heads]
+    options = ipc.IpcReadOptions(included_fields=wanted)
+    handle.seek(0)
+
+    def of_file() -> Iterator[Any]:
+        reader = ipc.open_file(handle, options=options)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+    def of_stream() -> Iterator[Any]:
+        yield from ipc.open_stream(handle, options=options)
+        place = handle.tell()
+        if handle.read_at(len(END_OF_STREAM), max(0, place - len(END_OF_STREAM))) != END_OF_STREAM:
+            raise EOFError("the stream has no end")
+
+    return schema, of_file() if is_file else of_stream()
+
+
+def _has(kind: Any, path: str) -> bool:
+    """Whether a struct's type has the field."""
+    return _leaf(kind, path, lambda kind, number: kind.field(number).type) is not None
+
+
+def _leaf(found: Any, path: str, child: Callable[[Any, int], Any]) -> Any:
+    """The field of a struct, or None (`field_of`). child: the field of that number."""
+    from pyarrow import types
+
+    kind = getattr(found, "type", found)
+    if found is None or not types.is_struct(kind):
+        return None
+    if (number := kind.get_field_index(path)) >= 0:
+        return child(found, number)
+    head, dot, rest = path.partition(".")
+    if not dot or (number := kind.get_field_index(head)) < 0:
+        return None
+    return _leaf(child(found, number), rest, child)
+
+
+def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) -> Rows:
+    """The rows of a table without the column."""
+    names = {kind.field(i).name: None for i in range(kind.num_fields)}
+    for row in range(start + 1, rows + 1):
+        yield document_of(names, fields, f"{path}, row {row}"), row
+
+
+def _documents(batch: Any, fields: Fields, path: Path, row: int, large: bool) -> Iterator[Document | Left]:
+    """The documents of a batch, whose first row is the one after `row`.
+
+    large: whether each text's size is looked at before it is taken out of the batch.
+    """
+
+    def column(name: str) -> Any:
+        return _leaf(batch.to_struct_array(), name, lambda array, number: array.flatten()[number])
+
+    texts, sources = column(fields.text), column(fields.source)
+    if not large:
+        try:
+            values = texts.to_pylist()
+            names = [None] * len(values) if sources is None else sources.to_pylist()
+        except UnicodeDecodeError:  # of one row, which is found below
+            pass
+        else:
+            for text, source in zip(values, names, strict=True):
+                row += 1
+                record = {fields.source: source, fields.text: text}
+                yield document_of(record, fields, f"{path}, row {row}")
+            return
+
+    for i, value in enumerate(texts):
+        row += 1
+        where = f"{path}, row {row}"
+        text = getattr(value, "value", value) if value.is_valid else None
+        if hasattr(text, "as_buffer") and text.as_buffer().size > fields.max_bytes:
+            yield fields.oversized(where)
+            continue
+        try:
+            record = {fields.source: sources is not None and sources[i].as_py(), fields.text: value.as_py()}
+        except UnicodeDecodeError as error:
+            yield fields.unusable(where, f"not UTF-8 ({error.reason})")
+            continue
+        yield document_of(record, fields, where)
+
+
+# ------------------------------ archives
+
+_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
+"""Key and ending of a member. The samples of a webdataset are neighbouring members of one key."""
+
+
+class _Forward:
+    """A file that is read once, from front to back, with no read above `most` bytes."""
+
+    def __init__(self, blocks: Iterator[bytes], most: int):
+        self.blocks, self.most = filter(None, blocks), most
+        self.block, self.used, self.place, self.last = b"", 0, 0, b""
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, place: int) -> None:
+        while self.place < place and self.read(min(BLOCK, place - self.place)):
+            pass
+
+    def read(self, size: int) -> bytes:
+        if size > self.most:
+            raise EOFError(f"a header of {size:,} bytes")
+        parts = []
+        while size:
+            if self.used == len(self.block):
+                self.block, self.used = next(self.blocks, b""), 0
+                if not self.block:
+                    break
+            part = self.block[self.used : self.used + size]
+            parts.append(part)
+            self.used += len(part)
+            self.place += len(part)
+            size -= len(part)
+        self.last = b"".join(parts)
+        return self.last
+
+
+def read_tar(path: Path, fields: Fields, start: int) -> Rows:
+    """A webdataset: text is in a sample's .txt, or in a field of its .json, which also names the source."""
+    for row, sample in _samples(path, fields, start):
+        where = f"{path}, row {row}"
+        if Left.OVERSIZED in sample.values():
+            yield fields.oversized(where), row
+            continue
+
+        if "json" not in sample:
+            record: Any = {}
+        elif isinstance(record := _json_of(sample["json"]), Exception):
+            yield fields.unusable(where, f"not JSON, or cut short ({first_line(record)})"), row
+            continue
+
+        if "txt" in sample:
+            document = _text_of(sample["txt"], fields, where)
+            if isinstance(document, Document):
+                named = {fields.source: field_of(record, fields.source)}
+                document = document_of({**named, fields.text: document.text}, fields, where)
+            yield document, row
+        elif sample:
+            yield document_of(record, fields, where), row
+        else:
+            yield fields.unusable(where, "a sample without .txt and .json"), row
+
+
+def _json_of(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The samples behind the first `start`: the contents of their .txt and .json."""
+    row, key, sample = 0, None, {}
+    try:
+        file: Any = _Forward(read_blocks(path, fields), max(1 << 20, fields.max_bytes))
+        archive: Any = tarfile.TarFile(fileobj=file)
+        with archive:
+            while member := archive.next():
+                archive.members.clear()  # it would keep all of them
+                found = _MEMBER.fullmatch(member.name)
+                if not found or not member.isfile():
+                    continue
+                if found[1] != key:
+                    if row > start:
+                        yield row, sample
+                    row, key, sample = row + 1, found[1], {}
+                ending = found[2].lower()
+                if row <= start or ending not in ("txt", "json"):
+                    continue
+                if member.size > fields.max_bytes:
+                    sample[ending] = Left.OVERSIZED
+                elif content := archive.extractfile(member):
+                    sample[ending] = content.read(member.size)
+            if file.last != bytes(tarfile.BLOCKSIZE):  # a damaged header, or none, is taken for the end
+                raise EOFError("a header is damaged, or the archive has no end")
+    except DAMAGE as error:
+        raise InputError(f"{path}, row {max(row, 1)}: corrupt or truncated ({first_line(error)})") from None
+    if row > start:
+        yield row, sample
+
+
+# ------------------------------ the table
+
+FORMATS: dict[str, Reader] = {
+    ".txt": read_txt,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".tar": read_tar,
+}
+"""The reader of each format. A row here is all that another format needs."""
+
+READERS: dict[str, Reader] = {
+    form + compression: read for form, read in FORMATS.items() for compression in COMPRESSIONS
+}
+"""The reader of each suffix."""
+
+FIRST = {".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"}
+"""Suffixes that no plugin may take. Plugins took others before Nalanda read them."""
+
+
+def register_reader(suffix: str, read: Reader) -> None:
+    """Adds the reader of another suffix. Raises ValueError for a suffix that is taken, or is not one."""
+    now = READERS.get(suffix.lower(), read)
+    if now is not read and (suffix.lower() in FIRST or now not in FORMATS.values()):
+        raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
+    if not suffix.startswith(".") or suffix == "." or not callable(read):
+        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .warc, and a function")
+    READERS[suffix.lower()] = read
+
+
+def reader_of(path: Path) -> Reader:
+    """The reader of the longest suffix that fits. Raises `InputError` if none does."""
+    if not (suffix := suffix_of(path.name)):
+        raise InputError(f"{path}: no reader for this suffix; files may end in {', '.join(suffixes())}")
+    return READERS[suffix]
+
+
+def suffixes() -> tuple[str, ...]:
+    """The suffixes that have a reader now, as messages list them."""
+    more = [s for s in READERS if s not in FORMATS and READERS[s] not in FORMATS.values()]
+    *formats, last = FORMATS
+    compressions = "/".join(c for c in COMPRESSIONS if c)
+    return (*more, *formats, f"{last} (or these with {compressions})")
+
+
+def suffix_of(name: str) -> str:
+    """The longest suffix with a reader that `name` ends in, in either case; "" if there is none."""
+    name = name.lower()
+    place = name.find(".")
+    while place >= 0:
+        if name[place:] in READERS:
+            return name[place:]
+        place = name.find(".", place + 1)
+    return ""
+
+
+def is_single(name: str) -> bool:
+    """Whether a file of this name is one document."""
+    return name[: len(name) - len(compression_of(name))].lower().endswith(".txt")
