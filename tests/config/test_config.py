@@ -58,6 +58,8 @@ def test_reads_numbers_that_yaml_takes_for_text(recipe):
         ("train.resume=010", "010"),
         ("data.source=*.jsonl", "*.jsonl"),
         ("data.source=[ab]*.jsonl", "[ab]*.jsonl"),
+        ("data.source=a #b.jsonl", "a #b.jsonl"),
+        ("data.source='a' # a comment", "a"),
         ("data.source=[a, b]", ["a", "b"]),
         ("data.name=1:30", "1:30"),
     ],

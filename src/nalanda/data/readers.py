@@ -728,6 +728,8 @@ def _samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict
                     sample[ending] = content.read(member.size)
             if file.last != bytes(tarfile.BLOCKSIZE):  # a damaged header, or none, is taken for the end
                 raise EOFError("a header is damaged, or the archive has no end")
+            for _ in file.blocks:  # so that the compression's own check is made
+                pass
     except DAMAGE as error:
         raise InputError(f"{path}, row {max(row, 1)}: corrupt or truncated ({first_line(error)})") from None
     if row > start:
