@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
+from nalanda.data import readers
 from nalanda.data.corpus import DocumentStream, describe_files, open_corpus
 from nalanda.data.documents import Document, Fields, FileShard, Left
 from nalanda.data.prepare import prepare
@@ -348,6 +349,20 @@ def test_many_rows_of_a_table_that_is_one_row(tmp_path):
         archive.addfile(member)
     with pytest.raises(InputError, match=r"b\.tar, row 1: corrupt or truncated \(a header of 2,"):
         read(write(tmp_path / "b.tar", out.getvalue()), fields=fields)
+
+
+@pytest.mark.parametrize("new", [ipc.new_stream, ipc.new_file])
+def test_a_compressed_batch_is_looked_at_before_it_is_opened(tmp_path, monkeypatch, new):
+    rows = pyarrow.table({"text": ["x" * (1 << 20)] * 5})
+    path = tmp_path / "a.arrow"
+    with new(str(path), rows.schema, options=ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(rows)
+    assert len(read(path, fields=Fields("text", ""))) == 5
+    monkeypatch.setattr(readers, "WINDOW", 1 << 20)
+    with pytest.raises(
+        InputError, match=r"a\.arrow, row 1: .* a compressed batch of 5,242,904 bytes, above 1,"
+    ):
+        read(path, fields=Fields("text", "", max_bytes=1 << 16))
 
 
 # ------------------------------ fields

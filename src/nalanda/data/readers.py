@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import struct
 import tarfile
 import tempfile
 import zlib
@@ -31,7 +32,7 @@ SLICE = 1 << 10
 WINDOW = 128 << 20
 """Bytes that a compressed stream may refer back to; more where a document may be larger."""
 
-DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError)
+DAMAGE = (EOFError, OSError, struct.error, zlib.error, lzma.LZMAError, tarfile.TarError)
 """What a stream raises for content that is corrupt or truncated."""
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -548,6 +549,7 @@ def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
     is_file = handle.read_at(6, 0) == b"ARROW1"
     opened = (ipc.open_file if is_file else ipc.open_stream)(handle)
     schema = opened.schema
+    _check_expansion(handle, 8 if is_file else 0, max(WINDOW, 4 * fields.max_bytes))
     heads = {part for name in (fields.text, fields.source) for part in (name, name.split(".")[0])}
     wanted = [i for i, name in enumerate(schema.names) if name in heads]
     options = ipc.IpcReadOptions(included_fields=wanted)
@@ -565,6 +567,52 @@ def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
             raise EOFError("the stream has no end")
 
     return schema, of_file() if is_file else of_stream()
+
+
+def _check_expansion(handle: Any, start: int, most: int) -> None:
+    """Raises `EOFError` for a batch whose compressed buffers make more than `most` bytes together.
+
+    The library would hold them all, and does not tell their sizes, so they are read from the message.
+    start: where the messages begin.
+    """
+    from pyarrow import ArrowException, ipc
+
+    handle.seek(start)
+    messages = ipc.MessageReader.open_stream(handle)
+    while True:
+        try:
+            message = messages.read_next_message()
+        except (StopIteration, ArrowException, OSError):  # damage is found by reading
+            return
+        if message.type != "schema" and (size := _expanded(message.metadata.to_pybytes(), message)) > most:
+            raise EOFError(f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches")
+
+
+def _expanded(data: bytes, message: Any) -> int:
+    """Bytes that the compressed buffers of a batch make. (data: a flatbuffer, by Arrow's Message.fbs)"""
+
+    def number(kind: str, place: int) -> int:
+        return struct.unpack_from(f"<{kind}", data, place)[0]
+
+    def field(table: int, index: int) -> int:
+        """The place of a table's field; 0 if it is not there."""
+        names = table - number("i", table)
+        there = 4 + 2 * index < number("H", names) and number("H", names + 4 + 2 * index)
+        return table + there if there else 0
+
+    def follow(place: int) -> int:
+        return place + number("I", place)
+
+    batch = follow(field(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))
+    if not field(batch, 3):
+        return 0
+    buffers = follow(field(batch, 2))
+    places = [number("q", buffers + 4 + 16 * i) for i in range(number("I", buffers))]
+    sizes = [number("q", buffers + 12 + 16 * i) for i in range(len(places))]
+    heads = [message.body.slice(place, 8) for place, size in zip(places, sizes, strict=True) if size >= 8]
+    return sum(max(0, int.from_bytes(head.to_pybytes(), "little", signed=True)) for head in heads)
 
 
 def _has(kind: Any, path: str) -> bool:
