@@ -204,13 +204,14 @@ def test_lists_of_urls_and_their_parts(server):
     for source, message in {
         server.url("none.list"): "lists no shard",
         server.url("no.list"): "404",
-        server.url("a.csv"): r"a\.csv: not the URL of a file",
+        server.url("a.pdf"): r"a\.pdf: not the URL of a file",
         "http://***@host/a.jsonl": "never stored",
         ("https://h/train/x.jsonl", "https://h/y.jsonl"): r"^https://h/y\.jsonl: .* would not be read",
         ("https://h/train/x.jsonl", "https://h/test/y.jsonl"): r"^https://h/test/y\.jsonl: .* not be read",
         ("https://h/x.jsonl?sig=a", "https://h/x.jsonl?sig=b"): r"differs .* only in a .* signature",
         ("https://h/x.jsonl", "https://h/x.jsonl"): r"^https://h/x\.jsonl: listed twice; name a file once",
-        ("/data/a.jsonl", "/data/b.jsonl"): r"^/data/a\.jsonl: not a URL; .* give a directory or a glob",
+        ("https://h/x.jsonl", "/data/b.jsonl"): r"^/data/b\.jsonl: not a URL; .* give a directory or a glob",
+        ("/data/a.jsonl", "/data/b.jsonl"): r"'/data/a\.jsonl' does not exist; a list has files, folders and",
     }.items():
         with pytest.raises(InputError, match=message):
             open_corpus(DataConfig(source=source if isinstance(source, str) else [*source]), "train")

@@ -813,7 +813,7 @@ def register_reader(suffix: str, read: Reader) -> None:
     if now is not read and (suffix.lower() in FIRST or now not in FORMATS.values()):
         raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
     if not suffix.startswith(".") or suffix == "." or not callable(read):
-        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .warc, and a function")
+        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
     READERS[suffix.lower()] = read
 
 
