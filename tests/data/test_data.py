@@ -27,9 +27,10 @@ from nalanda.common.errors import InputError
 from nalanda.config.schema import Component, DataConfig, TokenizerConfig
 from nalanda.data import corpus, documents, packing, readers
 from nalanda.data import loader as data
-from nalanda.data.corpus import DocumentStream, open_corpus
-from nalanda.data.documents import Document, Fields, FileShard, Left, split_lines
-from nalanda.data.loader import PackedBatches
+from nalanda.data.corpus import DocumentStream, held_out, open_corpora, open_corpus
+from nalanda.data.documents import Document, Fields, FileShard, Left, hash_text, not_blank, split_lines
+from nalanda.data.hold_out import NONE, PIECE, cut_text
+from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.packing import StreamRows
 from nalanda.data.prepare import begin, prepare
 from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
@@ -329,6 +330,18 @@ def test_joined_rows_resume_at_every_batch(lines, word_tokenizer, split):
         rest = list(resumed)
         assert len(rest) == len(states) - step - 1
         assert all(same(a, b) for a, (b, _) in zip(rest, states[step + 1 :], strict=True))
+
+
+def test_a_joined_file_holds_out_its_last_share(tmp_path):
+    text = "".join(f"line {i} of the text\n" + "\n" * (i % 7 == 0) for i in range(3000))
+    (tmp_path / "book.txt").write_text(text)
+    data = DataConfig(source=str(tmp_path / "book.txt"), documents="joined", bos=False)
+    (train,), (validation,) = (texts_of(corpus) for corpus in open_corpora(data).values())
+    assert train + validation == text
+    assert 0.02 <= len(validation) / len(text) <= 0.04
+    assert train.endswith("\n\n")
+    assert open_corpus(data, "train").note == "book.txt: one text, its last 2 % are held out for validation"
+    assert texts_of(open_corpus(data, "train", validation=False)) == [text]
 
 
 def test_joined_documents_refuse_bos_and_held_out_shares(shards):
@@ -937,6 +950,160 @@ def test_what_is_left_out_is_said(tmp_path, byte_tokenizer):
     (tmp_path / "val/a.json").unlink()
     (tmp_path / "README").unlink()
     assert said(validation_source="python") == [f"{files}; left out: {rest}, 1 of a validation split"]
+
+
+def texts_of(corpus) -> list[str]:
+    return list(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n\n".join("a sentence of a paragraph. " * (1 + i % 40) for i in range(400)) + "\n \n\n",
+        "".join(f"line {i}\r\n" for i in range(9000)),
+        "word " * 9000,
+        "x" * 30_001,
+        "short",
+    ],
+)
+def test_a_lone_text_is_cut_without_loss(text):
+    pieces = list(cut_text(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= PIECE
+    assert min(map(len, pieces[:-1]), default=PIECE) >= PIECE // 2
+    ends = [piece[-1] for piece in pieces[:-1]]
+    assert set(ends) <= ({"x"} if text[0] == "x" else {"\n", " "})
+    if "\n\n" in text:
+        assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("source", ["book.txt", "folder", "*.txt"])
+def test_a_lone_text_is_a_corpus_of_many_documents(tmp_path, byte_tokenizer, source):
+    (tmp_path / "folder").mkdir()
+    text = "".join(f"chapter {i}\n\n" + f"sentence {i}. " * 400 + "\n\n" for i in range(60))
+    for file in (tmp_path / "folder/book.txt", tmp_path / "book.txt"):
+        file.write_text(text)
+    data = DataConfig(source=str(tmp_path / source), seq_len=64, shuffle_buffer=5, workers=0)
+    found = open_corpora(data)
+    train, validation = (texts_of(found[split]) for split in ("train", "validation"))
+    assert sorted([*train, *validation]) == sorted(cut_text(text))
+    assert validation == [piece for piece in cut_text(text) if piece not in train]
+    count, held = len(train) + len(validation), len(validation)
+    note = f"book.txt: 1 file cut into {count} documents, {held} held out for validation"
+    assert found["train"].note.startswith(note)
+    assert (
+        found["train"].note
+        in PackedBatches(data, byte_tokenizer, split="train", batch_size=1).describe_files()
+    )
+    assert validation_batches(data, byte_tokenizer, batch_size=1)
+
+    stream = DocumentStream(open_corpus(data, "train"), seed=1, buffer_size=5, epochs=2)
+    every = []
+    for document in stream:
+        every.append((document.text, json.loads(json.dumps(stream.state_dict()))))
+    assert [text for text, _ in every[: len(train)]] != train
+    for place in range(0, len(every), 17):
+        again = DocumentStream(open_corpus(data, "train"), seed=1, buffer_size=5, epochs=2)
+        again.load_state_dict(every[place][1])
+        assert list(again.texts()) == [text for text, _ in every[place + 1 :]]
+
+
+def splits_of(folder: Path, **settings) -> tuple[list[str], list[str], str]:
+    """Texts of both splits, opened together and one by one, and the line about them."""
+    data = DataConfig(source=str(folder), **settings)
+    found = open_corpora(data)
+    train, validation = texts_of(found["train"]), texts_of(found["validation"])
+    share = data.validation_share
+    assert texts_of(open_corpus(data, "train", validation=True)) == train
+    assert share < NONE or texts_of(open_corpus(data, "train")) == train
+    assert texts_of(open_corpus(data, "validation")) == validation
+    return train, validation, found["train"].note
+
+
+def test_a_small_corpus_holds_something_out(tmp_path):
+    texts = [f"document {i}" for i in range(50)]
+    by_hash = sorted(texts, key=hash_text)
+    write_jsonl(tmp_path / "a" / "0.jsonl", texts[:20])
+    write_jsonl(tmp_path / "a" / "1.jsonl", [*texts[20:], " "])
+    train, validation, note = splits_of(tmp_path / "a", validation_share=1e-9)
+    assert validation == by_hash[:1]
+    assert sorted(train) == sorted(by_hash[1:])
+    assert note == "50 documents, 1 held out for validation (none fell under validation_share 1e-09)"
+
+    train, validation, note = splits_of(tmp_path / "a", validation_share=1 - 1e-9)
+    assert train == by_hash[-1:]
+    assert sorted(validation) == sorted(by_hash[:-1])
+    assert "50 documents, 49 held out for validation (all fell under validation_share 1)" in note
+
+    share = (hash_text(by_hash[3]) + 1) / 2**64  # enough: nothing is forced and nothing said
+    train, validation, note = splits_of(tmp_path / "a", validation_share=share)
+    assert (sorted(validation), note) == (sorted(by_hash[:4]), "")
+
+
+def test_without_validation_the_share_alone_decides(tmp_path):
+    texts = [f"document {i}" for i in range(10)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    for share, count in ((1e-9, 10), (0.5, sum(not held_out(text, 0.5) for text in texts))):
+        data = DataConfig(source=str(tmp_path), validation_share=share)
+        assert len(texts_of(open_corpus(data, "train", validation=False))) == count
+    one = write_jsonl(tmp_path / "one" / "a.jsonl", ["a single document"])
+    data = DataConfig(source=str(one), validation_share=0.99)
+    assert texts_of(open_corpus(data, "train", validation=False)) == ["a single document"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("text", ["one\ntwo\nthree\n", " \n\n some words on one line", "ab", "wörd " * 300])
+def test_of_a_single_document_the_end_is_held_out(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_bytes(text.encode()) if name == "a.txt" else write_jsonl(file, [text, " \n", text])
+    train, validation, note = splits_of(tmp_path)
+    assert len(train) == len(validation) == (1 if name == "a.txt" else 2)
+    assert train[0] + validation[0] == text
+    assert not_blank(train[0])
+    assert not_blank(validation[0])
+    assert note.endswith("1 document, its last 2 % are held out for validation")
+    if text.startswith("wörd"):
+        assert validation[0].startswith("wörd")
+        assert 0.02 <= len(validation[0]) / len(text) < 0.25
+
+
+def test_components_of_a_mixture_hold_something_out(tmp_path, byte_tokenizer):
+    write_jsonl(tmp_path / "few" / "a.jsonl", ["first text", "second text", "third text"])
+    (tmp_path / "book.txt").write_text("some words of a book\n" * 20)
+    parts = [Component("few", str(tmp_path / "few"), 1), Component("book", str(tmp_path / "book.txt"), 1)]
+    data = DataConfig(mixture=parts, seq_len=8, validation_share=1e-5, workers=0)
+    batches = PackedBatches(data, byte_tokenizer, split="train", batch_size=1)
+    assert batches.describe_files() == [
+        "few: 3 documents, 1 held out for validation (none fell under validation_share 1e-05)",
+        "book: book.txt: 1 document, its last 0.001 % are held out for validation",
+    ]
+    assert validation_batches(data, byte_tokenizer, batch_size=1).keys() == {"few", "book"}
+
+
+def test_an_empty_split_is_named_with_its_numbers(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two", " "])
+    data = DataConfig(source=str(tmp_path), validation_share=1e-9)
+    corpus = open_corpora(data, validation=False)["validation"]
+    with pytest.raises(InputError) as error:
+        texts_of(corpus)
+    assert str(error.value) == (
+        "data.source: the corpus is empty for validation: of 3 documents (1 blank) none falls under "
+        "data.validation_share 1e-09; change it, or give a data.validation_source"
+    )
+    write_jsonl(tmp_path / "a.jsonl", [" ", "\n"])
+    with pytest.raises(InputError, match="is empty for train: of 2 documents all are blank; look at"):
+        texts_of(open_corpora(data)["train"])
+
+
+@pytest.mark.parametrize("parts", [("",), ("train/", "validation/")])
+def test_both_splits_take_one_walk(tmp_path, monkeypatch, parts):
+    for part in parts:
+        write_jsonl(tmp_path / f"{part}a.jsonl", [f"{part}{i}" for i in range(200)])
+    walks, walk = [], os.walk
+    monkeypatch.setattr(os, "walk", lambda *where, **how: walks.append(where) or walk(*where, **how))
+    found = open_corpora(DataConfig(source=str(tmp_path)))
+    assert len(walks) == 1
+    assert (found["train"].shards is found["validation"].shards) == (parts == ("",))
 
 
 def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):

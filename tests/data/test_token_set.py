@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data import make_set
+from nalanda.data import hashes, make_set
 from nalanda.data import prepare as preparing
-from nalanda.data.corpus import held_out
-from nalanda.data.documents import READERS, Document
+from nalanda.data.corpus import DocumentStream, held_out, open_corpora
+from nalanda.data.documents import READERS, Document, hash_text
 from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import Preparation, begin, prepare
@@ -306,10 +306,6 @@ def test_refuses_changed_settings(tmp_path, byte_tokenizer):
     prepare(data, byte_tokenizer, out, shard_bytes=3000, say=said.append)
     assert "prepared already" in said[0]
     assert sums(out) == before
-    with (source / "0.jsonl").open("ab") as file:
-        file.write(lines(records(1, 1000)))
-    with pytest.raises(InputError, match="was prepared with corpus"):
-        prepare(data, byte_tokenizer, out, shard_bytes=3000)
     with pytest.raises(InputError, match="not empty and not a token set"):
         prepare(data, byte_tokenizer, source)
     with pytest.raises(InputError, match="token set already"):
@@ -349,14 +345,261 @@ def test_a_source_that_changes_at_equal_size_is_refused(tmp_path, byte_tokenizer
     file.write_bytes(content.replace(b"document 40", b"document 04"))
     with pytest.raises(InputError, match=r"0\.jsonl:\d+: has other content now"):
         work.make(1)
-    before = sums(out)
-    with pytest.raises(InputError, match=rf"0\.jsonl:\d+: changed since {out} was begun"):
-        prepare(data, byte_tokenizer, out, shard_bytes=3000)
-    assert sums(out) == before
-    file.write_bytes(content)
-    prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    said: list[str] = []
+    prepare(data, byte_tokenizer, out, shard_bytes=3000, say=said.append)
+    assert any("shards are made again: 0.jsonl changed" in line for line in said)
     prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
     assert sums(out) == sums(tmp_path / "whole")
+
+
+def content_of(folder: Path) -> dict[str, list]:
+    """Tokens, document starts and sources of each split."""
+    found = {}
+    for split in ("train", "validation"):
+        part = TokenSet(folder, split)
+        starts = part.starts(0, part.tokens).tolist()
+        found[split] = [part.read(0, part.tokens).tolist(), starts, part.by_source]
+    return found
+
+
+def mend_a_line(source: Path) -> None:
+    file = source / "0.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"document 7,", b"document seven,"))
+
+
+def edit_at_equal_size(source: Path) -> None:
+    file = source / "2.jsonl"
+    before = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"document 140", b"document 041"))
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def remove_one(source: Path) -> None:
+    (source / "3.jsonl.gz").unlink()
+
+
+def add_one(source: Path) -> None:
+    (source / "25.jsonl").write_bytes(lines(records(20, 900)))
+
+
+def rename_one(source: Path) -> None:
+    (source / "2.jsonl").rename(source / "9.jsonl")
+
+
+CHANGES = [
+    (mend_a_line, "0.jsonl changed"),
+    (edit_at_equal_size, "2.jsonl changed"),
+    (remove_one, "3.jsonl.gz is gone"),
+    (add_one, "25.jsonl is new"),
+    (rename_one, "2.jsonl is gone, 9.jsonl is new"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_changed_source_costs_its_own_shards(
+    tmp_path, byte_tokenizer, monkeypatch, change, words, finished
+):
+    """The set is that of a fresh preparation; most of its shards are kept as they are."""
+    source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
+    data = DataConfig(source=str(source), validation_share=0.2)
+    work = begin(data, byte_tokenizer, out, shard_bytes=1500)
+    for number in range(len(work.jobs)):
+        work.make(number)
+    if finished:
+        work.seal()
+    change(source)
+    made, said = [], []
+    close = preparing.ShardWriter.close
+    monkeypatch.setattr(
+        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+    )
+    index = prepare(data, byte_tokenizer, out, shard_bytes=1500, say=said.append)
+    monkeypatch.undo()
+    again, shards = len(set(made)), len(index["records"])
+    assert 0 <= again <= shards / 2
+    assert f"{again} of {shards} shards are made again: {words}" in said
+    prepare(data, byte_tokenizer, tmp_path / "fresh", shard_bytes=1500)
+    assert content_of(out) == content_of(tmp_path / "fresh")
+    check_set(out, sums=True)
+    stems = {path.stem for split in ("train", "validation") for path in (out / split).iterdir()}
+    assert stems <= {*index["records"]}
+    assert not (out / "preparing").exists()
+    before = sums(out)
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert "prepared already" in said[-1]
+    assert sums(out) == before
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 5, 8, 9, 10])
+def test_an_update_that_is_killed_goes_on(tmp_path, byte_tokenizer, place):
+    """Until the new index is there, the old set opens with its own tokens."""
+    source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
+    data = DataConfig(source=str(source), validation_share=0.2)
+    prepare(data, byte_tokenizer, out, shard_bytes=1500)
+    old = content_of(out)
+    mend_a_line(source)
+    prepare(data, byte_tokenizer, tmp_path / "fresh", shard_bytes=1500)
+    new = content_of(tmp_path / "fresh")
+    killed(place, lambda: prepare(data, byte_tokenizer, out, shard_bytes=1500))
+    assert content_of(out) == old
+    check_set(out, sums=True)
+    prepare(data, byte_tokenizer, out, shard_bytes=1500)
+    assert content_of(out) == new
+    check_set(out, sums=True)
+
+
+def test_a_changed_set_refuses_the_run_that_read_it(tmp_path, tokenizer, byte_tokenizer):
+    source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
+    prepare(DataConfig(source=str(source)), byte_tokenizer, out)
+    data = DataConfig(source=str(out), seq_len=16, workers=0)
+    state = PackedBatches(data, tokenizer, split="train", batch_size=1).state_dict()
+    add_one(source)
+    prepare(DataConfig(source=str(source)), byte_tokenizer, out)
+    with pytest.raises(InputError, match="changed since the checkpoint was saved: corpus"):
+        PackedBatches(data, tokenizer, split="train", batch_size=1).load_state_dict(state)
+
+
+def test_a_set_of_an_earlier_version(tmp_path, byte_tokenizer):
+    """Its index names no files: unchanged it is finished, and changed it is all made again."""
+    source, out = corpus(tmp_path / "in", rows=20), tmp_path / "out"
+    data = DataConfig(source=str(source), validation_share=0.2)
+    index = prepare(data, byte_tokenizer, out, shard_bytes=1500)
+    del index["records"], index["made"]
+    (out / "index.json").write_text(json.dumps(index))
+    before, said = sums(out), []
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert "prepared already" in said[-1]
+    assert sums(out) == before
+    mend_a_line(source)
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert any("its index names no files; all is made again" in line for line in said)
+    prepare(data, byte_tokenizer, tmp_path / "fresh", shard_bytes=1500)
+    assert content_of(out) == content_of(tmp_path / "fresh")
+    prepare(data, byte_tokenizer, out, say=said.append)
+    assert "prepared already" in said[-1]
+
+
+def test_a_damaged_file_that_is_mended_costs_its_own_shards(tmp_path, byte_tokenizer, monkeypatch):
+    source, out = corpus(tmp_path / "in"), tmp_path / "out"
+    whole = (source / "3.jsonl.gz").read_bytes()
+    (source / "3.jsonl.gz").write_bytes(whole[:-40])
+    data = DataConfig(source=str(source))
+    with pytest.raises(InputError, match=r"3\.jsonl\.gz, line \d+: corrupt or truncated"):
+        prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    (source / "3.jsonl.gz").write_bytes(whole)
+    made = []
+    close = preparing.ShardWriter.close
+    monkeypatch.setattr(
+        preparing.ShardWriter, "close", lambda self: made.append(self.path.name) or close(self)
+    )
+    prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    assert len(set(made)) == 1
+    prepare(data, byte_tokenizer, tmp_path / "whole", shard_bytes=3000)
+    assert content_of(out) == content_of(tmp_path / "whole")
+
+
+def test_the_recorded_size_of_shards_is_taken(tmp_path, byte_tokenizer, monkeypatch):
+    monkeypatch.setattr(preparing, "SMALLEST", 1000)
+    source, out = corpus(tmp_path / "in"), tmp_path / "out"
+    data = DataConfig(source=str(source))
+    index = prepare(data, byte_tokenizer, out)
+    (source / "7.jsonl").write_bytes(lines(records(2000, 5000)))
+    assert prepare(data, byte_tokenizer, out)["settings"]["shard_bytes"] == index["settings"]["shard_bytes"]
+
+
+@pytest.mark.parametrize("source", ["few", "one", "book.txt"])
+def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_tokenizer, source):
+    for name, count in (("few", 9), ("one", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(lines(records(count, 3)))
+    (tmp_path / "book.txt").write_text("".join(f"paragraph {i}\n\n" + "words " * 700 for i in range(20)))
+    data = DataConfig(source=str(tmp_path / source), validation_share=1e-9 if source == "few" else 0.02)
+    said: list[str] = []
+    prepare(data, byte_tokenizer, tmp_path / "out", say=said.append)
+    encode = encoder(tokenizer, data)
+    for split, opened in open_corpora(data).items():
+        assert opened.note in said
+        assert opened.note
+        opened.ordered = True
+        texts = DocumentStream(opened, seed=0, buffer_size=0, epochs=1).texts()
+        expected = np.concatenate(encode(list(texts)))
+        found = TokenSet(tmp_path / "out", split)
+        np.testing.assert_array_equal(found.read(0, found.tokens), expected)
+
+
+def test_a_second_text_ends_the_cut_of_the_first(tmp_path, byte_tokenizer):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("words of a text\n\n" * 2000)
+    data = DataConfig(source=str(tmp_path / "in"), validation_share=0.3)
+    assert prepare(data, byte_tokenizer, tmp_path / "out")["train"]["documents"] > 1
+    (tmp_path / "in/b.txt").write_text("another text")
+    index = prepare(data, byte_tokenizer, tmp_path / "out")
+    assert [index[split]["documents"] for split in ("train", "validation")] == [1, 1]
+
+
+def test_a_refused_first_try_leaves_nothing(tmp_path, byte_tokenizer):
+    data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
+    with pytest.raises(InputError, match=r"tokenizer: ~/no/such does not exist; give a folder"):
+        prepare(data, TokenizerConfig(path="~/no/such"), out)
+    assert not out.exists()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text("{")
+    with pytest.raises(InputError):
+        prepare(data, TokenizerConfig(path=str(tmp_path / "broken")), out)
+    assert not out.exists()
+    prepare(data, byte_tokenizer, out)
+    assert is_token_set(out)
+
+
+def test_half_a_surrogate_as_a_source(tmp_path, byte_tokenizer):
+    rows = [{**record, "meta": {"redpajama_set_name": "\ud800"}} for record in records(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = prepare(DataConfig(source=str(tmp_path / "a.jsonl")), byte_tokenizer, tmp_path / "out")
+    assert index["sources"] == ["?"]
+    assert TokenSet(tmp_path / "out", "train").sources == ["?"]
+
+
+def test_a_second_preparation_is_refused_in_one_line(tmp_path, byte_tokenizer):
+    data, out = DataConfig(source=str(corpus(tmp_path / "in", files=1))), tmp_path / "out"
+    with preparing.alone_in(out), pytest.raises(InputError) as error:
+        prepare(data, byte_tokenizer, out)
+    assert (
+        str(error.value) == f"{out}: another process is preparing it; wait for it, or name another directory"
+    )
+    killed(3, lambda: prepare(data, byte_tokenizer, out))  # its lock ends with it
+    prepare(data, byte_tokenizer, out)
+    assert is_token_set(out)
+    with pytest.raises(InputError, match="not empty"), preparing.alone_in(tmp_path / "in"):
+        pass
+    assert not (tmp_path / "in/preparing").exists()
+
+
+def test_a_file_is_hashed_once(tmp_path, byte_tokenizer, monkeypatch):
+    """By a start that was killed while hashing, the next start and the workers together."""
+    source, out = corpus(tmp_path / "in"), tmp_path / "out"
+    data, read = DataConfig(source=str(source)), hashes.hash_file
+    found: list[str] = []
+
+    def killed_at_the_third(path, *how):
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        found.append(path.name)
+        return read(path, *how)
+
+    monkeypatch.setattr(hashes, "hash_file", killed_at_the_third)
+    monkeypatch.setattr(preparing, "HASHING", 1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, byte_tokenizer, out, shard_bytes=3000)
+    monkeypatch.setattr(hashes, "hash_file", lambda path, *how: found.append(path.name) or read(path, *how))
+    work = begin(data, byte_tokenizer, out, shard_bytes=3000)
+    assert sorted(found) == sorted(path.name for path in source.iterdir())
+    monkeypatch.setattr(os, "walk", None)  # nor is the source walked again
+    again = Preparation(out)
+    for number in range(len(work.jobs)):
+        again.make(number)
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -710,10 +953,13 @@ def test_documents_without_tokens_are_left_out(tmp_path):
     data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False, eos=False, validation_share=1e-9)
     prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), tmp_path / "out")
     found = TokenSet(tmp_path / "out", "train")
-    assert (found.documents, found.tokens) == (2, 3)
-    assert found.starts(0, 3).tolist() == [0, 2]
-    with pytest.raises(InputError, match="no documents for validation"):
-        TokenSet(tmp_path / "out", "validation")
+    lowest = min(texts[:3] + texts[4:], key=hash_text)
+    left = [words for text in texts if text != lowest and (words := text.count("a"))]
+    assert (found.documents, found.tokens) == (len(left), sum(left))
+    assert found.starts(0, found.tokens).tolist() == [0, *itertools.accumulate(left)][:-1]
+    if lowest.startswith("gone"):
+        with pytest.raises(InputError, match="no documents for validation"):
+            TokenSet(tmp_path / "out", "validation")
 
 
 def test_an_empty_corpus_is_refused(tmp_path, byte_tokenizer):

@@ -12,9 +12,10 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -41,11 +42,12 @@ from nalanda.data.documents import (
     suffix_of,
     suffixes,
 )
+from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import FORMATS, READERS
 from nalanda.data.records import left_out
-from nalanda.data.token_set import is_token_set, megatron_splits
+from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
 from nalanda.data.urls import open_urls
 
 WHOLE = 64 << 20
@@ -62,6 +64,9 @@ NOTES = {".json", ".csv"}
 
 SAMPLES = 16
 """Samples of a file, head and tail included."""
+
+Walk = Callable[[Path], "list[tuple[Path, _File]]"]
+"""Gives the files below a folder, sorted."""
 
 
 def source_of(data: DataConfig, split: str) -> str | list[str]:
@@ -85,35 +90,67 @@ def _expanded(source: str) -> Path:
         raise InputError(f"data.source: {source}: there is no such user here; write the whole path") from None
 
 
-def open_corpus(data: DataConfig, split: str) -> Corpus:
-    """The documents of `split`, "train" or "validation", as `data` describes them.
+def open_corpus(data: DataConfig, split: str, *, validation: bool | None = None) -> Corpus:
+    """The documents of `split`, "train" or "validation", as `data` describes them (`open_corpora`)."""
+    return open_corpora(data, validation=validation, splits=(split,))[split]
 
+
+def open_corpora(
+    data: DataConfig, *, validation: bool | None = True, splits: Sequence[str] = SPLITS
+) -> dict[str, Corpus]:
+    """The documents of each split, as `data` describes them. A source is walked once.
+
+    Args:
+        validation: whether something must be held out (`hold_out.choose`). None: for validation, and for
+            training too unless `validation_share` is below `hold_out.NONE`.
     Raises:
         InputError: the source does not exist or cannot be read.
     """
-    if data.mixture and not (split == "validation" and data.validation_source):
-        return Corpus([MixtureShard(data, split)])
+    if validation is None:
+        validation = "validation" in splits or data.validation_share >= NONE
+    walk = functools.cache(lambda root: sorted(_walk(root), key=lambda found: os.fspath(found[0])))
+    found: dict[str, Corpus] = {}
+    for split in splits:
+        if data.mixture and not (split == "validation" and data.validation_source):
+            found[split] = Corpus([MixtureShard(data, split, validation)])
+        elif (other := found.get("train")) and other.hold_out:
+            found[split] = replace(other, part=partial(other.hold_out.part, split=split), split=split)
+        else:
+            found[split] = _open_corpus(data, split, validation, walk)
+    return found
+
+
+def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
     source = source_of(data, split)
-    shards, counts = _open_shards(data, source, split)
-    separate = bool(counts.get("validation") or data.validation_source)
-    if data.documents == "joined":
-        if not separate:
-            raise InputError(
-                f"data.documents: joined: {source} has no validation part, and one text has no documents to "
-                "hold out; give data.validation_source"
-            )
-        return Corpus(shards, lambda text: True, ordered=True, counts=counts)
-    if separate:
-        return Corpus(shards, counts=counts)
-    part = split == "validation"
+    shards, counts = _open_shards(data, source, split, walk)
+    joined = data.documents == "joined"
+    if counts.get("validation") or data.validation_source:
+        part = str if joined else unless_blank  # joined lines keep the blank ones
+        return Corpus(shards, part, ordered=joined, counts=counts, split=split)
+
+    lone = len(shards) == 1 and shards[0].single
+    if joined and not lone:
+        raise InputError(
+            f"data.documents: joined: {source} has no validation part, and the last share is held out of a "
+            "single .txt file only; give data.validation_source"
+        )
+    if lone and not joined:
+        shards = [cut_shard(shards[0])]
+    chosen, note = choose(shards, data.validation_share, validation=validation, joined=joined)
     return Corpus(
-        shards, lambda text: not_blank(text) and held_out(text, data.validation_share) == part, counts=counts
+        shards,
+        partial(chosen.part, split=split),
+        ordered=joined,
+        counts=counts,
+        split=split,
+        hold_out=chosen,
+        note=note,
     )
 
 
 def held_out(text: str, share: float) -> bool:
     """Whether a document is for validation. The text alone decides, so all its copies are in one split."""
-    return hash_text(text) < share * 2**64
+    return HoldOut(share).holds(hash_text(text))
 
 
 def check_apart(train: Corpus, validation: Corpus) -> None:
@@ -152,10 +189,12 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
     return f"{line}; left out: {rest}" if rest else line
 
 
-def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], dict[str, int]]:
+def _open_shards(
+    data: DataConfig, source: str | list[str], split: str, walk: Walk
+) -> tuple[list[Shard], dict[str, int]]:
     """The shards of `split`, and `Corpus.counts`."""
     if isinstance(source, list) and is_local(source):
-        files, counts = _find_listed(source, split)
+        files, counts = _find_listed(source, split, walk)
         return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
     if isinstance(source, list) or is_url(source):
         return open_urls(data, source, split)
@@ -171,7 +210,7 @@ def _open_shards(data: DataConfig, source: str | list[str], split: str) -> tuple
             "OUT --tokenizer ITS_TOKENIZER"
         )
     if is_local(source):
-        files, counts = _find_files(root, split)
+        files, counts = _find_files(root, split, walk)
         return [FileShard(path, name, Fields.of(data)) for name, path in files.items()], counts
     if is_hub_id(source):
         shards, separate = open_hub(data, source, split)
@@ -192,12 +231,12 @@ class _File(NamedTuple):
     is_link: bool
 
 
-def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]]:
+def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], dict[str, int]]:
     """Files by name, sorted, and `Corpus.counts`. In a directory the outermost folder that names a split
     decides, or else the file's own name. Of a glob every file is taken."""
     counts: Counter[str] = Counter()
     if root.is_dir():
-        found = _in_folder(root, counts)
+        found = _in_folder(root, counts, walk)
         parts = _by_split(found, lambda name: split_of(Path(name).parts[:-1], Path(name).name), counts)
     else:
         parts = _by_split(_of_glob(root), lambda name: "", counts)
@@ -206,7 +245,7 @@ def _find_files(root: Path, split: str) -> tuple[dict[str, Path], dict[str, int]
     return _chosen(str(root), parts, split, counts)
 
 
-def _find_listed(sources: list[str], split: str) -> tuple[dict[str, Path], dict[str, int]]:
+def _find_listed(sources: list[str], split: str, walk: Walk) -> tuple[dict[str, Path], dict[str, int]]:
     """The same of several files, globs and folders. As with URLs, the innermost folder that names a split
     decides, below the folder that they share, or else the file's own name."""
     counts: Counter[str] = Counter()
@@ -217,7 +256,7 @@ def _find_listed(sources: list[str], split: str) -> tuple[dict[str, Path], dict[
             raise InputError(
                 f"data.source: {source!r} does not exist; a list has files, folders and globs, or URLs"
             )
-        files = _in_folder(root, counts) if root.is_dir() else _of_glob(root)
+        files = _in_folder(root, counts, walk) if root.is_dir() else _of_glob(root)
         if not files:
             raise InputError(f"data.source: {source}: no documents; leave it out")
         for name, file in files.items():
@@ -289,9 +328,9 @@ def _of_glob(root: Path) -> dict[str, _File]:
     }
 
 
-def _in_folder(root: Path, counts: Counter[str]) -> dict[str, _File]:
+def _in_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]:
     """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
-    every = {name.as_posix(): file for name, file in sorted(_walk(root), key=lambda pair: os.fspath(pair[0]))}
+    every = {name.as_posix(): file for name, file in walk(root)}
     found = _without_lists(every, counts)
     plain = {name: suffix_of(name) for name in found}
     builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
@@ -388,17 +427,27 @@ def _file(path: Path, folder: str) -> _File | None:
     return _File(path, found.st_size, real, is_link)
 
 
+def unless_blank(text: str) -> str | None:
+    """The text, or None if it is only white space."""
+    return text if not_blank(text) else None
+
+
 @dataclass
 class Corpus:
     """The shards of one split, and which of their documents belong to it."""
 
     shards: list[Shard]
-    keep: Callable[[str], bool] = not_blank
-    """The test that a text must pass to belong to the split."""
+    part: Callable[[str], str | None] = unless_blank
+    """The part of a text that belongs to the split, or None."""
     ordered: bool = False
     """Whether the documents are one text and so never shuffled."""
     counts: Mapping[str, int] = field(default_factory=Counter)
     """Files of the source by split, "" for those of none; those left out by suffix, `EMPTY` or `SECOND`."""
+    split: str = "train"
+    hold_out: HoldOut | None = None
+    """What is held out; None if the source has a validation part of its own."""
+    note: str = ""
+    """A line about what is held out, "" where `data.validation_share` alone decides."""
 
     @property
     def fingerprint(self) -> str:
@@ -504,6 +553,7 @@ class DocumentStream:
         """The documents that this epoch has not given yet; then the state is the start of the next epoch."""
         shards = self.corpus.shards
         order = range(len(shards))
+        read = blank = 0
         if not self.ordered:
             order = sorted(order, key=lambda index: self.draw("shard", index))
         while self.shard < len(order):
@@ -512,8 +562,11 @@ class DocumentStream:
                 if isinstance(document, Left):
                     self.left[document.value] += 1
                     continue
-                if not self.corpus.keep(document.text):
+                read += 1
+                if (text := self.corpus.part(document.text)) is None:
+                    blank += not not_blank(document.text)
                     continue
+                document = document._replace(text=text)
                 if len(self.buffer) < self.buffer_size:
                     self.buffer.append(document)
                     continue
@@ -528,11 +581,18 @@ class DocumentStream:
             self.documents += 1
             yield document
         if not self.documents:
-            raise InputError(
-                "data.source: the corpus is empty, no document with text is left for this split; look at "
-                "data.source and data.validation_share, or give a data.validation_source"
-            )
+            raise InputError(self._why_empty(read, blank))
         self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
+
+    def _why_empty(self, read: int, blank: int) -> str:
+        """What to say where `read` documents, some of them blank, gave none."""
+        hold_out = self.corpus.hold_out
+        line = f"data.source: the corpus is empty for {self.corpus.split}: of {read:,} documents "
+        if read == blank or hold_out is None:
+            return f"{line}all are blank; look at data.source and data.text_field"
+        side = "none falls" if self.corpus.split == "validation" else "all fall"
+        share = f"{side} under data.validation_share {hold_out.share:g}"
+        return f"{line}({blank:,} blank) {share}; change it, or give a data.validation_source"
 
     def draw(self, what: str, number: int, epoch: int | None = None) -> int:
         """A pseudo-random number of 64 bits."""
@@ -544,8 +604,10 @@ class MixtureShard:
 
     single = False
 
-    def __init__(self, data: DataConfig, split: str):
-        self.parts = {name: open_corpus(part, split) for name, part in data.parts().items()}
+    def __init__(self, data: DataConfig, split: str, validation: bool | None = None):
+        self.parts = {
+            name: open_corpus(part, split, validation=validation) for name, part in data.parts().items()
+        }
         self.weights = {part.name: part.weight for part in data.mixture}
 
     @property

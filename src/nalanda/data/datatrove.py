@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.prepare import PRELOAD, Preparation, begin, record_entries
+from nalanda.data.prepare import PRELOAD, Preparation, alone_in, begin, record_entries
 
 try:
     import multiprocess
@@ -150,8 +150,9 @@ def prepare_with(
             "sbatch": {name: value for name, _, value in pairs},
         }
     directory = os.path.abspath(os.path.expanduser(directory))
-    if begin(data, tokenizer, directory, shard_bytes=shard_bytes) is None:
-        return
+    with alone_in(Path(directory)):
+        if begin(data, tokenizer, directory, shard_bytes=shard_bytes) is None:
+            return
     try:
         _BUILD[executor](directory, **options).run()
     except (ImportError, FileNotFoundError) as error:

@@ -26,7 +26,15 @@ import torch
 
 from nalanda.common.errors import InputError
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_local, open_corpus, source_of
+from nalanda.data.corpus import (
+    DocumentStream,
+    check_apart,
+    describe_files,
+    is_local,
+    open_corpora,
+    open_corpus,
+    source_of,
+)
 from nalanda.data.documents import take_documents
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
@@ -83,6 +91,7 @@ class PackedBatches:
         slots: rows of a step over all ranks; only needed for `data.long_documents: carry`.
         peers: from `peers.meet`; ranks of one machine, which then share the tokenising. They must read the
             same number of batches. After `close`, or an error, a rank goes on alone.
+        validation: whether something must be held out, as in `open_corpora`.
     Raises:
         InputError: settings, files or tokenizer do not fit; while iterating, a shard cannot be read, or with
             `peers` another rank stopped.
@@ -101,6 +110,7 @@ class PackedBatches:
         epochs: int | None = None,
         slots: int | None = None,
         peers: Peers | None = None,
+        validation: bool | None = None,
     ):
         data.check()
         if split not in ("train", "validation"):
@@ -121,7 +131,7 @@ class PackedBatches:
             raise ValueError(f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks")
         self.tokenizer = describe_tokenizer(tokenizer)
         parts = {
-            name: self._open_rows(name, part, split, slots if carry else None)
+            name: self._open_rows(name, part, split, slots if carry else None, validation)
             for name, part in data.parts().items()
         }
         self.source: Any = parts.get("") or Mixture(parts, {part.name: part.weight for part in data.mixture})
@@ -135,7 +145,7 @@ class PackedBatches:
         self._reader: Any = None
 
     def _open_rows(
-        self, name: str, data: DataConfig, split: str, slots: int | None
+        self, name: str, data: DataConfig, split: str, slots: int | None, validation: bool | None
     ) -> TokenSetRows | StreamRows:
         seed = f"{self.seed}/{name}" if name else self.seed
         if tokens := _open_matching_set(data, self.tokenizer, split):
@@ -154,7 +164,7 @@ class PackedBatches:
                 f"{data.source}"
             )
         return StreamRows(
-            open_corpus(data, split),
+            open_corpus(data, split, validation=validation),
             data,
             seed=seed,
             epochs=self.epochs,
@@ -264,9 +274,15 @@ class PackedBatches:
         return {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
 
     def describe_files(self) -> list[str]:
-        """For each component of many files: how many each split has, and what is left out."""
-        data = self.data.parts()
-        lines = [describe_files(data[name], part.corpus.counts) for name, part in self._streams().items()]
+        """For each component: how many files each split has, if many, what is left out, and what is held out
+        where that is not just the share."""
+        data, lines = self.data.parts(), []
+        for name, part in self._streams().items():
+            note = part.corpus.note
+            lines += [
+                describe_files(data[name], part.corpus.counts),
+                f"{name}: " * bool(name and note) + note,
+            ]
         return [line for line in lines if line]
 
 
@@ -292,7 +308,7 @@ def validation_batches(
     data.check()
     for part in data.parts().values():
         if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
-            check_apart(*(open_corpus(part, split) for split in SPLITS))
+            check_apart(**open_corpora(part))
     if data.documents == "joined":
         batches = PackedBatches(
             data, tokenizer, split="validation", batch_size=batch_size, rank=rank, world_size=world_size

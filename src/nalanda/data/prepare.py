@@ -13,8 +13,8 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import rename_synced
@@ -31,14 +32,16 @@ from nalanda.common.processes import end_with_parent
 from nalanda.common.progress import Progress
 from nalanda.common.text import duration, is_url, redact
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpus
+from nalanda.data.corpus import Corpus, check_apart, describe_files, open_corpora, unless_blank
 from nalanda.data.documents import (
     BLOCK,
     Document,
+    Fields,
     FileShard,
     Left,
     Shard,
     TextShard,
+    digest,
     document_in,
     read_jsonl,
     read_parquet,
@@ -46,6 +49,8 @@ from nalanda.data.documents import (
     split_lines,
     take_documents,
 )
+from nalanda.data.hashes import WHOLE, FileHashes, sample_of
+from nalanda.data.hold_out import CutFile, HoldOut
 from nalanda.data.inspect import ByteProgress, check_set
 from nalanda.data.records import left_out
 from nalanda.data.token_set import (
@@ -71,6 +76,14 @@ signature. It is removed when the work ends; an interrupted executor's is kept w
 LEFTOVER = re.compile(r"\.(\d+(\.docs)?|index\.json)\.\d+")
 """A file that a killed process left (`ShardWriter`, `write_whole`)."""
 
+SHARD_FILE = re.compile(r"\d+\.(tokens|docs)")
+
+HASHES = "hashes.jsonl"
+"""File beside the plan that keeps the hashes of the source's files while the set is made."""
+
+HASHING = 8
+"""Files hashed at a time."""
+
 GROUP = 1 << 20
 """Characters tokenised at a time."""
 
@@ -93,15 +106,49 @@ class Unit(NamedTuple):
     start: int = 0
     stop: int | None = None
     content: str = ""
-    """Hash of the shard (`Corpus.content`)."""
+    """Hash of the shard (`contents_of`)."""
+    path: str = ""
+    """Place of a local file."""
+
+    @property
+    def key(self) -> str:
+        """What the tokens of the unit depend on, beside the settings."""
+        return f"{self.content} {self.start} {self.stop} {self.corpus} {self.identity}"
+
+    @staticmethod
+    def of(key: str) -> Unit:
+        """The unit of a key, without its weight and its place in the source."""
+        content, start, stop, corpus, identity = key.split(" ", 4)
+        return Unit(corpus, 0, identity, 0, int(start), None if stop == "None" else int(stop), content)
 
 
-def plan_units(corpus: Corpus, split: str, limit: int) -> Iterator[Unit]:
+def contents_of(corpus: Corpus, split: str, hashes: FileHashes, earlier: Iterable[Unit]) -> list[str]:
+    """A hash of each shard's content, made in the way of an earlier one; "" for a remote shard, whose name
+    stands for its content."""
+    samples = {
+        unit.identity: sample_of(unit.content)
+        for unit in earlier
+        if unit.corpus == split and ":" in unit.content
+    }
+    whole, sample = corpus.hashed
+
+    def content(shard: Shard) -> str:
+        if isinstance(shard, FileShard):
+            usual = WHOLE if shard.size <= whole else sample
+            return hashes.of(shard.path, samples.get(shard.identity, usual))
+        return digest(shard.text) if isinstance(shard, TextShard) else ""
+
+    with ThreadPoolExecutor(HASHING) as pool:
+        return [*pool.map(content, corpus.shards)]
+
+
+def plan_units(corpus: Corpus, split: str, limit: int, contents: list[str]) -> Iterator[Unit]:
     """The units of a corpus; a large .jsonl or .parquet file is cut into parts of about `limit` bytes."""
-    contents = [*corpus.contents().values()] or [""] * len(corpus.shards)
     for number, (shard, content) in enumerate(zip(corpus.shards, contents, strict=True)):
         size = _size(shard)
-        unit = Unit(split, number, shard.identity, limit if size is None else size, content=content)
+        path = str(shard.path) if isinstance(shard, FileShard) else ""
+        weight = limit if size is None else size
+        unit = Unit(split, number, shard.identity, weight, content=content, path=path)
         parts: list[Unit] = []
         large = isinstance(shard, FileShard) and unit.weight > limit
         if large and _is_plain_jsonl(shard.path):
@@ -120,7 +167,7 @@ def _is_plain_jsonl(path: Path) -> bool:
 def _size(shard: Shard) -> int | None:
     """Bytes of input, or None if only reading tells."""
     if isinstance(shard, FileShard):
-        return shard.path.stat().st_size
+        return shard.size
     return len(shard.text.encode()) if isinstance(shard, TextShard) else None
 
 
@@ -157,12 +204,90 @@ def group_units(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
         if weight + unit.weight > limit:
             groups.append([])
             weight = 0
-        last, weight = groups[-1][-1] if groups[-1] else None, weight + unit.weight
+        groups[-1].append(unit)
+        weight += unit.weight
+    return [join_parts(group) for group in groups]
+
+
+def join_parts(units: Iterable[Unit]) -> list[Unit]:
+    """The units, neighbouring parts of a shard as one."""
+    joined: list[Unit] = []
+    for unit in units:
+        last = joined[-1] if joined else None
         if last and (last.corpus, last.shard, last.stop) == (unit.corpus, unit.shard, unit.start):
-            groups[-1][-1] = last._replace(weight=last.weight + unit.weight, stop=unit.stop)
+            joined[-1] = last._replace(weight=last.weight + unit.weight, stop=unit.stop)
         else:
-            groups[-1].append(unit)
-    return groups
+            joined.append(unit)
+    return joined
+
+
+def plan_jobs(
+    units: list[Unit], limit: int, made: Mapping[str, list[str]]
+) -> tuple[list[list[Unit]], list[str | None]]:
+    """Groups of all units in their order, and for each the name of the shard that is made of it already.
+
+    A made shard is kept if its units are there, unchanged and next to each other. What lies between kept ones
+    is grouped anew (`group_units`), so the documents' order is that of the source.
+
+    made: the keys of the units of each shard, by its name.
+    """
+    firsts: dict[tuple, list[str]] = {}
+    for name, keys in made.items():
+        first = Unit.of(keys[0])
+        firsts.setdefault((first.corpus, first.identity, first.start), []).append(name)
+    places = {(unit.corpus, unit.identity, unit.stop): place for place, unit in enumerate(units)}
+
+    def kept_at(place: int) -> tuple[str, int] | None:
+        """The made shard of the units from `place` on, and the place after it."""
+        first = units[place]
+        for name in firsts.get((first.corpus, first.identity, first.start), ()):
+            last = Unit.of(made[name][-1])
+            end = places.get((last.corpus, last.identity, last.stop), -1) + 1
+            if [unit.key for unit in join_parts(units[place:end])] == made[name]:
+                return name, end
+        return None
+
+    jobs: list[list[Unit]] = []
+    names: list[str | None] = []
+    between: list[Unit] = []
+
+    def group() -> None:
+        jobs.extend(group_units(between, limit))
+        names.extend([None] * (len(jobs) - len(names)))
+        between.clear()
+
+    place = 0
+    while place < len(units):
+        if found := kept_at(place):
+            group()
+            names.append(found[0])
+            jobs.append(join_parts(units[place : found[1]]))
+            place = found[1]
+        else:
+            between.append(units[place])
+            place += 1
+    group()
+    return jobs, names
+
+
+def name_shards(names: list[str | None], taken: Container[str]) -> list[str]:
+    """A name for each shard, those without one getting numbers that no kept shard has and none in `taken`."""
+    numbers = (f"{number:05d}" for number in itertools.count())
+    free = (name for name in numbers if name not in taken and name not in names)
+    return [name or next(free) for name in names]
+
+
+def describe_changes(before: Iterable[Unit], now: Iterable[Unit]) -> str:
+    """Which files changed, came and went, in a few words."""
+    old, new = ({(u.corpus, _file_of(u)): (u.identity, u.content) for u in units} for units in (before, now))
+    words = [f"{name} changed" for (split, name), what in old.items() if new.get((split, name), what) != what]
+    words += [f"{name} is gone" for split, name in old if (split, name) not in new]
+    words += [f"{name} is new" for split, name in new if (split, name) not in old]
+    return ", ".join(words[:3]) + (f" and {len(words) - 3:,} more" if words[3:] else "")
+
+
+def _file_of(unit: Unit) -> str:
+    return re.sub(r":\d+$", "", unit.identity)
 
 
 def _read(shard: Shard, unit: Unit) -> Iterator[Document | Left]:
@@ -228,6 +353,7 @@ class ShardWriter:
         """Appends a document of the named source, with the bytes of its text, unless it has no token."""
         if not len(tokens):
             return
+        source = source.encode(errors="replace").decode()  # half a surrogate cannot be written
         content = tokens.astype(self.dtype).tobytes()
         self.file.write(content)
         self.sum.update(content)
@@ -294,29 +420,50 @@ class Preparation:
         self.data = DataConfig(**plan["data"] | (_json(path.with_name(URLS)) or {}))
         self.jobs = [[Unit(*unit) for unit in job] for job in plan["jobs"]]
         self.weights = [sum(unit.weight for unit in job) for job in self.jobs]
-        self._known: dict[Any, str] = {}
+        self.names, self.kept, self.made = plan["names"], plan["kept"], plan["made"]
+        self.cut = plan["cut"]
+        self.hold_out = HoldOut(*plan["hold_out"]) if plan["hold_out"] else None
+        self.hashes = FileHashes(path.with_name(HASHES))
 
     @functools.cached_property
     def encode(self) -> Callable[[list[str]], list[np.ndarray]]:
         return encoder(load_tokenizer(self.directory / "tokenizer"), self.data)
 
     @functools.cached_property
-    def corpora(self) -> dict:
-        return {split: open_corpus(self.data, split) for split in SPLITS}
+    def corpora(self) -> dict[str, Corpus]:
+        return open_corpora(self.data)
 
-    def _content(self, unit: Unit) -> str:
-        """The present hash of a unit's shard; a file that is cut into many units is read once."""
-        path = getattr(self.corpora[unit.corpus].shards[unit.shard], "path", None)
-        found = path.stat() if path else None
-        key = unit.corpus, unit.shard, found and (found.st_mtime_ns, found.st_ctime_ns)
-        if key not in self._known:
-            self._known[key] = self.corpora[unit.corpus].content(unit.shard)
-        return self._known[key]
+    def _open(self, unit: Unit) -> Shard:
+        """The shard of a unit. Raises `InputError` if it is another than when the work was planned."""
+        if unit.path:
+            kind = CutFile if self.cut else FileShard
+            shard: Shard = kind(Path(unit.path), _file_of(unit), Fields.of(self.data))
+        else:
+            shard = self.corpora[unit.corpus].shards[unit.shard]
+        if shard.identity != unit.identity:
+            raise InputError(f"{unit.identity}: now {shard.identity}; run the same command again")
+        if isinstance(shard, FileShard):
+            content = self.hashes.of(shard.path, sample_of(unit.content))
+        else:
+            content = digest(shard.text) if isinstance(shard, TextShard) else ""
+        if content != unit.content:
+            raise InputError(f"{shard.identity}: has other content now; run the same command again")
+        return shard
+
+    def _parts(self, document: Document, splits: Sequence[str]) -> Iterator[tuple[Document, str]]:
+        """The splits that a document belongs to, each with its part of it."""
+        for split in splits:
+            text = self.hold_out.part(document.text, split) if self.hold_out else unless_blank(document.text)
+            if text is not None:
+                yield document._replace(text=text), split
 
     def record(self, number: int) -> dict | None:
         """A finished shard's record, or None if the record or a file of its size is missing."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            found = json.loads(self._record_path(number).read_bytes())
+            if (found := self.kept.get(self.names[number])) is None:
+                found = json.loads(self._record_path(number).read_bytes())
+            if found["made"] != self.made or found["units"] != [unit.key for unit in self.jobs[number]]:
+                return None
             for split, entry in record_entries(found).items():
                 for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
                     file.check_size()
@@ -324,7 +471,7 @@ class Preparation:
         return None
 
     def _record_path(self, number: int) -> Path:
-        return self.directory / "preparing" / f"{number:05d}.json"
+        return self.directory / "preparing" / f"{self.names[number]}.json"
 
     def make(self, number: int, report: Callable[[int, int], None] = lambda *done: None) -> dict:
         """Makes a shard, unless it is finished, and returns its record.
@@ -343,28 +490,23 @@ class Preparation:
             return record
         units = self.jobs[number]
         left: Counter[str] = Counter()
-        separate = self.settings["corpus"]["train"] != self.settings["corpus"]["validation"]
-        splits = (units[0].corpus,) if separate else SPLITS
+        splits = SPLITS if self.hold_out else (units[0].corpus,)
         with _one_thread(), contextlib.ExitStack() as stack:
             writers = {}
             for split in splits:
-                writers[split] = ShardWriter(self.directory / split / f"{number:05d}", self.dtype)
+                writers[split] = ShardWriter(self.directory / split / self.names[number], self.dtype)
                 stack.callback(writers[split].abandon)
             weight = text = 0
             for unit in units:
-                shard = self.corpora[unit.corpus].shards[unit.shard]
-                if shard.identity != unit.identity:
-                    raise InputError(f"{unit.identity}: now {shard.identity}; prepare another directory")
-                if unit.content and unit.content != self._content(unit):
-                    raise InputError(f"{shard.identity}: has other content now; prepare another directory")
+                shard = self._open(unit)
                 documents, read = _read(shard, unit), text
                 while group := take_documents(documents, GROUP):
                     left.update(found.value for found in group if isinstance(found, Left))
                     chosen = [
-                        (document, split)
+                        found
                         for document in group
                         if isinstance(document, Document)
-                        for split in [s for s in splits if self.corpora[s].keep(document.text)][:1]
+                        for found in self._parts(document, splits)
                     ]
                     for (document, split), tokens in zip(
                         chosen, self.encode([document.text for document, _ in chosen]), strict=True
@@ -375,12 +517,13 @@ class Preparation:
                 weight, text = weight + unit.weight, read
                 report(weight, read)
             record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
+        record |= {"made": self.made, "units": [unit.key for unit in units]}
         record |= left
         write_whole(self._record_path(number), json.dumps(record).encode())
         return record
 
     def seal(self) -> dict:
-        """Writes the index and removes the plan and leftovers. Returns the index.
+        """Writes the index, then removes the plan and what is left of earlier work. Returns the index.
 
         Raises:
             InputError: shards are missing.
@@ -409,14 +552,30 @@ class Preparation:
             **splits,
         }
         index |= sum(map(left_out, filter(None, records)), Counter())
-        places = [self.directory / split for split in SPLITS] + [self.directory]
-        for leftover in [
-            path for place in places for path in place.glob(".*") if LEFTOVER.fullmatch(path.name)
-        ]:
-            leftover.unlink(missing_ok=True)
+        index["made"] = self.made
+        index["records"] = {
+            name: {key: value for key, value in record.items() if key not in (*SPLITS, "made")}
+            for name, record in zip(self.names, records, strict=True)
+            if record
+        }
         write_whole(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
-        shutil.rmtree(self.directory / "preparing", ignore_errors=True)
+        tidy(self.directory, index)
         return index
+
+
+def tidy(directory: Path, index: dict) -> None:
+    """Removes from a finished set what its index does not name: the plan, files of killed processes, and
+    shards of an earlier index."""
+    for place in [directory / split for split in SPLITS] + [directory]:
+        for leftover in place.glob(".*"):
+            if LEFTOVER.fullmatch(leftover.name):
+                leftover.unlink(missing_ok=True)
+    for split in SPLITS:
+        named = {shard["name"] for shard in index[split]["shards"]}
+        for file in (directory / split).glob("*"):
+            if SHARD_FILE.fullmatch(file.name) and file.stem not in named:
+                file.unlink(missing_ok=True)
+    shutil.rmtree(directory / "preparing", ignore_errors=True)
 
 
 def record_entries(record: dict) -> dict[str, dict]:
@@ -453,52 +612,116 @@ def begin(
     """
     directory = Path(directory).expanduser()
     _check(data, tokenizer, shard_bytes)
-    corpora = {split: open_corpus(data, split) for split in SPLITS}
-    sources = _sources(data)
-    redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
+    _refuse_other_files(directory)
+    corpora = open_corpora(data)
     prints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     if data.validation_source and prints["train"] == prints["validation"]:
         prints["validation"] += " of validation_source"  # two folders of equal names and sizes
-    separate = prints["train"] != prints["validation"]
     if data.validation_source:
-        check_apart(corpora["train"], corpora["validation"])
-    parts = SPLITS if separate else SPLITS[:1]
-    if shard_bytes is None:
-        total = sum(_size(shard) or LARGEST for split in parts for shard in corpora[split].shards)
-        shard_bytes = min(LARGEST, max(SMALLEST, total // 64))
+        check_apart(**corpora)
+    hold_out = corpora["train"].hold_out
+    parts = {split: corpora[split] for split in (SPLITS[:1] if hold_out else SPLITS)}
+
+    work, saved = directory / "preparing", directory / "tokenizer"
+    index = read_index(directory) if is_token_set(directory) else None
+    recorded = index["settings"] if index else _json(work / "settings.json")
+    shard_bytes = shard_bytes or (recorded or {}).get("shard_bytes") or _usual_shard_bytes(parts)
     settings = token_settings(data, tokenizer, prints, shard_bytes)
-    work = directory / "preparing"
-    if _is_finished(directory, work, settings):
-        shutil.rmtree(work, ignore_errors=True)
+    _refuse_other_settings(directory, recorded, settings)
+    known = index is not None and "records" in index
+    if index and not known and index["settings"]["corpus"] == prints:  # made by an earlier version
+        tidy(directory, index)
         return None
 
-    if line := describe_files(data, corpora["train"].counts):
-        say(line)
-    work.mkdir(parents=True, exist_ok=True)
-    write_whole(work / "settings.json", json.dumps(settings).encode())  # before what depends on them
-    for split in SPLITS:
-        (directory / split).mkdir(exist_ok=True)
-    made_with = _save_tokenizer(data, tokenizer, directory / "tokenizer", work, say)
-    jobs = [
-        group
-        for split in parts
-        for group in group_units(plan_units(corpora[split], split, shard_bytes), shard_bytes)
-    ]
-    _check_unchanged(jobs, directory, work)
+    if index and known:
+        made_with = index["tokenizer"]
+    else:
+        for line in filter(None, (describe_files(data, corpora["train"].counts), corpora["train"].note)):
+            say(line)
+        made_with = _save_tokenizer(data, tokenizer, saved, work, settings, say)
+
+    cut = any(isinstance(shard, CutFile) for shard in corpora["train"].shards)
+    made = digest(json.dumps([{**settings, "corpus": None}, made_with, cut, hold_out]))
+    records = _earlier_records(work, index, made)
+    before = _earlier_units(work, index)
+    hashes = FileHashes(work / HASHES if work.is_dir() else None)
+    jobs: list[list[Unit]] = []
+    kept: list[str | None] = []
+    for split, corpus in parts.items():
+        units = [*plan_units(corpus, split, shard_bytes, contents_of(corpus, split, hashes, before))]
+        more, names = plan_jobs(units, shard_bytes, {name: r["units"] for name, r in records.items()})
+        jobs += more
+        kept += names
+    if index and known and kept == [*index["records"]]:
+        tidy(directory, index)
+        return None
+
+    if before and (changes := describe_changes(before, itertools.chain(*jobs))):
+        say(f"{kept.count(None)} of {len(jobs)} shards are made again: {changes}")
+    elif index and not known:
+        say(f"{directory}: changed since it was prepared, and its index names no files; all is made again")
+    if known and _save_tokenizer(data, tokenizer, saved, work, settings, say) != made_with:
+        raise InputError(f"{saved}: not the tokenizer that the index names; copy it again")
+    taken = _names_in(index) if index else set()
+    sources = _sources(data)
+    redacted = {key: _with_urls(redact, value) for key, value in sources.items()}
     plan = {
         "settings": settings,
         "tokenizer": made_with,
         "dtype": token_dtype(made_with["vocab_size"]).name,
         "data": asdict(data) | redacted,
+        "cut": cut,
+        "hold_out": hold_out,
+        "made": made,
         "jobs": jobs,
+        "names": name_shards(kept, taken),
+        "kept": {name: records[name] for name in kept if name and name in taken},
         **({"plugins": imported} if imported else {}),
     }
+    for split in SPLITS:
+        (directory / split).mkdir(exist_ok=True)
     write_whole(work / "plan.json", json.dumps(plan).encode())
     (work / URLS).unlink(missing_ok=True)
     if redacted != sources:
         with open(os.open(work / URLS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(sources, file)
     return Preparation(directory)
+
+
+def _usual_shard_bytes(parts: Mapping[str, Corpus]) -> int:
+    """A 64th of the input, within bounds."""
+    total = sum(_size(shard) or LARGEST for corpus in parts.values() for shard in corpus.shards)
+    return min(LARGEST, max(SMALLEST, total // 64))
+
+
+def _earlier_records(work: Path, index: dict | None, made: str) -> dict[str, dict]:
+    """The records of the shards that were made with the present settings, by name."""
+    found: dict[str, dict] = {}
+    if index and index.get("made") == made:
+        found = {name: {**record, "made": made} for name, record in index["records"].items()}
+        for split in SPLITS:
+            for shard in index[split]["shards"]:
+                found[shard["name"]][split] = shard
+    for file in sorted(work.glob("[0-9]*.json")):
+        record = _json(file)
+        if isinstance(record, dict) and record.get("made") == made:
+            found[file.stem] = record
+    return found
+
+
+def _names_in(index: dict) -> set[str]:
+    """The names of the shards of a finished set, also of those without a document."""
+    return {shard["name"] for split in SPLITS for shard in index[split]["shards"]} | {
+        *index.get("records", ())
+    }
+
+
+def _earlier_units(work: Path, index: dict | None) -> list[Unit]:
+    """The units of the finished set, or else of the plan that was begun."""
+    if index:
+        return [Unit.of(key) for record in index.get("records", {}).values() for key in record["units"]]
+    plan = _json(work / "plan.json") or {}
+    return [Unit(*unit) for unit in itertools.chain(*plan["jobs"])] if "names" in plan else []
 
 
 def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
@@ -514,52 +737,63 @@ def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None
         raise InputError(
             f"data.source: {data.source} is a token set already; name texts, or --format megatron"
         )
+    if (
+        tokenizer.path
+        and tokenizer.path[0] in "~/."
+        and not os.path.exists(os.path.expanduser(tokenizer.path))
+    ):
+        raise InputError(f"tokenizer: {tokenizer.path} does not exist; give a folder, a file or a hub id")
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
 
-def _is_finished(directory: Path, work: Path, settings: dict[str, Any]) -> bool:
-    """Whether the directory holds this set whole. Raises `InputError` if it holds something else, or was
-    begun with other settings."""
-    finished = is_token_set(directory)
-    begun = read_index(directory)["settings"] if finished else _json(work / "settings.json")
-    if begun is None:
-        if directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
-            raise InputError(f"{directory}: not empty and not a token set; name another directory")
-    elif (begun := _without_secrets(begun, settings)) != settings:
-        key = next(key for key in settings | begun if begun.get(key) != settings.get(key))
-        raise InputError(
-            f"{directory}: was prepared with {key} {json.dumps(begun.get(key))}, and this is "
-            f"{json.dumps(settings.get(key))}; name another directory, or remove it"
-        )
-    return finished
+def _refuse_other_files(directory: Path) -> None:
+    """Raises `InputError` if the directory has other files than those of a set."""
+    begun = is_token_set(directory) or (directory / "preparing" / "settings.json").exists()
+    if not begun and directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
+        raise InputError(f"{directory}: not empty and not a token set; name another directory")
+
+
+def _refuse_other_settings(directory: Path, recorded: dict | None, settings: dict[str, Any]) -> None:
+    """Raises `InputError` if the set was begun with other settings. The source's files may differ."""
+    if recorded is None:
+        return
+    recorded = _without_secrets(recorded, settings)
+    for key in settings | recorded:
+        if key != "corpus" and recorded.get(key) != settings.get(key):
+            raise InputError(
+                f"{directory}: was prepared with {key} {json.dumps(recorded.get(key))}, and this is "
+                f"{json.dumps(settings.get(key))}; name another directory, or remove it"
+            )
 
 
 def _save_tokenizer(
-    data: DataConfig, tokenizer: TokenizerConfig, saved: Path, work: Path, say: Callable[[str], None]
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    saved: Path,
+    work: Path,
+    settings: dict[str, Any],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Builds the tokenizer and saves it whole, unless an earlier call did. Returns `describe_tokenizer`."""
-    if tokenizer.train and not saved.exists():
-        say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
-    built = build_tokenizer(tokenizer, data, saved)  # a trained one is saved there
-    if not saved.exists():
-        partial = work / "tokenizer"
+    """Builds the tokenizer and saves it whole, unless an earlier call did. Then the settings are written,
+    which claim the directory. Returns `describe_tokenizer`."""
+    new, partial = not saved.exists(), work / "tokenizer"
+    if new:
+        shutil.rmtree(partial, ignore_errors=True)  # perhaps made with other settings
+        if tokenizer.train:
+            say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
+    work.mkdir(parents=True, exist_ok=True)
+    built = build_tokenizer(tokenizer, data, partial if new else saved)  # a trained one is saved there
+    if new and not partial.exists():
         built.save_pretrained(partial)
-        partial.replace(saved)
-    if (made_with := describe_tokenizer(load_tokenizer(saved))) != describe_tokenizer(built):
+    if (made_with := describe_tokenizer(load_tokenizer(partial if new else saved))) != describe_tokenizer(
+        built
+    ):
         raise InputError(f"tokenizer: not the one in {saved}; restore it, or name another directory")
+    write_whole(work / "settings.json", json.dumps(settings).encode())
+    if new:
+        partial.replace(saved)
     return made_with
-
-
-def _check_unchanged(jobs: list[list[Unit]], directory: Path, work: Path) -> None:
-    """Raises `InputError` if a file's content is not that of the plan in `work`."""
-    earlier = [Unit(*unit) for unit in itertools.chain(*(_json(work / "plan.json") or {"jobs": []})["jobs"])]
-    known = {(unit.corpus, unit.identity): unit.content for unit in earlier if unit.content}
-    for unit in itertools.chain(*jobs):
-        if known.get((unit.corpus, unit.identity), unit.content) != unit.content:
-            raise InputError(
-                f"{unit.identity}: changed since {directory} was begun; restore it, or name another directory"
-            )
 
 
 def token_settings(
@@ -622,6 +856,48 @@ def prepare(
     Raises:
         InputError: as in `begin`; or files of the source are damaged: the other shards are finished and kept.
     """
+    with alone_in(Path(directory).expanduser()):
+        return _prepare(data, tokenizer, directory, workers, shard_bytes, say)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keeps a second preparation out of the directory. The lock ends with its process.
+
+    Raises:
+        InputError: another process prepares there, or the directory has other files.
+    """
+    _refuse_other_files(directory)
+    work = directory / "preparing"
+    lock = FileLock(work / ".lock")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"{directory}: another process is preparing it; wait for it, or name another directory"
+        ) from None
+    except (OSError, NotImplementedError):  # a finished set that is read-only, or a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            (work / ".lock").unlink(missing_ok=True)
+            lock.release()
+        for empty in (work, directory):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
+
+def _prepare(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    directory: str | os.PathLike,
+    workers: int,
+    shard_bytes: int | None,
+    say: Callable[[str], None],
+) -> dict:
     with Progress("reading the source, preparing the tokenizer"):
         preparation = begin(data, tokenizer, directory, shard_bytes=shard_bytes, say=say)
     if preparation is None:

@@ -342,6 +342,7 @@ def open_batches(
     """One process's training batches, and its validation batches by source; {} without validation."""
     share: Any = {"rank": rank, "world_size": processes}
     rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
+    validation = config.validation.every != 0
     batches = PackedBatches(
         config.data,
         tokenizer,
@@ -350,9 +351,10 @@ def open_batches(
         seed=config.seed,
         slots=slots,
         peers=peers,
+        validation=validation,
         **share,
     )
-    if config.validation.every == 0:
+    if not validation:
         return batches, {}
     rows = config.validation.batch_size or rows
     return batches, validation_batches(config.data, tokenizer, batch_size=rows, say=say, **share)

@@ -1,0 +1,212 @@
+"""What is held out for validation where a corpus has no part for it, and the cut of a lone text."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nalanda.common.errors import InputError
+from nalanda.data.documents import Document, FileShard, Left, Shard, hash_text, not_blank
+
+PIECE = 8192
+"""Most characters of a document that is cut out of a lone text."""
+
+SMALL = 64 << 20
+"""Bytes up to which the files of a corpus are read to see whether a document is held out."""
+
+NONE = 1e-6
+"""Share below which training alone holds nothing out for the sake of holding something out."""
+
+
+# ------------------------------ a lone text
+
+
+def cut_place(text: str, start: int, stop: int) -> int:
+    """Where to cut behind `start` and at most at `stop`: behind the last blank line in between, or else the
+    last line end, or else the last space, or else at `stop`."""
+    for space in (r"\n\s*\n", r"\n", r"\s"):
+        if found := [*re.compile(space).finditer(text, start, stop)]:
+            return found[-1].end()
+    return stop
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """The text in pieces of up to `PIECE` characters. Joined they are the text: white space between two
+    pieces ends the first."""
+    start = 0
+    while len(text) - start > PIECE:
+        stop = cut_place(text, start + PIECE // 2, start + PIECE)
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
+
+
+@dataclass(frozen=True)
+class CutFile(FileShard):
+    """A lone file of text, cut into documents. The cursor is the number of pieces read."""
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def read(self, cursor: int | None) -> Iterator[tuple[Document | Left, int]]:
+        for document, _ in super().read(None):
+            for number, piece in enumerate(cut_document(document), 1):
+                if number > (cursor or 0):
+                    yield piece, number
+
+
+@dataclass(frozen=True)
+class CutShard:
+    """A lone text that is no local file, cut into documents. The cursor is that of `shard` behind its text,
+    and the number of pieces read."""
+
+    single = False
+    shard: Shard
+
+    @property
+    def identity(self) -> str:
+        return self.shard.identity
+
+    def read(self, cursor: list | None) -> Iterator[tuple[Document | Left, list]]:
+        behind, read = cursor or (None, 0)
+        if behind is not None:
+            next(self.shard.read(behind), None)  # refuses a text that has changed
+        for document, after in self.shard.read(None):
+            for number, piece in enumerate(cut_document(document), 1):
+                if number > read:
+                    yield piece, [after, number]
+
+
+def cut_document(document: Document | Left) -> Iterator[Document | Left]:
+    """The pieces of a document; one that was left out stays one."""
+    if isinstance(document, Left):
+        yield document
+    else:
+        yield from (Document(text, document.source) for text in cut_text(document.text))
+
+
+def cut_shard(shard: Shard) -> Shard:
+    """The shard of a lone text, cut into documents."""
+    if isinstance(shard, FileShard):
+        return CutFile(shard.path, shard.name, shard.fields)
+    return CutShard(shard)
+
+
+# ------------------------------ held out
+
+
+class HoldOut(NamedTuple):
+    """Which documents, or which part of a single one, are for validation.
+
+    The hash of a text decides, so all its copies are in one split, whatever other files there are.
+    """
+
+    share: float
+    more: str = ""
+    """Hash of a text that is held out although it does not fall under the share."""
+    less: str = ""
+    """Hash of a text that is trained on although it falls under the share."""
+    tail: bool = False
+    """Whether the last share of every text is held out: there is only one, and its copies."""
+
+    def part(self, text: str, split: str) -> str | None:
+        """The part of a document that belongs to `split`, or None."""
+        if not not_blank(text):
+            return None
+        if self.tail:
+            place = _tail_place(text, self.share)
+            return (text[place:] if split == "validation" else text[:place]) or None
+        return text if self.holds(hash_text(text)) == (split == "validation") else None
+
+    def holds(self, number: int) -> bool:
+        """Whether the text of this hash is for validation."""
+        if self.more or self.less:
+            name = _hex(number)
+            if name in (self.more, self.less):
+                return name == self.more
+        return number < self.share * 2**64
+
+
+def _tail_place(text: str, share: float) -> int:
+    """Where the last share of a text begins. Both parts have more than white space, unless the text has a
+    single character."""
+    left, right = len(text) - len(text.lstrip()), len(text.rstrip())
+    size = right - left
+    wanted = max(1, round(size * share))
+    stop = max(left + 1, right - wanted)
+    start = max(left + size // 2, stop - max(256, wanted))  # a better place, at most so far before
+    return cut_place(text, start, stop) if start < stop else stop
+
+
+def choose(
+    shards: Sequence[Shard], share: float, *, validation: bool, joined: bool = False
+) -> tuple[HoldOut, str]:
+    """What to hold out of these shards, and a line about it, "" where the share alone decides.
+
+    Of one text that is read joined, the last share. Of a small corpus at least one document stays for
+    training: that of the highest hash, if all fall under the share. With `validation` at least one is held
+    out: that of the lowest hash, if none falls under the share. Of a single document the last share is.
+    """
+    lone = isinstance(shards[0], (CutFile, CutShard))
+    if joined:
+        line = f"{_name(shards[0])}: one text, {_last(share)}"
+        return (HoldOut(share, tail=True), line) if validation else (HoldOut(0.0), "")
+    hold_out, how = HoldOut(share), ""
+    sizes = [shard.size for shard in shards if isinstance(shard, FileShard)]
+    if sum(sizes) > SMALL or not (lone or len(sizes) == len(shards)):
+        return hold_out, how
+
+    hashes = _hashes(shards, hold_out, validation, lone)
+    held = sum(map(hold_out.holds, hashes))
+    single = len(set(hashes)) == 1
+    if single and validation:
+        line = f"{_name(shards[0])}: 1 document, {_last(share)}" if lone else f"1 document, {_last(share)}"
+        return HoldOut(share, tail=True), line
+    if hashes and held == len(hashes):
+        hold_out = HoldOut(share, less=_hex(max(hashes))) if not single else HoldOut(0.0)
+        how = f" (all fell under validation_share {share:g})"
+    elif hashes and validation and not held:
+        hold_out = HoldOut(share, more=_hex(min(hashes)))
+        how = f" (none fell under validation_share {share:g})"
+    elif not lone:
+        return hold_out, ""
+
+    line = f"{len(hashes):,} documents"
+    if lone:
+        line = f"{_name(shards[0])}: 1 file cut into {line}"
+    return hold_out, f"{line}, {sum(map(hold_out.holds, hashes)):,} held out for validation{how}"
+
+
+def _hashes(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: bool) -> array:
+    """The hashes of the texts, of a lone text all; of others only up to those that show that the share is
+    enough."""
+    found = array("Q")
+    missing = {False, True} if validation else {False}
+    for shard in shards:
+        with contextlib.nullcontext() if lone else contextlib.suppress(InputError):  # reading names it later
+            for document, _ in shard.read(None):
+                if isinstance(document, Left) or not not_blank(document.text):
+                    continue
+                found.append(hash_text(document.text))
+                missing.discard(hold_out.holds(found[-1]))
+                if not missing and not lone:
+                    return found
+    return found
+
+
+def _hex(number: int) -> str:
+    return f"{number:016x}"
+
+
+def _last(share: float) -> str:
+    return f"its last {100 * share:g} % are held out for validation"
+
+
+def _name(shard: Shard) -> str:
+    return shard.path.name if isinstance(shard, FileShard) else shard.identity
