@@ -710,7 +710,7 @@ def prepare(
     """
     with _doing("loading"):
         from nalanda.common.errors import InputError
-        from nalanda.config.load import is_recipe
+        from nalanda.config.load import is_recipe, load_config
         from nalanda.data.inspect import print_token_set
         from nalanda.data.make_set import make_token_set
         from nalanda.data.megatron import write_megatron
@@ -753,7 +753,13 @@ def prepare(
         return
     print_token_set(index, output)
     recipe = source if is_recipe(source) else "demo"
-    _next("prepare", set=output, recipe=recipe, run=Path("runs", Path(output).name))
+    asked = load_config(recipe).data
+    made = {key: index["settings"][key] for key in ("bos", "eos")}
+    needed = [
+        f"data.{key}={str(value).lower()}" for key, value in made.items() if value != getattr(asked, key)
+    ]
+    needed += ["validation.every=0"] * (not index["validation"]["documents"])
+    _next("prepare", set=output, recipe=recipe, settings=needed, run=Path("runs", Path(output).name))
 
 
 @data.command()

@@ -1035,7 +1035,7 @@ def test_a_small_corpus_holds_something_out(tmp_path):
     assert sorted(validation) == sorted(by_hash[:-1])
     assert "50 documents, 49 held out for validation (all fell under validation_share 1)" in note
 
-    share = (hash_text(by_hash[3]) + 1) / 2**64  # enough: nothing is forced and nothing said
+    share = (hash_text(by_hash[3]) + (1 << 20)) / 2**64  # enough: nothing is forced and nothing said
     train, validation, note = splits_of(tmp_path / "a", validation_share=share)
     assert (sorted(validation), note) == (sorted(by_hash[:4]), "")
 
@@ -1091,7 +1091,9 @@ def test_an_empty_split_is_named_with_its_numbers(tmp_path):
         "data.validation_share 1e-09; change it, or give a data.validation_source"
     )
     write_jsonl(tmp_path / "a.jsonl", [" ", "\n"])
-    with pytest.raises(InputError, match="is empty for train: of 2 documents all are blank; look at"):
+    with pytest.raises(
+        InputError, match=r"is empty for train: of 2 documents all are blank; look at data\.source"
+    ):
         texts_of(open_corpora(data)["train"])
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from nalanda.common import files
 from nalanda.common.errors import DiskFull, InputError
+from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import hashes, make_set
 from nalanda.data import prepare as preparing
@@ -29,7 +30,7 @@ from nalanda.data.inspect import check_set, inspect
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.prepare import Preparation, begin, prepare
 from nalanda.data.token_set import SumCheck, TokenSet, is_token_set
-from nalanda.data.tokenizer import encoder, tokenizer_fingerprint
+from nalanda.data.tokenizer import build_tokenizer, encoder, tokenizer_fingerprint
 from nalanda_cli import app
 
 NAMES = ["RedPajamaWikipedia", "RedPajamaC4", "RedPajamaBook"]
@@ -370,7 +371,7 @@ def mend_a_line(source: Path) -> None:
 def edit_at_equal_size(source: Path) -> None:
     file = source / "2.jsonl"
     before = file.stat()
-    file.write_bytes(file.read_bytes().replace(b"document 140", b"document 041"))
+    file.write_bytes(file.read_bytes().replace(b"document 45", b"document 54"))
     assert file.stat().st_size == before.st_size
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
@@ -529,9 +530,27 @@ def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_to
         np.testing.assert_array_equal(found.read(0, found.tokens), expected)
 
 
+def test_the_next_line_fits_the_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("NALANDA_NEXT_STEPS", "1")
+    (tmp_path / "book.txt").write_text("".join(f"some words of paragraph {i}\n\n" for i in range(9)))
+    arguments = ["data", "prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--workers", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--vocab-size", "300", "--no-bos"])
+    assert done.exit_code == 0
+    assert "book.txt: 1 document, its last 2 % are held out for validation" in done.output
+    (line,) = [line for line in done.output.splitlines() if "nalanda train demo" in line]
+    assert "data.bos=false" in line
+    assert "validation.every" not in line
+    assert "data.eos" not in line
+    settings = [word for word in line.split() if "=" in word]
+    config = load_config("demo", settings)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
+    config.data.seq_len = 4
+    assert validation_batches(config.data, tokenizer, batch_size=1)
+
+
 def test_a_second_text_ends_the_cut_of_the_first(tmp_path, byte_tokenizer):
     (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_text("words of a text\n\n" * 2000)
+    (tmp_path / "in/a.txt").write_text("".join(f"words of paragraph {i}\n\n" for i in range(2000)))
     data = DataConfig(source=str(tmp_path / "in"), validation_share=0.3)
     assert prepare(data, byte_tokenizer, tmp_path / "out")["train"]["documents"] > 1
     (tmp_path / "in/b.txt").write_text("another text")
@@ -611,13 +630,13 @@ def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, 
         rows[i]["text"] = "x" * 5000
     path = tmp_path / f"in.jsonl{suffix}"
     path.write_bytes(gzip.compress(lines(rows)) if suffix else lines(rows))
-    data = DataConfig(source=str(path), validation_share=0.01, max_document_bytes=1000)
+    data = DataConfig(source=str(path), validation_share=0.1, max_document_bytes=1000)
     with pytest.raises(InputError, match=r"in\.jsonl.*, line (21|60): a document of more than 1,000 bytes"):
         prepare(data, byte_tokenizer, tmp_path / "refused", shard_bytes=900, workers=workers)
     data.oversized = "skip"
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900, workers=workers)
     assert index["skipped"] == 3
-    kept = [r for r in rows if len(r["text"]) < 1000 and not held_out(r["text"], 0.01)]
+    kept = [r for r in rows if len(r["text"]) < 1000 and not held_out(r["text"], 0.1)]
     found = TokenSet(tmp_path / "out", "train")
     assert [bytes_of(found.document(i)[0]) for i in range(found.documents)] == [r["text"] for r in kept]
     capsys.readouterr()

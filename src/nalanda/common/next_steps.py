@@ -23,8 +23,8 @@ NEXT = {
     "perplexity": ("nalanda eval {models} {tasks} --output {output}", "nalanda analyze {model}"),
     "prepare": (
         "nalanda data inspect {set} --show 3",
-        "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer",
-        "nalanda train {recipe} data.source={set} tokenizer={set}/tokenizer output_dir={run}",
+        "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer {settings}",
+        "nalanda train {recipe} data.source={set} tokenizer={set}/tokenizer {settings} output_dir={run}",
     ),
     "fetch": (
         "nalanda info {recipe} {overrides} offline={mirror}",
@@ -59,6 +59,7 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     python = re.search("^  source: python$", text, re.MULTILINE) is not None
     # A mixer or map of the user's own, which the model's folder carries.
     trust = re.search("^plugins:$", text, re.MULTILINE) is not None
+    values = {"settings": []} | values  # what a recipe must set for a prepared set
     values |= {
         "prompt": "def read_lines(path):" if python else "Once upon a time",
         "tasks": ["--tasks", "python_docs"] if python else [],  # those of the default need a network

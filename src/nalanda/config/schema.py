@@ -67,12 +67,14 @@ class DataConfig:
     (SlimPajama's layout), or files of such names, as `val.jsonl` or `train-00000-of-00009.parquet`. `test` is
     left out, and so are files of no split beside `train`; a line at the start says how many.
     Without a validation part, `validation_share` of the training documents is held out. The hash of a text
-    decides: the two parts are disjoint, and stay the same when files are added.
+    decides: the two parts are disjoint, and stay the same when files are added. Of a small corpus (files of
+    up to 64 MiB) at least one document is held out if validation is on, or the last share of a single one.
+    A lone .txt file is cut at blank lines into documents of up to 8,192 characters.
 
     `documents: joined` is for a text whose rows are its lines, such as WikiText's. Language models see it as
     one stream of tokens with an eos after every line, blank ones too, cut into blocks (fairseq's
     `--sample-break-mode none`). Labels, state and attention cross the rows of the source, the order is the
-    source's, and validation needs a part of its own.
+    source's. Validation needs a part of its own; of a lone .txt file the last share is held out.
 
     `mixture` takes rows from several sources in turn: after any number of rows, each has given its share to
     within one row. Each has its own epochs. Their validation documents share `max_validation_rows` by weight.
