@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from training import configured
 
 import nalanda_cli
 from nalanda.common.errors import InputError
+from nalanda.common.next_steps import next_steps
 from nalanda.train.export import export
 from nalanda.train.loop import train
 from nalanda.train.resolve import is_model, resolve, run_of
@@ -144,3 +146,10 @@ def test_a_recipes_name_stays_a_recipe(place):
     assert is_model("runs/demo")
     assert is_model("cut")
     assert resolve("demo").model == "runs/demo/checkpoints/step-4"
+
+
+def test_what_a_training_says_to_do_next_needs_no_network(place, capsys):
+    hints = next_steps("train", of=Path("runs/done"), run=Path("runs/done"))
+    assert [hint.split()[1] for hint in hints] == ["plot", "generate", "perplexity"]
+    for hint in hints:
+        nalanda_cli.main(shlex.split(hint)[1:])

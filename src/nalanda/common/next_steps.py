@@ -13,11 +13,7 @@ LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pre
 """Python that loads a model; ours and flash-linear-attention's after the import of their library."""
 
 NEXT = {
-    "train": (
-        "nalanda plot {run}",
-        "nalanda generate {run}/final {prompt}",
-        "nalanda eval {run}/final {tasks} --output {run}",
-    ),
+    "train": ("nalanda plot {run}", "nalanda generate {run} {prompt}", "nalanda {measure}"),
     "train an encoder": ("nalanda plot {run}", "nalanda verify {run}", "nalanda export {run} {run}-model"),
     "eval": ("nalanda perplexity {models}", "nalanda analyze {model}", "nalanda generate {model} {prompt}"),
     "perplexity": ("nalanda eval {models} {tasks} --output {output}", "nalanda analyze {model}"),
@@ -62,8 +58,14 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     values = {"settings": []} | values  # what a recipe must set for a prepared set
     values |= {
         "prompt": "def read_lines(path):" if python else "Once upon a time",
-        "tasks": ["--tasks", "python_docs"] if python else [],  # those of the default need a network
+        "tasks": ["--tasks", "python_docs"]
+        if python
+        else list[object](),  # those of the default need a network
     }
+    if "run" in values:
+        values["measure"] = ["perplexity", values["run"], "--text", f"{values['run']}/config.yaml"]
+        if python or not _is_text(text):
+            values["measure"] = ["eval", values["run"], *values["tasks"], "--output", values["run"]]
     if "folder" in values:
         library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"
@@ -76,6 +78,14 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
         for command in NEXT[done]
     ]
     return [c + " --trust-remote-code" * (trust and c.startswith(LOADING)) for c in commands]
+
+
+def _is_text(recipe: str) -> bool:
+    """Whether the recipe's source is text on this machine, of which `nalanda perplexity` reads the held-out
+    part: the default tasks of `nalanda eval` need a network."""
+    found = re.search("^  source: (.+)$", recipe, re.MULTILINE)
+    source = Path(found[1].strip("'\"")) if found else Path()
+    return found is not None and source.exists() and not (source / "index.json").exists()
 
 
 def print_next_steps(done: str, **values: object) -> None:
