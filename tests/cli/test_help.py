@@ -107,10 +107,10 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
     print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == (
         "\nnext: nalanda plot runs/demo\n"
-        "      nalanda generate runs/demo/final 'Once upon a time'\n"
-        "      nalanda eval runs/demo/final --output runs/demo\n"
+        "      nalanda generate runs/demo 'Once upon a time'\n"
+        "      nalanda eval runs/demo --output runs/demo\n"
     )
-    assert next_steps("train", run="a b")[1] == "nalanda generate 'a b/final' 'Once upon a time'"
+    assert next_steps("train", run="a b")[1] == "nalanda generate 'a b' 'Once upon a time'"
     assert next_steps("convert to fla", folder="m")[0] == (
         "python -c 'import fla; from transformers import AutoModelForCausalLM as Auto; "
         """print(Auto.from_pretrained("m"))'"""
