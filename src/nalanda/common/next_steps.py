@@ -55,17 +55,13 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
     python = re.search("^  source: python$", text, re.MULTILINE) is not None
     # A mixer or map of the user's own, which the model's folder carries.
     trust = re.search("^plugins:$", text, re.MULTILINE) is not None
+    tasks = ["--tasks", "python_docs"] if python else []  # those of the default need a network
     values = {"settings": []} | values  # what a recipe must set for a prepared set
-    values |= {
-        "prompt": "def read_lines(path):" if python else "Once upon a time",
-        "tasks": ["--tasks", "python_docs"]
-        if python
-        else list[object](),  # those of the default need a network
-    }
+    values |= {"prompt": "def read_lines(path):" if python else "Once upon a time", "tasks": tasks}
     if "run" in values:
         values["measure"] = ["perplexity", values["run"], "--text", f"{values['run']}/config.yaml"]
         if python or not _is_text(text):
-            values["measure"] = ["eval", values["run"], *values["tasks"], "--output", values["run"]]
+            values["measure"] = ["eval", values["run"], *tasks, "--output", values["run"]]
     if "folder" in values:
         library = {"convert": "", "convert to fla": "import fla; "}.get(done, "import nalanda; ")
         head = "MaskedLM" if done == "write an encoder" else "CausalLM"

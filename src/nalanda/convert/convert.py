@@ -306,7 +306,7 @@ def local_folder(source: str) -> Path:
 @contextlib.contextmanager
 def source_folder(name: str) -> Iterator[str]:
     """The model folder or hub id that `name` means; a checkpoint of a run is exported for the time."""
-    found = resolve(name)
+    found = resolve(name, hub=False)
     if found.tokenizer == found.model or found.run is None:
         yield found.model
         return
