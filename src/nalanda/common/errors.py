@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 
+from nalanda.common.text import is_url, local_path, redact
+
 
 class InputError(ValueError):
     """Something in the user's input cannot work; the message is one line that says what to change."""
@@ -103,7 +105,7 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
 
     option: the name that messages begin with. Raises `InputError`.
     """
-    path = Path(path).expanduser()
+    path = _local(path, option)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -119,13 +121,20 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
 
     option: the name that messages begin with. Raises `InputError`.
     """
-    path = Path(path).expanduser()
+    path = _local(path, option)
     if path.is_dir():
         raise InputError(f"{option} {path}: a folder; name a file")
     if path.is_symlink() and not path.exists():
         raise InputError(f"{option} {path}: {_link(path)}")
     output_folder(path.parent, option)
     return path
+
+
+def _local(path: str | os.PathLike, option: str) -> Path:
+    name = local_path(os.fspath(path))
+    if is_url(name):
+        raise InputError(f"{option} {redact(name)}: a URL; name a local path")
+    return Path(name).expanduser()
 
 
 def _reason(error: OSError) -> str:

@@ -31,6 +31,14 @@ def describe_error(error: BaseException) -> str:
 
 _TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
 _NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
+_NO_ANSWER = {
+    "HTTPClientError",
+    "ConnectionError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TransportError",
+}
+"""Errors of botocore, azure and google when no whole answer came. Their other errors are final."""
 
 
 class Incomplete(ConnectionError):
@@ -49,10 +57,7 @@ def transient(error: BaseException) -> bool:
             break
         chain.append(cause)
     for link in chain:
-        status = getattr(getattr(link, "response", None), "status_code", None) or getattr(
-            link, "status", None
-        )
-        if isinstance(status, int):
+        if status := _status(link):
             return status in (408, 425, 429) or status >= 500
     if any(
         isinstance(link, (ssl.SSLCertVerificationError, InputError))
@@ -63,8 +68,26 @@ def transient(error: BaseException) -> bool:
     return any(
         isinstance(link, _TRANSIENT)
         or (type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES and not isinstance(link, ValueError))
+        or (
+            type(link).__module__.split(".")[0] in ("botocore", "azure", "google")
+            and any(base.__name__ in _NO_ANSWER for base in type(link).__mro__)
+        )
         for link in chain
     )
+
+
+def _status(error: BaseException) -> int | None:
+    """The status of the server's answer, where each library keeps it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        names = ("status", "status_code", "code")  # aiohttp, azure, gcsfs
+        found = (getattr(error, name, None) for name in names)
+        status = getattr(response, "status_code", None) or next(
+            (v for v in found if isinstance(v, int)), None
+        )
+    return status if isinstance(status, int) and status >= 100 else None
 
 
 class Patience:

@@ -12,16 +12,28 @@ from typing import Any
 def redact(text: str) -> str:
     """`text` without the passwords and query strings of its URLs."""
     # A password may have an @ or, as keys of S3 do, a slash. A port and a path with an @ are no password.
-    text = re.sub(r"(\w://)[^/\s'\"]+@", r"\1***@", text)
+    # Azure's CONTAINER@ACCOUNT is none either.
+    text = re.sub(r"\b(?!(?:abfss?|az)://[^/\s:@'\"]*@)(\w+://)[^/\s'\"]+@", r"\1***@", text)
     text = re.sub(r"(\w://)[^/\s:@'\"]*:(?!\d+/)((?!\w://)[^\s'\"])*@", r"\1***@", text)
     return re.sub(r"(?<=[\w/.~-])\?[^\s'\"()<>]*=[^\s'\"()<>]*", "?***", text)
 
 
+def scheme_of(text: str) -> str:
+    """What a URL has before its `://`, in lower case; "" for what is no URL."""
+    found = re.match(r"([A-Za-z][A-Za-z\d+.-]*)://", text)
+    return found[1].lower() if found else ""
+
+
 def is_url(source: Any) -> bool:
-    """Whether `source` is an http(s) URL, or a list of them."""
+    """Whether `source` is a URL of any scheme, or a list of them."""
     if isinstance(source, list):
         return bool(source) and all(map(is_url, source))
-    return isinstance(source, str) and source.startswith(("http://", "https://"))
+    return isinstance(source, str) and bool(scheme_of(source))
+
+
+def local_path(source: Any) -> Any:
+    """The path that a file:// URL names; anything else is unchanged."""
+    return re.sub(r"(?i)^file://(localhost(?=/))?", "", source) if isinstance(source, str) else source
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
