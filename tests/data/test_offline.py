@@ -17,9 +17,9 @@ import nalanda_cli
 from nalanda.common.errors import InputError, SourceUnavailable
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data import urls as remote
 from nalanda.data.loader import PackedBatches
 from nalanda.data.offline import fill_mirror, needs, use_mirror
+from nalanda.data.stores import open_urls
 from nalanda.data.tokenizer import build_tokenizer, mistral_model, tokenizer_fingerprint
 
 RECIPE = """
@@ -471,6 +471,6 @@ def test_stored_files_have_no_password(recipe, tmp_path):
     again = load_config(saved)
     assert again.to_dict() == config.to_dict()  # so the run resumes, also with another signature
     with pytest.raises(InputError, match=r"never stored; give data.source as it was"):
-        remote.open_urls(again.data, again.data.source, "train")
+        open_urls(again.data, again.data.source, "train")
     listed = recipe(f"data.source=['{url}', 'https://host/b.jsonl']")
     assert "geheim" not in listed.to_yaml()

@@ -10,7 +10,8 @@ import yaml
 
 from nalanda.common.errors import InputError
 from nalanda.common.plugins import import_plugins
-from nalanda.common.text import is_url, redact
+from nalanda.common.stores import check_output, check_source
+from nalanda.common.text import is_url, local_path, redact
 
 OPTIMIZERS = ["adamw", "muon"]
 """Names that `optim.name` takes; `register_optimizer` adds to them."""
@@ -58,6 +59,9 @@ class Component:
     validation_split: str | None = None
     """As `data.validation_split`."""
 
+    def __post_init__(self) -> None:
+        _name_local_files(self)
+
 
 @dataclass
 class DataConfig:
@@ -87,8 +91,8 @@ class DataConfig:
 
     source: str | list[str] = ""
     """Training documents: "python" (the documentation and library of this interpreter), a path, a glob, a Hub
-    dataset id, the http(s) URL of a shard or of a list of shards (.urls, .list: one a line), several URLs, or
-    a prepared token set."""
+    dataset id, a file, folder or glob of a store (s3://, gs://, az://, hf://), the http(s) URL of a shard, a
+    list of URLs (.urls, .list: one a line), several URLs, or a prepared token set."""
     mixture: list[Component] = field(default_factory=list)
     """Several sources, instead of `source`."""
     validation_source: str | list[str] | None = None
@@ -144,15 +148,22 @@ class DataConfig:
     streaming: bool = True
     """Hub: reading while training, instead of a download first."""
     retries: int = 8
-    """Hub, URLs: consecutive tries, at growing intervals, before the run stops."""
+    """Hub, URLs, stores: consecutive tries, at growing intervals, before the run stops."""
     workers: int = 1
     """0: the training thread reads; 1: a thread reads ahead; 2 or more: as many processes tokenise for it."""
+
+    def __post_init__(self) -> None:
+        _name_local_files(self)
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         if not self.source and not self.mixture:
             raise InputError("data.source is missing; give python, a path, a glob, or a Hub dataset id")
         self._check_mixture()
+        for key, part in [("data", self), *((f"data.mixture.{part.name}", part) for part in self.mixture)]:
+            for name in ("source", "validation_source"):
+                for url in _several(getattr(part, name)):
+                    check_source(url, f"{key}.{name}")
         if self.seq_len < 2:
             raise InputError(f"data.seq_len is {self.seq_len}; a row needs at least 2 tokens")
         if not 0 < self.validation_share < 1:
@@ -504,7 +515,8 @@ class LogConfig:
 @dataclass
 class RunConfig:
     output_dir: str
-    """Folder of the run."""
+    """Folder of the run, on this machine or in a store (`s3://…`, `gs://…`, `az://…`). A run in a store works
+    in a local folder, which the start names, and copies each finished checkpoint there."""
     model: dict[str, Any]
     """Fields of `NalandaConfig`, or `auto: PATH_OR_ID` for any causal LM by its own config. `init_from: PATH`
     loads those weights, with a fresh optimizer; `tokenizer: PATH` belongs to it."""
@@ -526,9 +538,13 @@ class RunConfig:
     plugins: list[str] = field(default_factory=list)
     """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
 
+    def __post_init__(self) -> None:
+        self.output_dir = local_path(self.output_dir)
+
     def check(self) -> None:
         """Checks every section, then combinations of them. Raises `InputError`."""
         import_plugins(self.plugins)
+        check_output(self.output_dir, "output_dir")
         for f in fields(self):
             if is_dataclass(section := getattr(self, f.name)):
                 section.check()  # type: ignore[attr-defined]
@@ -585,6 +601,18 @@ class RunConfig:
                 f"take {choices}"
             )
         return train.tokens_per_step // tokens
+
+
+def _name_local_files(section: Any) -> None:
+    """Replaces file:// URLs of a section's sources by the paths they name."""
+    for key in ("source", "validation_source"):
+        source = getattr(section, key)
+        found = [local_path(each) for each in source] if isinstance(source, list) else local_path(source)
+        setattr(section, key, found)
+
+
+def _several(source: Any) -> list[Any]:
+    return source if isinstance(source, list) else [source] if isinstance(source, str) else []
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:

@@ -47,8 +47,8 @@ from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
 from nalanda.data.readers import FORMATS, READERS
 from nalanda.data.records import left_out
+from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
-from nalanda.data.urls import open_urls
 
 WHOLE = 64 << 20
 """Bytes up to which a file is hashed whole; of a larger one samples are."""
@@ -166,6 +166,8 @@ def check_apart(train: Corpus, validation: Corpus) -> None:
 def _place(shard: Shard) -> str | None:
     if isinstance(shard, FileShard):
         return str(shard.path.resolve())
+    if isinstance(shard, StoreShard):
+        return redact(shard.url)
     return None if isinstance(shard, TextShard) else shard.identity
 
 
@@ -216,7 +218,7 @@ def _open_shards(
         shards, separate = open_hub(data, source, split)
         return shards, {"validation": int(separate)}
     raise InputError(
-        f"data.source: {source!r} does not exist; give python, a local file, directory or glob, "
+        f"data.source: {source!r} does not exist; give python, a local file, directory or glob, a URL, "
         "or a Hub dataset id such as HuggingFaceFW/fineweb-edu"
     )
 
@@ -465,18 +467,22 @@ class Corpus:
 
         A file of up to `WHOLE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
         evenly from head to tail; so is every file if those up to `WHOLE` exceed `AT_ONCE` together. The hash
-        of a remote shard is "": its name, with its revision, stands for its content.
+        of a file in a store is what the store states. Of other remote shards it is "": the name, with its
+        revision, stands for the content.
         """
         shard = self.shards[number]
         if isinstance(shard, FileShard):
             return _hash_file(shard.path, shard.size, *self.hashed)
+        if isinstance(shard, StoreShard):
+            return shard.content
         return digest(shard.text) if isinstance(shard, TextShard) else ""
 
     def contents(self, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """The hashes of all shards by name, `known` ones not computed again; {} if some are remote."""
-        if not all(isinstance(shard, (FileShard, TextShard)) for shard in self.shards):
+        """The hashes of all shards by name, `known` ones not computed again; {} if some have none."""
+        local = FileShard, TextShard
+        if not all(isinstance(shard, local) or getattr(shard, "content", "") for shard in self.shards):
             return {}
-        names = [str(getattr(shard, "path", shard.identity)) for shard in self.shards]
+        names = [str(getattr(shard, "path", getattr(shard, "url", shard.identity))) for shard in self.shards]
         with ThreadPoolExecutor(8) as pool:
             found = pool.map(lambda i: known.get(names[i]) or self.content(i), range(len(names)))
             return dict(zip(names, found, strict=True))

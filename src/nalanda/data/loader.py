@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig
 from nalanda.data.corpus import (
     DocumentStream,
@@ -396,7 +397,7 @@ def validation_contents(data: DataConfig, training: dict[str, dict[str, str]]) -
         if tokens := _open_set_of(part, "validation"):
             hashes = {f"{source}/index.json": tokens.identity}
         else:
-            local = is_local(source)
+            local = is_local(source) or is_url(source)
             hashes = open_corpus(part, "validation").contents(training.get(name, {})) if local else {}
         if hashes and hashes != training.get(name):
             found[" ".join(filter(None, (name, "validation")))] = hashes

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -37,8 +36,9 @@ from nalanda.config.model import config_source
 from nalanda.config.schema import DataConfig, RunConfig
 from nalanda.data.documents import Document, digest, files_of
 from nalanda.data.hub import is_hub_id, open_hub, pinned
+from nalanda.data.stores import copy_set, fetch, is_stored_set, list_parts
 from nalanda.data.tokenizer import MISTRAL, build_tokenizer
-from nalanda.data.urls import download, identity_of, list_urls, reachable, split_urls
+from nalanda.data.urls import identity_of
 
 INDEX = "fetched.json"
 
@@ -303,18 +303,21 @@ def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None
 
 
 def _fetch_urls(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
-    parts = split_urls(list_urls(need.name, config.data.retries))
+    if is_stored_set(need.name, config.data.retries):
+        copy_set(str(need.name), config.data.retries, target)
+        return
+    parts, _ = list_parts(need.name, config.data.retries)
     train, held = files_of(parts, "train"), files_of(parts, "validation")
-    for part, urls in (("train", train), ("validation", held if held != train else [])):
-        for url in urls[:shards]:
-            place = urlsplit(identity_of(url))
+    for part, files in (("train", train), ("validation", held if held != train else [])):
+        for wanted in files[:shards]:
+            place = urlsplit(identity_of(wanted.url), allow_fragments=False)
             file = target / part / f"{place.netloc}{place.path}".replace(":", "-")
             if place.query:
                 file = file.with_name(f"{place.query}-{file.name}")
             if not file.exists():
-                say(url)
+                say(wanted.url)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                reachable(functools.partial(download, url, file, config.data.retries), url)
+                fetch(wanted, file, config.data.retries)
 
 
 def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:

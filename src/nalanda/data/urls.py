@@ -1,13 +1,13 @@
-"""Documents of shards that have a URL: downloaded as a whole, kept in a small cache, then read as files.
+"""Shards of http(s) URLs, and what fsspec lacks for them: resumed downloads, and links without their secrets.
 
-A download that fails is resumed a bounded number of times. URLs and servers' answers may hold a password or a
-signature, so messages pass through `redact`.
+A shard is downloaded as a whole, kept in a small cache, then read as a file. A download that fails is resumed
+a bounded number of times. URLs and servers' answers may hold a password or a signature, so messages pass
+through `redact`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import time
@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urljoin, urlsplit
 
-from nalanda.common.errors import DiskFull, InputError, no_room
-from nalanda.common.retry import Incomplete, Patience, T, describe_error, persist
+from nalanda.common.errors import InputError
+from nalanda.common.retry import Incomplete, Patience, persist
+from nalanda.common.stores import cache, has_magic, is_store, list_folder, look, match, reachable, read_bytes
 from nalanda.common.text import is_url, redact
-from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
     NAMES,
     Document,
     Fields,
     FileShard,
     Left,
-    Shard,
     digest,
-    files_of,
     is_single,
     split_of,
     suffix_of,
     suffixes,
 )
+
+FAILS = "cannot be downloaded"
 
 LISTS = (".urls", ".list")
 """Suffixes of a text file with one URL a line."""
@@ -62,46 +62,25 @@ _CACHED = re.compile(r"\.?[0-9a-f]{16}-")
 """Beginning of the names that the cache gives."""
 
 
-def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], dict[str, int]]:
-    """The shards of `split`, and the number of shards by split, "" for none.
-
-    `source` is the URL of a shard or of a list of shards (`LISTS`), or several of them. As with a local
-    directory, folders and files' names tell the split (`split_urls`).
-
-    Raises:
-        InputError: a shard's suffix has no reader, a list is empty, or a list does not exist; a URL of
-            several belongs to no split.
-        SourceUnavailable: a list's server keeps failing.
-    """
-    parts = split_urls(list_urls(source, data.retries))
-    if not (urls := files_of(parts, split)):
-        raise InputError(f"{_name(source)}: no shard for {split}; add some, or name another source")
-    taken = {*(urls if data.validation_source else files_of(parts, "train") + files_of(parts, "validation"))}
-    every = itertools.chain(*parts.values())
-    if isinstance(source, list) and (lost := next((url for url in every if url not in taken), None)):
-        raise InputError(
-            f"{redact(lost)}: by its name and those of the other URLs neither a training nor a validation "
-            "shard, so it would not be read; leave it out, or list it apart as data.validation_source"
-        )
-    shards: list[Shard] = [UrlShard(url, Fields.of(data), data.retries) for url in urls]
-    return shards, {part: len(found) for part, found in parts.items()}
-
-
 def list_urls(source: str | list[str], retries: int) -> list[str]:
-    """The shards' URLs in order; those in a list may be relative to it."""
-    found: list[str] = []
+    """The shards' URLs in order. Those in a list may be relative to it; a folder or pattern of a store is
+    replaced by its files."""
+    named: list[str] = []
     for url in [source] if isinstance(source, str) else source:
         if "***" in url:
             raise InputError(
                 f"{redact(url)}: the password or query was never stored; give data.source as it was"
             )
-        lines = _text(url, retries).splitlines() if urlsplit(url).path.endswith(LISTS) else [url]
-        found += [urljoin(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
+        lines = _text(url, retries).splitlines() if is_list(url) else [url]
+        named += [_join(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
+    found: list[str] = []
+    for url in named:
+        found += _files_at(url, retries) if is_store(url) else [url]
     known: dict[str, str] = {}
     for url in found:
         if not is_url(url):
             raise InputError(f"{url}: not a URL; a list has URLs only; for files give a directory or a glob")
-        if not suffix_of(urlsplit(url).path):
+        if not suffix_of(path_of(url)):
             kinds = ", ".join((*suffixes(), *LISTS))
             raise InputError(f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}")
         if (name := identity_of(url)) in known:
@@ -113,8 +92,33 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
             raise InputError(f"{redact(url)}: {how}; name a file once")
         known[name] = url
     if not found:
-        raise InputError(f"{_name(source)}: lists no shard; give one URL a line")
+        raise InputError(f"{name_of(source)}: lists no shard; give one URL a line")
     return found
+
+
+def is_list(url: str) -> bool:
+    """Whether a URL is that of a list of URLs."""
+    return path_of(url).endswith(LISTS)
+
+
+def path_of(url: str) -> str:
+    """A URL without its query. In a store, ? and # belong to the path."""
+    return url if is_store(url) else urlsplit(url).path
+
+
+def _join(beside: str, line: str) -> str:
+    if is_url(line) or line.startswith("/") or not is_store(beside):
+        return urljoin(beside, line)
+    return f"{beside.rpartition('/')[0]}/{line}"
+
+
+def _files_at(url: str, retries: int) -> list[str]:
+    """The URLs of the files that a URL of a store names."""
+    if has_magic(url):
+        return [stored.url for stored in match(url, retries)]
+    if suffix_of(url) or look(url, retries):
+        return [url]
+    return [stored.url for name, stored in list_folder(url, retries).items() if suffix_of(name)]
 
 
 def split_urls(urls: list[str]) -> dict[str, list[str]]:
@@ -122,13 +126,15 @@ def split_urls(urls: list[str]) -> dict[str, list[str]]:
     none, since nothing is beside it."""
     parts: dict[str, list[str]] = {part: [] for part in (*NAMES, "")}
     for url in urls:
-        *folders, file = urlsplit(url).path.split("/")
+        *folders, file = path_of(url).split("/")
         parts[split_of(reversed(folders), file) if len(urls) > 1 else ""].append(url)
     return parts
 
 
 def identity_of(url: str) -> str:
     """The URL without password and signature, which stays the same when a link is signed anew."""
+    if is_store(url):
+        return redact(url)
     parts, query = urlsplit(url), parse_qsl(urlsplit(url).query)
     azure = any(key.lower() == "sig" for key, _ in query)
     kept = sorted(
@@ -140,11 +146,14 @@ def identity_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{which}"
 
 
-def _name(source: str | list[str]) -> str:
+def name_of(source: str | list[str]) -> str:
+    """The source in messages."""
     return redact(source if isinstance(source, str) else f"{source[0]} and others")
 
 
 def _text(url: str, retries: int) -> str:
+    if is_store(url):
+        return read_bytes(url, retries).decode()
     import requests
 
     def get() -> str:
@@ -152,20 +161,7 @@ def _text(url: str, retries: int) -> str:
         reply.raise_for_status()
         return reply.content.decode()
 
-    return reachable(lambda: persist(get, redact(url), retries), url)
-
-
-def reachable(do: Callable[[], T], url: str) -> T:
-    """`do()`, with errors of other libraries about `url` turned into `InputError` or `DiskFull`."""
-    try:
-        return do()
-    except InputError:
-        raise
-    except Exception as error:  # requests, urllib3 and the system share no base class
-        if no_room(error):
-            place = getattr(error, "filename", None) or cache()
-            raise DiskFull(f"{redact(url)}: no space left in {place}; make room, and start again") from None
-        raise InputError(f"{redact(url)}: cannot be downloaded ({describe_error(error)})") from None
+    return reachable(lambda: persist(get, redact(url), retries), url, FAILS)
 
 
 @dataclass(frozen=True)
@@ -189,7 +185,12 @@ class UrlShard:
         return is_single(urlsplit(self.url).path)
 
     def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | Left, list[int]]]:
-        path = cached(self.url, self.retries)
+        name = urlsplit(self.url).path.rpartition("/")[2]
+        path = reachable(
+            lambda: cached(self.identity, name, lambda file: download(self.url, file, self.retries)),
+            self.url,
+            FAILS,
+        )
         size = path.stat().st_size
         if cursor and cursor[0] != size:
             raise InputError(
@@ -206,27 +207,19 @@ class UrlShard:
             raise InputError(str(error).replace(str(path), self.identity)) from None
 
 
-def cache() -> Path:
-    """The folder of downloaded shards (`NALANDA_CACHE`)."""
-    return Path(os.environ.get("NALANDA_CACHE") or "~/.cache/nalanda/shards").expanduser()
-
-
-def cached(url: str, retries: int) -> Path:
-    """The shard's file in the cache, downloaded by one of the processes that ask for it."""
+def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
+    """The shard's file in the cache, which `get` downloads in one of the processes that ask for it."""
     from filelock import FileLock
 
-    def get() -> Path:
-        folder = cache()
-        path = folder / f"{digest(identity_of(url))}-{urlsplit(url).path.rpartition('/')[2]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                download(url, path, retries)
-                _prune(folder, path)
-            os.utime(path)
-        return path
-
-    return reachable(get, url)
+    folder = cache()
+    path = folder / f"{digest(identity)}-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            get(path)
+            _prune(folder, path)
+        os.utime(path)
+    return path
 
 
 def _prune(folder: Path, newest: Path) -> None:

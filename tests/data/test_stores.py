@@ -1,0 +1,211 @@
+"""Sources and outputs in a store: an S3 server that the test starts, and fsspec's memory."""
+
+import json
+import logging
+from pathlib import Path
+
+import fsspec
+import pytest
+import zstandard
+from buckets import SECRET, Buckets, buckets, environment
+from servers import jsonl
+
+from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.common.text import is_url, redact, scheme_of
+from nalanda.config.schema import DataConfig
+from nalanda.data import urls
+from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.loader import PackedBatches
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with buckets() as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(server, tmp_path, monkeypatch) -> Buckets:
+    """The server with an empty bucket, credentials in the environment, and an empty cache."""
+    import s3fs
+
+    for name, value in environment(server.endpoint).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
+    for name in server.names():
+        server.client().delete_object(Bucket="bucket", Key=name)
+    s3fs.S3FileSystem.clear_instance_cache()  # they keep the endpoint and the credentials of another test
+    yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def compressed(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def identities(source, split="train") -> list[str]:
+    return [shard.identity for shard in open_corpus(DataConfig(source=source), split).shards]
+
+
+def texts(data: DataConfig, split="train") -> list[str]:
+    corpus = open_corpus(data, split)
+    corpus.ordered = True
+    return [*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts()]
+
+
+def checked_texts(data: DataConfig) -> list[str]:
+    data.check()
+    return texts(data)
+
+
+def refusal(source) -> str:
+    data = DataConfig(source=source, retries=1)
+    with pytest.raises(InputError) as caught:
+        checked_texts(data)
+    assert "\n" not in str(caught.value)
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------ reading
+
+
+def fill(bucket: Buckets, folder: Path, files: dict[str, bytes]) -> None:
+    """The same files in the bucket's folder `set` and in a local one."""
+    for name, content in files.items():
+        bucket.put(f"set/{name}", content)
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def test_a_folder_of_a_store_is_read_as_a_local_one(bucket, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = tmp_path / "table.parquet"
+    parquet.write_table(pyarrow.table({"text": ["p 0", "p 1"]}), table)
+    files = {
+        "train/deep/b.jsonl.zst": compressed(jsonl("b", 5)),
+        "train/a.jsonl": jsonl("a", 5),
+        "train/c.parquet": table.read_bytes(),
+        "validation/v.jsonl": jsonl("v", 5),
+        "test/t.jsonl": jsonl("t", 5),
+        "train/.hidden/x.jsonl": jsonl("x", 1),
+        "train/notes.csv": b"no",
+    }
+    fill(bucket, tmp_path / "set", files)
+    for split in ("train", "validation"):
+        there = open_corpus(DataConfig(source="s3://bucket/set"), split)
+        here = open_corpus(DataConfig(source=str(tmp_path / "set")), split)
+        assert [s.identity for s in there.shards] == [s.identity for s in here.shards]
+        assert there.fingerprint == here.fingerprint
+        assert dict(there.counts) == dict(here.counts)
+    settings = {"shuffle_buffer": 4}
+    here = texts(DataConfig(source=str(tmp_path / "set"), **settings))
+    assert texts(DataConfig(source="s3://bucket/set", **settings)) == here
+    assert texts(DataConfig(source="s3://bucket/set/", **settings)) == here
+    assert texts(DataConfig(source=f"file://{tmp_path}/set", **settings)) == here
+    assert DataConfig(source=f"file://{tmp_path}/set").source == str(tmp_path / "set")
+
+
+def test_files_patterns_lists_and_several(bucket):
+    for name in ("train-0.jsonl", "train-1.jsonl", "val-0.jsonl", "other#1?.jsonl"):
+        bucket.put(f"set/{name}", jsonl(name, 2))
+    bucket.put("set/all.list", b"# shards\ntrain-1.jsonl\n\ns3://bucket/set/train-0.jsonl\nval-0.jsonl\n")
+    root = "s3://bucket/set"
+    size = len(jsonl("train-0.jsonl", 2))
+    first, second = (f"{root}/train-{i}.jsonl:{size}" for i in (0, 1))
+    assert identities(f"{root}/train-0.jsonl") == [first]
+    assert identities(f"{root}/train-*.jsonl") == [first, second]
+    assert identities(f"{root}/train-[1-9].jsonl") == [second]
+    assert identities(f"{root}/all.list") == [second, first]
+    assert identities(f"{root}/all.list", "validation")[0].startswith(f"{root}/val-0.jsonl:")
+    assert identities([f"{root}/val-0.jsonl", f"{root}/train-*"]) == [first, second]
+    assert len(identities(f"{root}/other#*.jsonl")) == 1
+    for source, message in {
+        f"{root}/none.jsonl": "s3://bucket/set/none.jsonl: cannot be read: it does not exist",
+        "s3://missing/set": "s3://missing/set: cannot be read: it does not exist",
+        f"{root}/none-*.jsonl": f"{root}/none-*.jsonl: no documents; files may end in .txt",
+        "foo://bucket/x": "data.source: foo://bucket/x: foo:// cannot be read; there are file://, http://",
+        "gs://bucket/x.jsonl": "gs://bucket/x.jsonl: needs gcsfs; pip install 'nalanda[gs]'",
+        "az://box/x.jsonl": "az://box/x.jsonl: needs adlfs; pip install 'nalanda[az]'",
+        f"s3://key:{SECRET}@bucket/x": "data.source: s3://***@bucket/x: a key does not belong in a URL; set",
+    }.items():
+        assert refusal(source).startswith(message), source
+    assert not Path("s3:").exists()
+
+
+def test_memory_and_schemes(tmp_path, monkeypatch):
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
+    with fsspec.open("memory://set/train/a.jsonl", "wb") as file:
+        file.write(jsonl("a", 3))
+    assert len(texts(DataConfig(source="memory://set"))) == 3
+    assert is_url("s3://b/*.jsonl")
+    assert is_url(["hf://datasets/a/b/c.parquet", "https://h/x"])
+    assert not is_url("a/b")
+    assert not is_url("C:/x")
+    assert (scheme_of("GS://b/x"), scheme_of("/a/s3://b")) == ("gs", "")
+    assert redact("abfs://box@account.dfs.core.windows.net/x") == "abfs://box@account.dfs.core.windows.net/x"
+
+
+def test_wrong_and_no_credentials_are_one_line(bucket, monkeypatch):
+    bucket.put("set/a.jsonl", jsonl("a", 3))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in refusal("s3://bucket/set/a.jsonl")
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in refusal("s3://bucket/set")
+
+
+def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
+    for name in "ab":
+        bucket.put(f"set/{name}.jsonl", jsonl(name, 20))
+    config = DataConfig(source="s3://bucket/set", seq_len=16, workers=0, shuffle_buffer=4, retries=1)
+
+    def new():
+        return PackedBatches(config, tokenizer, split="train", batch_size=4, epochs=1)
+
+    batches = new()
+    whole = [(batch["input_ids"].tolist(), json.loads(json.dumps(batches.state_dict()))) for batch in batches]
+    for file in urls.cache().iterdir():
+        file.unlink()  # as on another node
+    resumed = new()
+    resumed.load_state_dict(whole[1][1])
+    assert [batch["input_ids"].tolist() for batch in resumed] == [rows for rows, _ in whole[2:]]
+
+    bucket.put("set/b.jsonl", jsonl("c", 20))  # of the same size
+    with pytest.raises(InputError, match=r"s3://bucket/set/b\.jsonl: other content than when the checkpoint"):
+        new().load_state_dict(whole[1][1])
+    corpus = open_corpus(config, "train")
+    bucket.put("set/b.jsonl", jsonl("d", 20))
+    with pytest.raises(InputError, match=r"^s3://bucket/set/b\.jsonl: changed while in use"):
+        [*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]
+
+
+def test_a_damaged_shard_is_named_and_downloaded_again(bucket):
+    whole = compressed(jsonl("a", 50))
+    bucket.put("a.jsonl.zst", whole[:-20])
+    assert refusal("s3://bucket/a.jsonl.zst").startswith("s3://bucket/a.jsonl.zst, line 1: corrupt or trunc")
+    bucket.put("a.jsonl.zst", whole)
+    assert len(texts(DataConfig(source="s3://bucket/a.jsonl.zst", validation_share=1e-9))) == 50
+
+
+def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, waits, capsys):
+    bucket.put("set/a.jsonl", jsonl("a", 3))
+    bucket.put("set/b.jsonl", jsonl("b", 3))
+    data = DataConfig(source="s3://bucket/set", retries=2, validation_share=1e-9)
+    corpus = open_corpus(data, "train")
+    bucket.stop()
+    try:
+        with pytest.raises(SourceUnavailable, match=r"\.jsonl: failed 3 times in a row, gave up") as caught:
+            next(iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)))
+    finally:
+        bucket.start()
+    assert caught.value.exit_code == 75
+    assert len(waits) == 2
+    said = capsys.readouterr().err
+    assert said.count("try ") == 2
+    assert SECRET not in said
+    assert len([*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]) == 6
+    assert [path.name for path in urls.cache().glob(".*")] == []
