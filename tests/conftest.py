@@ -93,3 +93,26 @@ def whole(recipe, tmp_path_factory) -> Path:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
     return train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    from buckets import buckets
+
+    with buckets() as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(s3_server, tmp_path, monkeypatch):
+    """An S3 server with an empty bucket, credentials in the environment, and an empty cache."""
+    from buckets import environment
+    from s3fs import S3FileSystem
+
+    for name, value in environment(s3_server.endpoint).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
+    s3_server.clear()
+    S3FileSystem.clear_instance_cache()  # they keep the endpoint and the credentials of another test
+    yield s3_server
+    S3FileSystem.clear_instance_cache()

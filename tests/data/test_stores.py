@@ -1,43 +1,25 @@
 """Sources and outputs in a store: an S3 server that the test starts, and fsspec's memory."""
 
 import json
-import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 import zstandard
-from buckets import SECRET, Buckets, buckets, environment
+from buckets import SECRET, Buckets
 from servers import jsonl
 
-from nalanda.common.errors import InputError, SourceUnavailable
+from nalanda.common.errors import DiskFull, InputError, SourceUnavailable
 from nalanda.common.text import is_url, redact, scheme_of
-from nalanda.config.schema import DataConfig
+from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import urls
 from nalanda.data.corpus import DocumentStream, open_corpus
 from nalanda.data.loader import PackedBatches
-
-
-@pytest.fixture(scope="module")
-def server():
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with buckets() as started:
-        yield started
-
-
-@pytest.fixture
-def bucket(server, tmp_path, monkeypatch) -> Buckets:
-    """The server with an empty bucket, credentials in the environment, and an empty cache."""
-    import s3fs
-
-    for name, value in environment(server.endpoint).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "cache"))
-    for name in server.names():
-        server.client().delete_object(Bucket="bucket", Key=name)
-    s3fs.S3FileSystem.clear_instance_cache()  # they keep the endpoint and the credentials of another test
-    yield server
-    s3fs.S3FileSystem.clear_instance_cache()
+from nalanda.data.megatron import read_megatron
+from nalanda.data.prepare import prepare
+from nalanda.data.stores import copy_set, is_stored_set
+from nalanda.data.token_set import TokenSet
 
 
 def compressed(content: bytes) -> bytes:
@@ -209,3 +191,70 @@ def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, wai
     assert SECRET not in said
     assert len([*DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)]) == 6
     assert [path.name for path in urls.cache().glob(".*")] == []
+
+
+# ------------------------------ token sets
+
+
+def prepared(source: str, output: str, *options: str) -> None:
+    import nalanda_cli
+
+    nalanda_cli.app(
+        ["data", "prepare", source, output, "--vocab-size", "300", "--workers", "1", *options],
+        standalone_mode=False,
+    )
+
+
+def test_a_token_set_is_prepared_in_a_store_and_read_from_it(bucket, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train/a.jsonl", "validation/v.jsonl"):
+        bucket.put(f"texts/{name}", jsonl(name, 200))
+    prepared("s3://bucket/texts", "s3://bucket/tokens")
+    names = bucket.names("tokens/")
+    assert {"tokens/index.json", "tokens/train/00000.tokens", "tokens/tokenizer/tokenizer.json"} <= {*names}
+    assert not [name for name in names if "preparing" in name]
+    assert not Path("s3:").exists()
+
+    monkeypatch.setenv("NALANDA_CACHE", str(tmp_path / "another"))  # as on another machine
+    before = bucket.get("tokens/train/00000.tokens")
+    capsys.readouterr()
+    prepared("s3://bucket/texts", "s3://bucket/tokens")
+    said = capsys.readouterr().out
+    assert "prepared already" in said
+    assert "0 files copied" in said
+    with pytest.raises(InputError, match="was prepared with text_field"):
+        prepared("s3://bucket/texts", "s3://bucket/tokens", "--text-field", "other")
+
+    local = copy_set("s3://bucket/tokens", 1)
+    assert (local / "train/00000.tokens").read_bytes() == before
+    assert TokenSet(local, "train").documents == 200
+    assert is_stored_set("s3://bucket/tokens", 1)
+    assert not is_stored_set("s3://bucket/texts", 1)
+    assert "is a token set, and texts are needed" in refusal("s3://bucket/tokens")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5))
+    (local / "train/00000.tokens").unlink()
+    with pytest.raises(
+        DiskFull, match=r"^s3://bucket/tokens: a token set is copied here to be read, and .* lacks"
+    ):
+        copy_set("s3://bucket/tokens", 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    {
+        "http://host/out": "output: http://host/out: http:// cannot be written; name a local folder or",
+        "hf://datasets/a/b": "output: hf://datasets/a/b: hf:// cannot be written",
+        "foo://bucket/out": "output: foo://bucket/out: foo:// cannot be written",
+        "gs://bucket/out": "gs://bucket/out: needs gcsfs; pip install 'nalanda[gs]'",
+    }.items(),
+)
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        prepared("python", output)
+    assert str(caught.value).startswith(message)
+    assert caught.value.exit_code == 2
+    for write in (prepare, read_megatron):
+        with pytest.raises(InputError, match="output s3://bucket/out: a URL; name a local path"):
+            write(DataConfig(source="python"), TokenizerConfig(train="bpe"), "s3://bucket/out")
+    assert not [*tmp_path.iterdir()]

@@ -1,5 +1,6 @@
 """An S3 server on this machine, which a test may stop and start again."""
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -25,9 +26,9 @@ class Buckets:
     """moto's server, with one bucket. Its content outlives a stop."""
 
     def __init__(self) -> None:
-        from moto.moto_api._internal import moto_random  # noqa: F401  the backends live in this process
         from moto.server import ThreadedMotoServer
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -63,6 +64,10 @@ class Buckets:
 
     def get(self, name: str) -> bytes:
         return self.client().get_object(Bucket=BUCKET, Key=name)["Body"].read()
+
+    def clear(self) -> None:
+        for name in self.names():
+            self.client().delete_object(Bucket=BUCKET, Key=name)
 
     def names(self, folder: str = "") -> list[str]:
         found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=folder)

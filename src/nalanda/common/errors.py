@@ -105,7 +105,7 @@ def output_folder(path: str | os.PathLike, option: str) -> Path:
 
     option: the name that messages begin with. Raises `InputError`.
     """
-    path = _local(path, option)
+    path = local_output(path, option)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -121,7 +121,7 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
 
     option: the name that messages begin with. Raises `InputError`.
     """
-    path = _local(path, option)
+    path = local_output(path, option)
     if path.is_dir():
         raise InputError(f"{option} {path}: a folder; name a file")
     if path.is_symlink() and not path.exists():
@@ -130,7 +130,8 @@ def output_file(path: str | os.PathLike, option: str) -> Path:
     return path
 
 
-def _local(path: str | os.PathLike, option: str) -> Path:
+def local_output(path: str | os.PathLike, option: str) -> Path:
+    """`path` of this machine. Raises `InputError` for a URL, of which no folder may be made here."""
     name = local_path(os.fspath(path))
     if is_url(name):
         raise InputError(f"{option} {redact(name)}: a URL; name a local path")

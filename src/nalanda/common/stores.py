@@ -232,12 +232,17 @@ def upload_file(file: Path, url: str, retries: int) -> None:
     ask(lambda fs, path: fs.put_file(str(file), path), url, retries, "cannot be written")
 
 
+def remove_file(url: str, retries: int) -> None:
+    """Removes a file, if it is there."""
+    ask(_remove, url, retries, "cannot be removed")
+
+
 def remove_folder(url: str, first: str, retries: int) -> None:
-    """Removes a folder of a store, and before all else its file `first`."""
+    """Removes a folder, and before all else its file `first`."""
+    remove_file(f"{url}/{first}", retries)
+    ask(_remove, url, retries, "cannot be removed")
 
-    def remove(fs: Any, path: str) -> None:
-        for name, recursive in ((f"{path}/{first}", False), (path, True)):
-            with contextlib.suppress(FileNotFoundError):
-                fs.rm(name, recursive=recursive)
 
-    ask(remove, url, retries, "cannot be removed")
+def _remove(fs: Any, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        fs.rm(path, recursive=True)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, local_output
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare import PRELOAD, Preparation, alone_in, begin, record_entries
 
@@ -149,7 +149,7 @@ def prepare_with(
             "time": wanted.get("time", "24:00:00"),
             "sbatch": {name: value for name, _, value in pairs},
         }
-    directory = os.path.abspath(os.path.expanduser(directory))
+    directory = os.path.abspath(local_output(directory, "output"))
     with alone_in(Path(directory)):
         if begin(data, tokenizer, directory, shard_bytes=shard_bytes) is None:
             return

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from nalanda.common.errors import InputError
+from nalanda.common.stores import check_output, is_store
+from nalanda.common.text import local_path
 from nalanda.config.load import is_recipe, load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.megatron import read_megatron
 from nalanda.data.offline import use_mirror
 from nalanda.data.prepare import prepare
+from nalanda.data.stores import make_in_store
 from nalanda.data.token_set import is_token_set, megatron_splits, read_index
 from nalanda.data.workers import processors
 
@@ -28,7 +31,8 @@ def make_token_set(
     say: Callable[[str], None] = lambda line: None,
     **cluster: Any,
 ) -> dict | None:
-    """Makes a token set in `directory`; returns its index, or None if tasks are queued that will make it.
+    """Makes a token set in `directory`, which may be a folder of a store; returns its index, or None if tasks
+    are queued that will make it.
 
     Args:
         source: of documents, or a recipe, whose data and tokenizer are taken; or PREFIX.idx of Megatron.
@@ -39,6 +43,24 @@ def make_token_set(
     Raises:
         InputError: as in `prepare`, `prepare_with` or `read_megatron`.
     """
+    check_output(directory, "output")
+    directory = local_path(directory)
+    if is_store(directory):
+        if executor:
+            raise InputError("--executor: its tasks share a local folder; name one, and copy the set")
+        return make_in_store(
+            directory,
+            lambda folder: make_token_set(
+                source,
+                folder,
+                data=data,
+                tokenizer=tokenizer,
+                workers=workers,
+                shard_bytes=shard_bytes,
+                say=say,
+            ),
+            say,
+        )
     settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
     if is_recipe(source):
         recipe = use_mirror(load_config(source))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nalanda.common.errors import InputError, first_line
+from nalanda.common.errors import InputError, first_line, local_output
 from nalanda.common.files import verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.prepare import ShardWriter, write_whole
@@ -132,7 +132,7 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
         InputError: the set is damaged; the tokenizer is not named, or lacks some of the ids; the directory
             holds something.
     """
-    splits, directory = megatron_splits(data.source), Path(directory).expanduser()
+    splits, directory = megatron_splits(data.source), local_output(directory, "output")
     if tokenizer.path is None:
         raise InputError(f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -229,7 +229,7 @@ def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tu
     Raises:
         InputError: not a token set, or a damaged one; the directory holds something.
     """
-    token_set, directory = Path(token_set).expanduser(), Path(directory).expanduser()
+    token_set, directory = Path(token_set).expanduser(), local_output(directory, "output")
     if not is_token_set(token_set):
         raise InputError(
             f"{token_set}: not a token set; prepare one first, then write it as --format megatron"

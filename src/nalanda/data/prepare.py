@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
-from nalanda.common.errors import DiskFull, InputError, first_line, no_room
+from nalanda.common.errors import DiskFull, InputError, first_line, local_output, no_room
 from nalanda.common.files import rename_synced
 from nalanda.common.plugins import import_plugins, imported
 from nalanda.common.processes import end_with_parent
@@ -168,7 +168,7 @@ def _size(shard: Shard) -> int | None:
     """Bytes of input, or None if only reading tells."""
     if isinstance(shard, FileShard):
         return shard.size
-    return len(shard.text.encode()) if isinstance(shard, TextShard) else None
+    return len(shard.text.encode()) if isinstance(shard, TextShard) else getattr(shard, "size", None)
 
 
 def _density(shard: Shard) -> int:
@@ -610,7 +610,7 @@ def begin(
         InputError: the source or the tokenizer cannot be opened; the directory holds something else, or was
             begun with other settings.
     """
-    directory = Path(directory).expanduser()
+    directory = local_output(directory, "output")
     _check(data, tokenizer, shard_bytes)
     _refuse_other_files(directory)
     corpora = open_corpora(data)

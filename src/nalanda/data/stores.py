@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,9 @@ from nalanda.common.stores import (
     match,
     reachable,
     read_bytes,
+    remove_file,
+    staging,
+    upload_file,
 )
 from nalanda.common.text import redact, size
 from nalanda.config.schema import DataConfig, RunConfig
@@ -49,7 +52,10 @@ from nalanda.data.token_set import FORMAT, SPLITS
 from nalanda.data.urls import FAILS, UrlShard, cached, download, is_list, list_urls, name_of, split_urls
 
 AT_ONCE = 16
-"""Files of a list whose sizes are asked for at a time."""
+"""Files that a store is asked for, or given, at a time."""
+
+PARTS = ("index.json", "tokenizer", *SPLITS)
+"""What the folder of a token set holds."""
 
 
 class Named(NamedTuple):
@@ -287,3 +293,37 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
 
 def _is_there(file: Path, stored: StoreFile) -> bool:
     return file.is_file() and file.stat().st_size == stored.size
+
+
+def make_in_store(url: str, make: Callable[[str], dict | None], say: Callable[[str], None]) -> dict | None:
+    """Makes a token set in a local folder by `make(folder)`, and copies it to the folder `url` of a store.
+
+    Files of the set that the store has are taken from there, so a set is not made twice. While it is copied,
+    the store has no index.json, which comes last. Returns the index.
+    """
+    root, folder, retries = url.rstrip("/"), staging(url), DataConfig.retries
+    say(f"{root}: is made in {folder} and copied from there")
+    there = list_folder(root, retries)
+    if "index.json" in there and not (folder / "index.json").is_file():
+        copy_set(root, retries, folder)
+    elif any(name.partition("/")[0] not in PARTS for name in there):
+        raise InputError(f"{root}: not empty and not a token set; name another folder")
+    made = make(str(folder))
+
+    index = folder / "index.json"
+    same = "index.json" in there and read_bytes(f"{root}/index.json", retries) == index.read_bytes()
+    if "index.json" in there and not same:
+        remove_file(f"{root}/index.json", retries)
+    missing = []
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if not file.is_file() or file.name[0] == "." or name.partition("/")[0] not in PARTS[1:]:
+            continue
+        if not same or name not in there or there[name].size != file.stat().st_size:
+            missing.append(name)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        [*pool.map(lambda name: upload_file(folder / name, f"{root}/{name}", retries), missing)]
+    if not same or missing:
+        upload_file(index, f"{root}/index.json", retries)
+    say(f"{root}: {len(missing)} files copied")
+    return made

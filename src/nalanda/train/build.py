@@ -39,6 +39,7 @@ from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector, Watchdog
 from nalanda.train.log import write_facts
+from nalanda.train.mirror import Mirror
 from nalanda.train.optim import build_optimizer
 from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
 from nalanda.train.run_dir import no_checkpoint_message
@@ -84,6 +85,8 @@ class Run:
     at: TrainerState = field(default_factory=TrainerState)
     checkpoint: Path | None = None
     """The checkpoint that the same command would resume from."""
+    mirror: Mirror | None = None
+    """Copies the run to its store, on the main process of a run in one."""
     rollbacks: Counter[Path] = field(default_factory=Counter)
     """Rollbacks to each checkpoint since the launch."""
     rolled_back_to: Path | None = None
@@ -131,6 +134,8 @@ class Run:
         if self.accelerator.is_main_process:  # without `wait`, the newest on the disk may be the one before
             self.facts["saved"] = max([0, *map(step_of, checkpoint_folders(self.saver.directory))])
             write_facts(Path(self.config.output_dir), self.facts)
+        if self.mirror is not None:
+            self.mirror.start()
 
 
 def set_up(

@@ -22,6 +22,7 @@ from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
 from nalanda.data.offline import use_mirror
 from nalanda.data.records import Left, describe_left
+from nalanda.data.stores import with_local_sets
 from nalanda.train import memory, parallel
 from nalanda.train.build import Run, finish_sums, from_main_process, launch, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
@@ -31,6 +32,7 @@ from nalanda.train.export import export
 from nalanda.train.guards import SIGNALS, Watchdog, interruptible
 from nalanda.train.log import RunLog, last_metrics
 from nalanda.train.loss import count_labels, describe_perplexity, negative_share, summed_loss, validate
+from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.optim import describe_groups, learning_rate
 from nalanda.train.run_dir import (
     claim,
@@ -60,22 +62,30 @@ def train(config: RunConfig) -> Path:
     config = at_home(config)
     config.check()
     transformers.logging.disable_progress_bar()  # saving a few files needs none
+    config, mirror = staged(config)
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
     with memory.explain_out_of_memory(config, kind):
         accelerator = launch(config)
         if not accelerator.is_main_process:
             return _train(config, accelerator, kind, None)
-        with lock_run_dir(Path(config.output_dir)):
-            return _train(config, accelerator, kind, claim(Path(config.output_dir), config))
+        with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
+            return _train(config, accelerator, kind, claim(Path(config.output_dir), config), mirror)
 
 
-def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, claimed: Any) -> Path:
+def _train(
+    config: RunConfig,
+    accelerator: Accelerator,
+    kind: parallel.Kind,
+    claimed: Any,
+    mirror: Mirror | None = None,
+) -> Path:
     """`train`, with the processes launched and the folder locked. claimed: what
-    `claim` returned on the main process, None on others."""
+    `claim` returned on the main process, None on others. mirror: copies the run to its store."""
     main, device, processes = accelerator.is_main_process, accelerator.device, accelerator.num_processes
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    recipe, config, (changes, facts, resume) = config, use_mirror(config), from_main_process(claimed)
+    recipe, config = config, with_local_sets(use_mirror(config))
+    changes, facts, resume = from_main_process(claimed)
     done = step_of(resume) if resume else 0
     if facts.get("state") == "finished" and done >= config.train.steps and is_exported(run_dir / "final"):
         if main:
@@ -85,6 +95,7 @@ def _train(config: RunConfig, accelerator: Accelerator, kind: parallel.Kind, cla
     sharing = parallel.Sharing(accelerator, kind, config.train)
     with Progress("setting up", stream=sys.stdout) as progress:
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
+    run.mirror = mirror
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)

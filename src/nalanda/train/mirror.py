@@ -1,0 +1,225 @@
+"""A run in a store: it works in a local folder, and its finished checkpoints are copied to the store.
+
+A checkpoint's manifest is uploaded last and removed first, so one that is cut short is not taken for a whole
+one. Copying runs in a thread beside the training. If it fails, it is tried again with the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from nalanda.common.errors import InputError
+from nalanda.common.files import verify_manifest, write_atomically
+from nalanda.common.stores import (
+    StoreFile,
+    download_file,
+    is_store,
+    list_folder,
+    read_bytes,
+    remove_file,
+    remove_folder,
+    staging,
+    upload_file,
+)
+from nalanda.config.schema import CheckpointConfig, RunConfig
+from nalanda.train.checkpoint_dir import MARK, checkpoint_folders, step_of
+
+RETRIES = 3
+"""Tries of a copy beside the training, which the next checkpoint repeats."""
+
+RECORDS = ("config.yaml", "run.json", "metrics.jsonl", "tracker.json")
+"""Files of a run that a resume needs beside its checkpoint and tokenizer."""
+
+MANIFEST = "manifest.json"
+
+Files = dict[str, StoreFile]
+"""Files of the store by their names in the run's folder."""
+
+
+def staged(config: RunConfig) -> tuple[RunConfig, Mirror | None]:
+    """`config` with a local folder in place of an `output_dir` in a store, and what copies it there."""
+    if not is_store(config.output_dir):
+        return config, None
+    mirror = Mirror(staging(config.output_dir), config.output_dir, config.checkpoint, config.data.retries)
+    return replace(config, output_dir=str(mirror.folder)), mirror
+
+
+@contextlib.contextmanager
+def mirrored(mirror: Mirror | None) -> Iterator[None]:
+    """Fetches what a resume needs; at the end, copies the rest. An error of its own is raised only where the
+    block raised none."""
+    if mirror is None:
+        yield
+        return
+    mirror.fetch()
+    try:
+        yield
+    except BaseException:
+        try:
+            mirror.finish(retries=1)  # a machine that is taken away waits for nothing
+        except InputError as error:
+            mirror.say(str(error))
+        raise
+    mirror.finish(mirror.retries)
+
+
+class Mirror:
+    """Copies a run's folder to the folder `url` of a store. Only the main process has one."""
+
+    def __init__(self, folder: Path, url: str, keep: CheckpointConfig, retries: int):
+        self.folder, self.url, self.keep, self.retries = folder, url.rstrip("/"), keep, retries
+        self.begun = time.time()
+        self._sent: dict[str, bytes] = {}  # checkpoint → its manifest in the store
+        self._thread: threading.Thread | None = None
+
+    def say(self, line: str) -> None:
+        print(f"nalanda: {line}", file=sys.stderr, flush=True)
+
+    # ------------------------------ from the store
+
+    def fetch(self) -> None:
+        """Downloads the newest whole checkpoint and the run's records, if the store is ahead of the folder.
+
+        Raises:
+            InputError: the store cannot be read, or has other files than a run.
+        """
+        self.say(f"{self.url}: the run works in {self.folder} and is copied from there")
+        there = list_folder(self.url, self.retries)
+        if there and not {"config.yaml", "run.json", "metrics.jsonl"} & there.keys():
+            raise InputError(f"{self.url} has files that are no run of Nalanda's; choose another output_dir")
+        checkpoints = self.folder / "checkpoints"
+        newest = max((step_of(path) for path in checkpoint_folders(checkpoints)), default=-1)
+        ahead = [step for step in _steps(there) if step > newest and _manifest(step) in there]
+        fetched = any(self._fetch_checkpoint(step, there) for step in sorted(ahead, reverse=True))
+        if fetched or not (self.folder / "config.yaml").is_file():
+            for name, stored in there.items():
+                if name in RECORDS or name.startswith("tokenizer/"):
+                    download_file(stored, self.folder / name, self.retries)
+
+    def _fetch_checkpoint(self, step: int, there: Files) -> bool:
+        """Whether the checkpoint is whole, and here now."""
+        name = f"checkpoints/step-{step}/"
+        part = self.folder / "checkpoints" / f".tmp-step-{step}"
+        shutil.rmtree(part, ignore_errors=True)
+        for file, stored in there.items():
+            if file.startswith(name):
+                download_file(stored, part / file.removeprefix(name), self.retries)
+        if problem := verify_manifest(part):
+            self.say(f"{self.url}/{name}: damaged, passed over: {problem}")
+            shutil.rmtree(part)
+            return False
+        part.rename(part.with_name(f"step-{step}"))
+        return True
+
+    # ------------------------------ to the store
+
+    def start(self) -> None:
+        """Begins to copy, unless an earlier copy is still under way: what it lacks comes with the next."""
+        if self._thread is None or not self._thread.is_alive():
+            # A daemon: a process that fails does not wait for it.
+            self._thread = threading.Thread(target=self._try, name="nalanda-mirror", daemon=True)
+            self._thread.start()
+
+    def _try(self) -> None:
+        try:
+            self.copy(RETRIES)
+        except Exception as error:  # training goes on without the store
+            self.say(f"{self.url}: not copied there; it is tried again with the next checkpoint ({error})")
+
+    def finish(self, retries: int) -> None:
+        """Copies what is not in the store yet. Raises `InputError`, which names the local folder."""
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            self.copy(retries, model=True)
+        except InputError as error:
+            raise type(error)(
+                f"{self.url}: lacks the newest files, which are in {self.folder} ({error})"
+            ) from None
+
+    def copy(self, retries: int, *, model: bool = False) -> None:
+        """Copies the checkpoints, then the records, so that these claim no checkpoint that is not there.
+
+        model: whether final/ is copied too. Checkpoints that are not kept are removed in the store.
+        """
+        there = list_folder(self.url, retries)
+        ours = {path.name: path for path in checkpoint_folders(self.folder / "checkpoints")}
+        for path in ours.values():
+            self._copy_checkpoint(path, there, retries)
+        folders = ("tokenizer", "final") if model else ("tokenizer",)
+        names = [name for name in RECORDS if (self.folder / name).is_file()]
+        for folder in folders:
+            names += [
+                name
+                for file in sorted((self.folder / folder).rglob("*"))
+                if file.is_file() and self._is_new(name := file.relative_to(self.folder).as_posix(), there)
+            ]
+        for name in names:
+            self._upload(name, retries)
+        if kept := {step_of(path) for path in ours.values()}:
+            self._prune(max(kept), len(kept), _steps(there) - kept, retries)
+
+    def _is_new(self, name: str, there: Files) -> bool:
+        found = (self.folder / name).stat()
+        return name not in there or there[name].size != found.st_size or found.st_mtime > self.begun
+
+    def _upload(self, name: str, retries: int) -> None:
+        file = self.folder / name
+        if file.name == "config.yaml":  # there it names the store, so that another machine can train on
+            recipe = re.sub(r"(?m)^output_dir: .*$", f"output_dir: {self.url}", file.read_text(), count=1)
+            file = self.folder / ".mirrored" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, recipe)
+        upload_file(file, f"{self.url}/{name}", retries)
+
+    def _copy_checkpoint(self, path: Path, there: Files, retries: int) -> None:
+        folder = f"checkpoints/{path.name}"
+        try:
+            manifest = (path / MANIFEST).read_bytes()
+            names = [f.relative_to(path).as_posix() for f in sorted(path.rglob("*")) if f.is_file()]
+            names.remove(MANIFEST)
+            whole = f"{folder}/{MANIFEST}" in there
+            if whole and path.name not in self._sent:
+                self._sent[path.name] = read_bytes(f"{self.url}/{folder}/{MANIFEST}", retries)
+            if whole and self._sent[path.name] == manifest:
+                # Since then a mark may have come or gone.
+                names = [name for name in names if f"{folder}/{name}" not in there]
+                if f"{folder}/{MARK}" in there and not (path / MARK).exists():
+                    remove_file(f"{self.url}/{folder}/{MARK}", retries)
+            elif any(name.startswith(f"{folder}/") for name in there):
+                remove_folder(f"{self.url}/{folder}", MANIFEST, retries)
+                whole = False
+            for name in names:
+                self._upload(f"{folder}/{name}", retries)
+            if not whole:
+                self._upload(f"{folder}/{MANIFEST}", retries)
+            self._sent[path.name] = manifest
+        except (OSError, InputError):
+            if path.exists():  # else it was removed meanwhile, and is needed no more
+                raise
+
+    def _prune(self, newest: int, count: int, others: set[int], retries: int) -> None:
+        """Removes checkpoints of the store alone: those after `newest`, from before a rollback or a return to
+        an earlier step; and older ones, once as many as are kept are here."""
+        for step in sorted(others):
+            kept = self.keep.keep_every and step % self.keep.keep_every == 0
+            if step > newest or (count >= self.keep.keep_last and not kept):
+                remove_folder(f"{self.url}/checkpoints/step-{step}", MANIFEST, retries)
+
+
+def _manifest(step: int) -> str:
+    return f"checkpoints/step-{step}/{MANIFEST}"
+
+
+def _steps(there: Files) -> set[int]:
+    """The steps of the checkpoints in the store, whole or not."""
+    found = (re.match(r"checkpoints/step-(\d+)/", name) for name in there)
+    return {int(match[1]) for match in found if match}
