@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import buckets
 import torch
 import zstandard
 from harness import (
@@ -793,6 +794,65 @@ def servers(work: Work) -> str:
     return f"{again} requests made again, {equal}; {away}; half sent as whole: {paths[2]} named"
 
 
+def dying_store(work: Work) -> str:
+    """The data and the run's folder are in S3. The server dies under the run. It comes back, and the run is
+    started again; then the machine dies, and another one, with an empty disk, trains on.
+
+    The run saves before it ends with code 75, and names the folder that the store lacks. The finished run
+    equals one on local files. No key is printed or stored.
+    """
+    run, corpus = work.run("stored"), work.folder / "corpus"
+    url = "s3://bucket/run"
+    with buckets.buckets() as server:
+        for file in corpus.rglob("*.zst"):
+            server.put(f"corpus/{file.relative_to(corpus).as_posix()}", file.read_bytes())
+        sources = ("web", 2), ("code", 1)
+        parts = (f"{{name: {n}, source: s3://bucket/corpus/{n}, weight: {w}}}" for n, w in sources)
+        settings = (
+            f"output_dir={url}",
+            f"data.mixture=[{', '.join(parts)}]",
+            f"train.steps={work.steps}",
+            "data.retries=1",
+        )
+        text = ""
+
+        def start(machine: str, **orders: object) -> Trainer:
+            env = buckets.environment(server.endpoint) | {"NALANDA_CACHE": str(work.folder / machine)}
+            return Trainer(work.recipe, run, *settings, env=env, **orders)
+
+        def folder(machine: str) -> Path:
+            return next((work.folder / machine / "output").glob("*-run"))
+
+        with start("machine-1", pause={**POINTS[6], "after_step": 12}) as trainer:
+            trainer.paused()
+            server.stop()
+            for file in (work.folder / "machine-1").glob("*.zst"):
+                file.unlink()
+            trainer.go()
+            text += trainer.end(75)
+        stopped = max(checkpoints(folder("machine-1")))
+        need(stopped == trained(folder("machine-1")), f"saved {stopped}, trained on")
+        need(f"lacks the newest files, which are in {folder('machine-1')}" in text, text[-600:])
+        server.start()
+        with start("machine-1") as trainer:
+            trainer.until(
+                lambda: f"run/checkpoints/step-{stopped}/manifest.json" in server.names(), "the copy"
+            )
+            trainer.kill()
+            text += trainer.text
+        with start("machine-2") as trainer:
+            text += trainer.end()
+        need("resumes from step-" in text.rpartition("works in")[2], "it began anew")
+        shutil.copytree(folder("machine-2"), run)
+        equal = same(run, work.whole())
+        need("run/final/model.safetensors" in server.names(), "no final model in the store")
+        found = [server.get(name) for name in server.names()]
+        found += [file.read_bytes() for file in work.folder.glob("machine-*/**/*") if file.is_file()]
+        need(buckets.SECRET not in text, "the key was printed")
+        need(not any(buckets.SECRET.encode() in content for content in found), "the key is in a file")
+    return f"stopped at step {stopped} with code 75, then resumed on two machines, {equal}"
+
+
 # ------------------------------ settings
 
 
@@ -1553,6 +1613,7 @@ CASES = (
     harmed_folder,
     clock,
     servers,
+    dying_store,
     changed,
     accumulation,
     hostile_checkpoint,

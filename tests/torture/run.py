@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 import cases
 import torch
