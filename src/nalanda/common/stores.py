@@ -47,7 +47,7 @@ class StoreFile(NamedTuple):
     url: str
     size: int
     content: str = ""
-    """What tells its content apart, an ETag or a checksum; "" if the store states none."""
+    """What tells its content apart, such as `ETag:…` or `md5Hash:…`; "" if the store states nothing."""
 
 
 def is_store(url: Any) -> bool:
@@ -188,8 +188,9 @@ def has_magic(url: str) -> bool:
 
 def _stored(url: str, info: dict) -> StoreFile:
     names = ("ETag", "md5Hash", "crc32c", "etag", "blob_id")
-    stated = next((str(info[name]) for name in names if info.get(name)), "")
-    return StoreFile(url, info["size"], stated.strip('"'))
+    stated = next((name for name in names if info.get(name)), None)
+    content = f"{stated}:{info[stated]}".replace('"', "") if stated else ""
+    return StoreFile(url, info["size"], content)
 
 
 def read_bytes(url: str, retries: int) -> bytes:

@@ -60,15 +60,23 @@ def mirrored(mirror: Mirror | None) -> Iterator[None]:
         yield
         return
     mirror.fetch()
+    failure = None
     try:
         yield
-    except BaseException:
-        try:
-            mirror.finish(retries=1)  # a machine that is taken away waits for nothing
-        except InputError as error:
-            mirror.say(str(error))
-        raise
-    mirror.finish(mirror.retries)
+    except BaseException as error:
+        failure = error
+
+    # Not while the error is handled: it would be taken for the cause of one in here, and that for final.
+    try:
+        mirror.finish(
+            mirror.retries if failure is None else 1
+        )  # a machine that is taken away waits for little
+    except InputError as error:
+        if failure is None:
+            raise
+        mirror.say(str(error))
+    if failure is not None:
+        raise failure
 
 
 class Mirror:
