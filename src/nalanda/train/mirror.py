@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,23 +61,16 @@ def mirrored(mirror: Mirror | None) -> Iterator[None]:
         yield
         return
     mirror.fetch()
-    failure = None
     try:
         yield
-    except BaseException as error:
-        failure = error
-
-    # Not while the error is handled: it would be taken for the cause of one in here, and that for final.
-    try:
-        mirror.finish(
-            mirror.retries if failure is None else 1
-        )  # a machine that is taken away waits for little
-    except InputError as error:
-        if failure is None:
-            raise
-        mirror.say(str(error))
-    if failure is not None:
-        raise failure
+    except BaseException:
+        # In a thread: here the run's error would be taken for the cause of the store's, and so for final.
+        with ThreadPoolExecutor(1) as thread:
+            problem = thread.submit(mirror.finish, retries=1).exception()
+        if problem is not None:
+            mirror.say(str(problem))
+        raise
+    mirror.finish(mirror.retries)
 
 
 class Mirror:
