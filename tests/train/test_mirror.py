@@ -18,6 +18,7 @@ from nalanda.common.stores import cache
 from nalanda.config.schema import CheckpointConfig
 from nalanda.data.make_set import make_token_set
 from nalanda.data.stores import StoreShard
+from nalanda.train import mirror as copies
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of
 from nalanda.train.loop import train
 from nalanda.train.mirror import Mirror, mirrored
@@ -82,6 +83,16 @@ def test_checkpoints_and_records_go_there_and_come_back(bucket, tmp_path):
     save(here, 20)
     mirror(here).fetch()  # nothing is newer there
     assert (here / "run.json").read_text() == '{"saved": 20}'
+
+
+def test_whenever_a_copy_is_cut_short_the_records_fit_the_checkpoints(bucket, tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(copies, "upload_file", lambda file, url, retries: sent.append(url.removeprefix(URL)))
+    save(tmp_path, 5)
+    mirror(tmp_path).copy(1)
+    manifest = sent.index("/checkpoints/step-5/manifest.json")
+    assert sent.index("/metrics.jsonl") < sent.index("/checkpoints/step-5/model.safetensors") < manifest
+    assert sent[-1] == "/run.json"
 
 
 def test_a_checkpoint_cut_short_is_passed_over_and_replaced(bucket, tmp_path, capsys):

@@ -130,7 +130,7 @@ def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "canno
 # ------------------------------ looking
 
 
-def look(url: str, retries: int) -> StoreFile | None:
+def file_at(url: str, retries: int) -> StoreFile | None:
     """A file, or None for a folder. Raises `InputError` if there is neither."""
     found = ask(lambda fs, path: fs.info(path), url, retries)
     return _stored(url, found) if found["type"] == "file" else None

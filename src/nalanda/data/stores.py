@@ -21,10 +21,10 @@ from nalanda.common.stores import (
     cache,
     download_file,
     exists,
+    file_at,
     has_magic,
     is_store,
     list_folder,
-    look,
     match,
     reachable,
     read_bytes,
@@ -110,7 +110,7 @@ class StoreShard:
             raise InputError(str(error).replace(str(path), redact(self.url))) from None
 
     def _download(self, file: Path) -> None:
-        if look(self.url, self.retries) != self.stored:
+        if file_at(self.url, self.retries) != self.stored:
             raise InputError(
                 f"{redact(self.url)}: changed while in use; restore it, "
                 "or start a new run from the checkpoint's weights with model.init_from"
@@ -158,7 +158,7 @@ def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[li
 def _look(file: Named, retries: int) -> StoreFile | None:
     if not is_store(file.url) or file.stored:
         return file.stored
-    if (found := look(file.url, retries)) is None:
+    if (found := file_at(file.url, retries)) is None:
         raise InputError(f"{redact(file.url)}: a folder; name it alone as data.source, or name its files")
     return found
 
@@ -172,7 +172,7 @@ def list_parts(source: str | list[str], retries: int) -> tuple[dict[str, list[Na
     elif has_magic(source):
         files = [Named(stored.url, stored.url, stored) for stored in match(source, retries)]
         parts = {**{part: [] for part in NAMES}, "": [_readable(file) for file in files]}
-    elif not source.endswith("/") and (stored := look(source, retries)):
+    elif not source.endswith("/") and (stored := file_at(source, retries)):
         parts = {**{part: [] for part in NAMES}, "": [_readable(Named(source, source, stored))]}
     else:
         parts = _folder_parts(source, retries, counts)

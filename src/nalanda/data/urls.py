@@ -19,7 +19,16 @@ from urllib.parse import parse_qsl, urljoin, urlsplit
 
 from nalanda.common.errors import InputError
 from nalanda.common.retry import Incomplete, Patience, persist
-from nalanda.common.stores import cache, has_magic, is_store, list_folder, look, match, reachable, read_bytes
+from nalanda.common.stores import (
+    cache,
+    file_at,
+    has_magic,
+    is_store,
+    list_folder,
+    match,
+    reachable,
+    read_bytes,
+)
 from nalanda.common.text import is_url, redact
 from nalanda.data.documents import (
     NAMES,
@@ -116,7 +125,7 @@ def _files_at(url: str, retries: int) -> list[str]:
     """The URLs of the files that a URL of a store names."""
     if has_magic(url):
         return [stored.url for stored in match(url, retries)]
-    if suffix_of(url) or look(url, retries):
+    if suffix_of(url) or file_at(url, retries):
         return [url]
     return [stored.url for name, stored in list_folder(url, retries).items() if suffix_of(name)]
 

@@ -148,30 +148,38 @@ class Mirror:
             ) from None
 
     def copy(self, retries: int, *, model: bool = False) -> None:
-        """Copies the checkpoints, then the records, so that these claim no checkpoint that is not there.
+        """Copies the records, then the checkpoints, then run.json.
+
+        Whenever it is cut short, the metrics there reach up to each checkpoint there (a resume leaves out what
+        lies behind it), and run.json claims no checkpoint that is not there.
 
         model: whether final/ is copied too. Checkpoints that are not kept are removed in the store.
         """
         there = list_folder(self.url, retries)
         ours = {path.name: path for path in checkpoint_folders(self.folder / "checkpoints")}
+        names = [name for name in RECORDS if (self.folder / name).is_file()]
+        names += self._new_files("tokenizer", there)
+        for name in names:
+            if name != "run.json":
+                self._upload(name, retries)
         for path in ours.values():
             self._copy_checkpoint(path, there, retries)
-        folders = ("tokenizer", "final") if model else ("tokenizer",)
-        names = [name for name in RECORDS if (self.folder / name).is_file()]
-        for folder in folders:
-            names += [
-                name
-                for file in sorted((self.folder / folder).rglob("*"))
-                if file.is_file() and self._is_new(name := file.relative_to(self.folder).as_posix(), there)
-            ]
-        for name in names:
+        last = self._new_files("final", there) if model else []
+        for name in [*last, *(name for name in names if name == "run.json")]:
             self._upload(name, retries)
         if kept := {step_of(path) for path in ours.values()}:
             self._prune(max(kept), len(kept), _steps(there) - kept, retries)
 
-    def _is_new(self, name: str, there: Files) -> bool:
-        found = (self.folder / name).stat()
-        return name not in there or there[name].size != found.st_size or found.st_mtime > self.begun
+    def _new_files(self, folder: str, there: Files) -> list[str]:
+        """The files of a folder of the run that the store lacks, or has as they were before this start."""
+        found = []
+        for file in sorted((self.folder / folder).rglob("*")):
+            name = file.relative_to(self.folder).as_posix()
+            if file.is_file():
+                same = name in there and there[name].size == file.stat().st_size
+                if not same or file.stat().st_mtime > self.begun:
+                    found.append(name)
+        return found
 
     def _upload(self, name: str, retries: int) -> None:
         file = self.folder / name
