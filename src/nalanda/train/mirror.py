@@ -150,8 +150,8 @@ class Mirror:
     def copy(self, retries: int, *, model: bool = False) -> None:
         """Copies the records, then the checkpoints, then run.json.
 
-        Whenever it is cut short, the metrics there reach up to each checkpoint there (a resume leaves out what
-        lies behind it), and run.json claims no checkpoint that is not there.
+        Whenever it is cut short, the metrics there reach up to each checkpoint there, and run.json claims no
+        checkpoint that is not there. A resume leaves out the metrics behind its checkpoint.
 
         model: whether final/ is copied too. Checkpoints that are not kept are removed in the store.
         """
