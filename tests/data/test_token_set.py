@@ -870,8 +870,8 @@ def test_a_huge_file_is_cut(tmp_path, byte_tokenizer):
     """Every line once, for cuts inside a line, inside a character and at a line's end."""
     rows = records(60)
     (tmp_path / "in.jsonl").write_bytes(lines(rows)[:-1])  # the last line has no end
-    data = DataConfig(source=str(tmp_path / "in.jsonl"), validation_share=0.01)
-    rows = [r for r in rows if not held_out(r["text"], 0.01)]
+    data = DataConfig(source=str(tmp_path / "in.jsonl"), validation_share=0.1)
+    rows = [r for r in rows if not held_out(r["text"], 0.1)]
     sizes = np.cumsum([len(lines([r])) for r in records(60)])
     for limit in (97, 101, 1000, int(sizes[9]), int(sizes[9]) - 1, int(sizes[9]) + 1):
         out = tmp_path / f"out{limit}"
