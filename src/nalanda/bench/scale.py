@@ -151,7 +151,7 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
     rows = torch.randint(4096, (ROWS, config.data.seq_len), generator=generator)
     own = rows.chunk(PROCESSES)[rank]
     sharded = built()
-    parallel.shard(sharded, parallel.units(sharded), init_device_mesh("cpu", (PROCESSES,)), bf16=False)
+    parallel.shard(sharded, parallel.units(sharded), init_device_mesh("cpu", (PROCESSES,)), dtype=None)
     ddp, fsdp, context = map(str, SPLITS)
     return {
         "whole": step(built(), rows),

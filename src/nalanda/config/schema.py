@@ -292,8 +292,10 @@ class TrainConfig:
     """Tokens of all processes together; reached by gradient accumulation."""
     micro_batch_size: int
     """Rows of one forward pass of one process, or of the processes of one context."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision of matrix products; bf16 is autocast, with fp32 weights, moments and reductions."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision of matrix products. bf16 and fp16 are autocast, with fp32 weights, moments and reductions.
+    fp16 is for GPUs without bf16 (before Ampere): a scale of the loss, which follows the gradients, keeps
+    them in its range."""
     z_loss: float = 0.0
     """Coefficient of the mean of logsumexp(logits)² in the objective (PaLM: 1e-4); logged losses do not
     include it."""

@@ -50,8 +50,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits = dlogits.to(rows.dtype)
             if dh is not None:
                 torch.mm(dlogits, weight, out=dh[part]).masked_fill_(ignored, 0)
-            if dw is not None:
-                dw = dw.addmm_(dlogits.T, rows) if dw.dtype == rows.dtype else dw.add_(dlogits.T @ rows)
+            if dw is None:
+                continue
+            if dw.dtype == rows.dtype:
+                dw = dw.addmm_(dlogits.T, rows)
+            elif rows.dtype == torch.float16:  # a sum over the rows of a frequent word may exceed its range
+                dw = dw.add_(dlogits.T @ (rows / 64), alpha=64)
+            else:
+                dw = dw.add_(dlogits.T @ rows)
         ctx.save_for_backward(dh, dw)
         ctx.weight_dtype, ctx.block = weight.dtype, block
         return total.to(torch.float64 if h.dtype == torch.float64 else torch.float32)

@@ -40,7 +40,7 @@ from nalanda.train.flops import flops_per_token, peak_flops
 from nalanda.train.guards import SpikeDetector, Watchdog
 from nalanda.train.log import write_facts
 from nalanda.train.mirror import Mirror
-from nalanda.train.optim import build_optimizer
+from nalanda.train.optim import build_optimizer, loss_scale
 from nalanda.train.row_states import RowStates, check_carries, read_slots, slots_of
 from nalanda.train.run_dir import no_checkpoint_message
 
@@ -52,7 +52,9 @@ class TrainerState:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps of the whole run that changed nothing."""
+    """Bad steps of the whole run: they changed nothing."""
+    overflows: int = 0
+    """Steps that changed nothing but fp16's loss scale."""
     bad: list[str] = field(default_factory=list)
     """Reasons of the consecutive bad steps up to this one."""
 
@@ -75,6 +77,8 @@ class Run:
     saver: checkpoint.Saver
     spikes: SpikeDetector
     row_states: RowStates | None
+    scaler: torch.amp.GradScaler
+    """fp16's loss scale; without fp16 it does nothing."""
     sharing: parallel.Sharing
     text_bytes: TextBytes | None = None
     """Bytes of the tokens' text, or None if the tokenizer loses some."""
@@ -105,6 +109,8 @@ class Run:
             problem = self.saver.unsound(self.model, self.optimizer)
             if problem is None:
                 self.spikes.load_state_dict(state.get("spikes", {}))
+                if scale := state.get("loss_scale"):  # {} or missing without fp16
+                    self.scaler.load_state_dict(scale)
                 self.at = TrainerState(
                     **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
                 )
@@ -126,7 +132,12 @@ class Run:
             model=self.model,
             optimizer=self.optimizer,
             data_state=data_state,
-            trainer_state={**asdict(self.at), "spikes": self.spikes.state_dict(), "processes": processes},
+            trainer_state={
+                **asdict(self.at),
+                "spikes": self.spikes.state_dict(),
+                "loss_scale": self.scaler.state_dict(),
+                "processes": processes,
+            },
             row_states=self.row_states.state_tensors() if self.row_states and self.sharing.first else None,
         )
         if wait:
@@ -203,7 +214,20 @@ def set_up(
         run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes, timeout=patience(config)
     )
     spikes = SpikeDetector(config.guard)
-    parts = accelerator, model, wrapped, optimizer, batches, validation, sums, saver, spikes, row_states
+    scaler = loss_scale(config.train.precision, accelerator.device)
+    parts = (
+        accelerator,
+        model,
+        wrapped,
+        optimizer,
+        batches,
+        validation,
+        sums,
+        saver,
+        spikes,
+        row_states,
+        scaler,
+    )
     counts = validation and masking is None  # which tokens' text is only known of a causal model's
     run = Run(config, *parts, sharing, text_bytes(tokenizer) if counts else None, masking)
     if resume:
@@ -286,18 +310,31 @@ def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
         )
 
 
+def check_card(precision: str) -> None:
+    """Raises `InputError` for bf16 on a card that only emulates it: one before Ampere."""
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
+    if precision != "bf16" or on_cpu or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InputError("train.precision: this card has no bf16; set train.precision=fp16")
+
+
 def launch(config: RunConfig) -> Accelerator:
     """The Accelerator. Raises `InputError` if the launcher was asked for more processes than joined."""
     asked, lone = os.environ.get("WORLD_SIZE"), "MASTER_ADDR" in os.environ and "RANK" not in os.environ
     torch.set_flush_denormal(True)  # their products are slow; before threads start
     if config.train.cpu_threads:
         torch.set_num_threads(config.train.cpu_threads)
+    check_card(config.train.precision)
     try:
         groups = InitProcessGroupKwargs(timeout=patience(config))
-        precision = "bf16" if config.train.precision == "bf16" else "no"
+        precision = "no" if config.train.precision == "fp32" else config.train.precision
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[groups])
     except ValueError as error:
         raise InputError(f"train.precision: {config.train.precision}: {error}") from None
+    if precision == "fp16":
+        # accelerate 1.15 has no fp16 on CPUs, and its loss scale would skip steps behind the loop's back.
+        accelerator.native_amp, accelerator.scaler = True, None
     if lone or (asked and int(asked) != accelerator.num_processes):
         raise InputError(
             f"the launcher was asked for {asked or 'several'} processes and each would train alone; "

@@ -33,7 +33,7 @@ from nalanda.train.guards import SIGNALS, Watchdog, interruptible
 from nalanda.train.log import RunLog, last_metrics
 from nalanda.train.loss import count_labels, describe_perplexity, negative_share, summed_loss, validate
 from nalanda.train.mirror import Mirror, mirrored, staged
-from nalanda.train.optim import describe_groups, learning_rate
+from nalanda.train.optim import LEAST_SCALE, describe_groups, follow_gradients, learning_rate
 from nalanda.train.run_dir import (
     claim,
     is_exported,
@@ -135,18 +135,25 @@ def _train(
                         run.wrapped, batch, device, config.train.z_loss, *carried, sharing.context
                     )
                     part = part / max(1, labels)
-                    accelerator.backward(part * processes)  # DDP takes the mean over the processes
+                    # DDP takes the mean over the processes.
+                    accelerator.backward(run.scaler.scale(part * processes))
                 loss += part.detach()
+            run.scaler.unscale_(optimizer)
             norm = parallel.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm).item()
             loss, stop = gather_step(run, loss, signals)
 
-            problem = run.spikes.judge(loss, norm)
+            overflow = overflowed(run, log, step)
+            problem = overflow or run.spikes.judge(loss, norm)
             lr = learning_rate(step, config.train.steps, config.optim.lr, config.schedule)
             if problem is None:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
                 optimizer.step()
                 at.bad, run.rolled_back_to = [], None
+            elif overflow:  # a matter of fp16, not of the step
+                at.overflows += 1
+                if row_states and not math.isfinite(loss):
+                    row_states.forget()
             else:  # no update at all: weights, moments and step counts keep every bit
                 at.bad, at.skipped = [*at.bad, problem], at.skipped + 1
                 log.event(step, "skipped", reason=problem)
@@ -179,7 +186,8 @@ def _train(
             left = (config.train.steps - step) * config.train.tokens_per_step / rate
             log.advance(step, took, left, **values)
             if problem is None and (end or is_due(step, config.log.every)):
-                log.write(step=step, tokens=at.tokens, **values)
+                scale = {"loss_scale": run.scaler.get_scale()} if run.scaler.is_enabled() else {}
+                log.write(step=step, tokens=at.tokens, **values, **scale)
                 seconds, since = 0.0, at.tokens
                 if reason := describe_left(batches.skipped() - skipped):
                     skipped = batches.skipped()
@@ -323,6 +331,22 @@ def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int 
     return total, stop
 
 
+def overflowed(run: Run, log: RunLog, step: int) -> str | None:
+    """Lets fp16's loss scale follow the gradients. Says why the step must be left out if they overflowed.
+    None if they did not, or if no lower scale may help: the guard then judges the step."""
+    changed = follow_gradients(run.scaler)
+    if changed is None:
+        return None
+    before, lowered = changed
+    if lowered < LEAST_SCALE:
+        if not run.at.bad:
+            log.say(f"WARNING    gradients overflow fp16 at loss scale {before:g}: set train.precision=fp32")
+        return None
+    reason = f"{before:g} → {lowered:g}, gradients overflowed fp16"
+    log.event(step, "loss scale", reason=reason, scale=lowered)
+    return reason
+
+
 def is_due(step: int, every: int | None, after: int | None = None) -> bool:
     """Whether a multiple of `every` lies behind step `after`, by default the one before, and up to `step`."""
     return bool(every) and step // every > (step - 1 if after is None else after) // every
@@ -382,7 +406,7 @@ def is_validated(file: Path, step: int) -> bool:
 def finish(run: Run, log: RunLog) -> None:
     """Exports the final model. Raises `NothingTrained` if every step was skipped."""
     at, run_dir = run.at, Path(run.config.output_dir)
-    if at.skipped >= at.step:
+    if at.skipped + at.overflows >= at.step:
         raise NothingTrained(f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each")
     run.facts |= {"state": "finished", "step": at.step}
     if run.accelerator.is_main_process:

@@ -142,6 +142,31 @@ def build_adamw(groups: list[dict], config: OptimConfig) -> torch.optim.Optimize
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
+LEAST_SCALE = 1.0
+"""An fp16 run whose gradients overflow at this loss scale has another problem: such a step is a bad one."""
+
+
+def loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
+    """The factor of an fp16 run's loss, which keeps small gradients in fp16's range (arXiv 1710.03740).
+
+    It halves at an overflow, and doubles after 2,000 steps without one. For other precisions it does nothing.
+    """
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+
+def follow_gradients(scaler: torch.amp.GradScaler) -> tuple[float, float] | None:
+    """Changes the loss scale after `unscale_`. Returns (before, lowered) if gradients of any process
+    overflowed. It is never below `LEAST_SCALE`, even where the second of these is."""
+    before = scaler.get_scale()
+    scaler.update()
+    lowered = scaler.get_scale()
+    if lowered >= before:
+        return None
+    if lowered < LEAST_SCALE:
+        scaler.update(LEAST_SCALE)
+    return before, lowered
+
+
 Builder = Callable[[list[dict], OptimConfig], torch.optim.Optimizer]
 # `OPTIMIZERS` in config/schema.py has the same names: recipes are checked without importing torch.
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "muon": build_adamw}

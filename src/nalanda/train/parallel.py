@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from nalanda.common.errors import InputError
 from nalanda.model.context import Context
 from nalanda.model.layers import Fp32Module
+from nalanda.train.flops import DTYPES
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
 
@@ -105,7 +106,8 @@ def parallelize(
     blocks = units(model)
     if sharing.sharded:
         assert sharing.mesh is not None
-        shard(model, blocks, sharing.mesh, bf16=train.precision == "bf16")
+        dtype = DTYPES[train.precision]
+        shard(model, blocks, sharing.mesh, dtype=dtype if dtype.itemsize == 2 else None)
     if compiles(train.compile, accelerator.device):
         compile_blocks(blocks)
     if not sharing.sharded:
@@ -168,20 +170,20 @@ def units(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in within]
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, bf16: bool) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
     """FSDP2 over `mesh`: one unit per block, and one for the rest at the root.
 
-    Under bf16, the matrices of a Nalanda model's blocks are gathered in bf16, as autocast would cast them:
-    half the traffic, and no bf16 copy stays for the backward pass. All other parameters (norms, filters,
-    decays, embedding, head) are gathered in fp32 with the root: some are read outside their owner's forward,
-    and a block's dtype would round them. Gradients are reduced in fp32. Units of other models are all fp32:
-    such a model may use its Linear layers in fp32, or their bare weights.
+    dtype: autocast's, of 16 bits, or None. The matrices of a Nalanda model's blocks are gathered in it, as
+    autocast would cast them: half the traffic, and no copy stays for the backward pass. All other parameters
+    (norms, filters, decays, embedding, head) are gathered in fp32 with the root: some are read outside their
+    owner's forward, and a block's dtype would round them. Gradients are reduced in fp32. Units of other
+    models are all fp32: such a model may use its Linear layers in fp32, or their bare weights.
     """
     if getattr(getattr(model, "config", None), "model_type", None) == "nalanda":
         matrices = {p for block in blocks for m in linears(block) for p in m.parameters()}
         cast = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if bf16 else None,
-            reduce_dtype=torch.float32 if bf16 else None,
+            param_dtype=dtype,
+            reduce_dtype=None if dtype is None else torch.float32,
             cast_forward_inputs=False,  # the residual stream is fp32, as without shards
         )
         # The root first: fully_shard skips blocks that are sharded already, and this unit has parameters in
