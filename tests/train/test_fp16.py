@@ -87,29 +87,30 @@ def test_the_gradient_of_a_frequent_words_row_does_not_overflow():
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
 def test_it_learns_to_repeat_a_pattern(mixer):
-    """Nats a token after 50 steps: near those of fp32, far below the first."""
+    """Nats a token after 50 updates: near those of fp32, far below the first."""
 
     def losses(dtype: torch.dtype) -> list[float]:
         model = made(mixer=[mixer, mixer], hidden_size=64, vocab_size=16, initializer_range=0.12)
         optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
         scaler, found = loss_scale("fp16" if dtype == torch.float16 else "fp32", CPU), []
-        for step in range(50):
-            pattern = torch.randint(16, (24, 4), generator=torch.Generator().manual_seed(step))
+        while len(found) < 50:
+            draw = torch.Generator().manual_seed(len(found))
+            tokens = torch.randint(16, (24, 4), generator=draw).repeat(1, 5)
             with torch.autocast("cpu", dtype, enabled=scaler.is_enabled()):
-                logits = model(pattern.repeat(1, 5), use_cache=False).logits[:, 4:-1].float()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), pattern.repeat(1, 5)[:, 5:].flatten())
+                logits = model(tokens, use_cache=False).logits[:, 4:-1].float()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 5:].flatten())
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if follow_gradients(scaler) is None:
+            if follow_gradients(scaler) is None:  # else the same rows come again
                 optimizer.step()
+                found.append(loss.item())
             optimizer.zero_grad()
-            found.append(loss.item())
         return found
 
     exact, found = losses(torch.float32), losses(torch.float16)
-    assert found[-1] < 0.6 * found[0]
-    assert found[-1] == pytest.approx(exact[-1], abs=0.25)  # the curve is steep there
+    assert found[-1] < 0.5 * found[0]
+    assert found[-1] < exact[-1] + 0.25  # the curve is steep there; bf16 too is 0.3 away
 
 
 def trained(*settings) -> Path:
