@@ -50,7 +50,7 @@ def made(width: int = 4, updates: int = 0):
 
 def save(directory, step, model, optimizer, **state):
     data = {"position": step, "tail": torch.arange(3)}
-    return checkpoint.Saver(directory, CheckpointConfig(keep_last=99)).save(
+    return checkpoint.Saver(directory, CheckpointConfig(asynchronous=False, keep_last=99)).save(
         step, model=model, optimizer=optimizer, data_state=data, trainer_state={"tokens": 7, **state}
     )
 
@@ -284,10 +284,10 @@ class Killed(BaseException):
 def test_killed_anywhere_the_newest_whole_one_is_found(tmp_path, monkeypatch, point):
     """At the n-th file operation of a save with its retention; what was there stays, or the new one is."""
     model, optimizer = made(updates=1)
-    config = CheckpointConfig(keep_last=1)
+    config = CheckpointConfig(asynchronous=False, keep_last=1)
     state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
     for step in (1, 2):
-        checkpoint.Saver(tmp_path, CheckpointConfig(keep_last=5)).save(step, **state)
+        checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=False, keep_last=5)).save(step, **state)
     count = iter(range(point, -1, -1))
 
     def struck(act):
@@ -605,7 +605,7 @@ def test_a_damaged_later_checkpoint_never_makes_retention_drop_a_whole_one(tmp_p
     for step in (5, 10):
         save(tmp_path, step, model, optimizer)
     (tmp_path / "step-10" / "trainer.json").write_text("")
-    config = CheckpointConfig(keep_last=1)
+    config = CheckpointConfig(asynchronous=False, keep_last=1)
     state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
     checkpoint.Saver(tmp_path, config).save(6, **state)  # stopped behind the step that it went back to
     assert latest_checkpoint(tmp_path) == tmp_path / "step-6"

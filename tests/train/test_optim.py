@@ -234,7 +234,7 @@ def test_a_joined_optimizer_is_saved_and_goes_on(tmp_path):
         resumed = build_optimizer(second, config)
         if way == "checkpoint":
             parts = {"model": first, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
-            path = checkpoint.Saver(tmp_path, CheckpointConfig()).save(2, **parts)
+            path = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=False)).save(2, **parts)
             resumed.load_state_dict(resumed.state_dict())
             checkpoint.load(path, model=second, optimizer=resumed)
         else:

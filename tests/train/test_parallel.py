@@ -142,7 +142,7 @@ def worker(folder: Path) -> None:
     # Two dimensions of mesh: of replicas only one may be saved.
     hybrid = prepared("gated_deltanet", "hybrid", shard_size=1, parallel="hybrid")
     results["hybrid"] = steps(*hybrid)
-    saver = Saver(folder / "hybrid", CheckpointConfig(), rank=rank, processes=2)
+    saver = Saver(folder / "hybrid", CheckpointConfig(asynchronous=False), rank=rank, processes=2)
     state = {"data_state": {"position": rank}, "trainer_state": {"tokens": 7}}
     saver.save(1, model=hybrid[1], optimizer=hybrid[3], **state)
 
@@ -180,7 +180,9 @@ def worker(folder: Path) -> None:
             "weights": {name: whole(p) for name, p in alone.named_parameters()},
             "moments": moments(alone, optimizer_alone),
         }
-        Saver(folder / "plain", CheckpointConfig()).save(2, model=alone, optimizer=optimizer_alone, **state)
+        Saver(folder / "plain", CheckpointConfig(asynchronous=False)).save(
+            2, model=alone, optimizer=optimizer_alone, **state
+        )
     dist.barrier()
     for source in ("plain", "sharded", "hybrid"):
         again = prepared("gated_deltanet", "fsdp")

@@ -452,8 +452,9 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
     keep_every: int | None = None
     """Interval of the steps whose checkpoints are kept for good."""
-    asynchronous: bool = False
-    """Writing in a thread, from a copy in host memory, while training continues."""
+    asynchronous: Literal[True, False, "auto"] = "auto"
+    """Writing in a thread, from a copy in host memory, while training continues. auto: where the copy takes
+    at most half of the free memory."""
 
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""

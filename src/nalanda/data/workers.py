@@ -34,6 +34,7 @@ READ_AHEAD = 4
 """Batches read ahead."""
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+LEFT_TO_THE_TRAINER |= {signal.SIGXCPU}
 """Signals blocked in the processes: the trainer still has a step to finish and a checkpoint to save."""
 
 

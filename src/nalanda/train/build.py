@@ -34,10 +34,15 @@ from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
 from nalanda.data.workers import processors
 from nalanda.train import checkpoint, memory, parallel
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
+from nalanda.train.checkpoint_dir import (
+    checkpoint_folders,
+    latest_checkpoint,
+    mark_unsound,
+    saved_before_sums,
+)
 from nalanda.train.checks import check_causal, keeps_documents_apart
 from nalanda.train.flops import flops_per_token, peak_flops
-from nalanda.train.guards import SpikeDetector, Watchdog
+from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import write_facts
 from nalanda.train.mirror import Mirror
 from nalanda.train.optim import build_optimizer, loss_scale
@@ -123,10 +128,13 @@ class Run:
         self.checkpoint = None
         return None
 
-    def save(self, data_state: dict, watchdog: Watchdog, *, wait: bool) -> None:
-        """Saves a checkpoint of the current step. wait: also for an asynchronous save."""
-        finish_sums(self.sums, lambda: watchdog.beat("comparing the data with its sums"))
-        processes = self.accelerator.num_processes
+    def save(self, data_state: dict, *, wait: bool) -> None:
+        """Saves a checkpoint of the current step. wait: also for an asynchronous save.
+
+        It does not wait for the sums of token sets: a signal leaves little time. The checkpoint says whether
+        they were all compared.
+        """
+        progress = {"processes": self.accelerator.num_processes, "sums_compared": self.sums.settled}
         self.checkpoint = self.saver.save(
             self.at.step,
             model=self.model,
@@ -136,15 +144,25 @@ class Run:
                 **asdict(self.at),
                 "spikes": self.spikes.state_dict(),
                 "loss_scale": self.scaler.state_dict(),
-                "processes": processes,
+                **progress,
             },
             row_states=self.row_states.state_tensors() if self.row_states and self.sharing.first else None,
         )
         if wait:
             self.saver.wait()
-        if self.accelerator.is_main_process:  # without `wait`, the newest on the disk may be the one before
-            self.facts["saved"] = max([0, *map(step_of, checkpoint_folders(self.saver.directory))])
-            write_facts(Path(self.config.output_dir), self.facts)
+        self.note_saved()
+
+    def leave(self, error: type[BaseException] | None) -> None:
+        """Lets a save that is under way end when the run fails, and notes it."""
+        self.saver.close(error)
+        self.facts["saved"] = self.saver.saved
+
+    def note_saved(self) -> None:
+        """Writes the newest checkpoint on the disk to run.json; an asynchronous save gets there later."""
+        if not self.accelerator.is_main_process or self.facts["saved"] == self.saver.saved:
+            return
+        self.facts["saved"] = self.saver.saved
+        write_facts(Path(self.config.output_dir), self.facts)
         if self.mirror is not None:
             self.mirror.start()
 
@@ -165,7 +183,7 @@ def set_up(
         InputError: the data or the model cannot work, or no checkpoint is sound.
     """
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
-    run_dir, first_step = Path(config.output_dir), step_of(resume) if resume else 0
+    run_dir = Path(config.output_dir)
     check_shared(run_dir, accelerator)
     say("preparing the tokenizer")
     with accelerator.main_process_first():
@@ -244,7 +262,7 @@ def set_up(
     run.facts |= {
         "state": "running",
         "step": run.at.step,
-        "saved": first_step,
+        "saved": saver.saved,
         "steps": config.train.steps,
         "parameters": model.num_parameters(),
         "parameters_without_embeddings": model.num_parameters(exclude_embeddings=True),
@@ -271,17 +289,34 @@ def start_sums(config: RunConfig, rank: int, processes: int) -> SumCheck:
     """Starts comparing this process's share of the token sets' files with their sums."""
     sets = token_sets(config.data, validation=config.validation.every != 0)
     files = [file for tokens in sets for file in tokens.files]
-    return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [])
+    record = Path(config.output_dir) / "sums.jsonl"
+    return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [], record)
 
 
 def finish_sums(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
     """Waits until every process has compared its share. Raises `InputError` on all if a file is damaged."""
     if sums.settled:
         return
-    problems = [problem for problem in gather_object([sums.wait(beat)]) if problem]
-    if problems:
-        raise InputError(problems[0])
+    sums.wait(beat)
+    refuse_damage(sums)
     sums.settled = True
+
+
+def refuse_damage(sums: SumCheck, checkpoints: Path | None = None) -> None:
+    """Raises `InputError` on all processes if one of them has found a damaged file. It names the checkpoints
+    of the folder that were saved before all files were compared."""
+    problems = [problem for problem in gather_object([sums.problem]) if problem]
+    if not problems:
+        return
+    doubtful = (
+        [path.name for path in checkpoint_folders(checkpoints) if saved_before_sums(path)]
+        if checkpoints
+        else []
+    )
+    advice = (
+        f"; {', '.join(doubtful)} may have learnt from it: remove what you do not trust" if doubtful else ""
+    )
+    raise InputError(problems[0] + advice)
 
 
 def patience(config: RunConfig) -> timedelta:

@@ -47,7 +47,8 @@ from nalanda.common.errors import DiskFull, InputError, first_line, no_room
 from nalanda.common.files import manifest_text, sync
 from nalanda.common.text import size
 from nalanda.config.schema import CheckpointConfig
-from nalanda.train.checkpoint_dir import checkpoint_folders, prune
+from nalanda.train import memory
+from nalanda.train.checkpoint_dir import checkpoint_folders, prune, step_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -62,6 +63,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Dtypes by their names in safetensors."""
+
+LAST_SAVE = 60.0
+"""Seconds that a run which fails leaves to a checkpoint under way; of a process that is gone, it would wait
+for ever."""
 
 LARGEST = 1e15
 """Largest sound weight or moment: a sum of squares of larger ones overflows fp32."""
@@ -80,6 +85,9 @@ class Saver:
     it first, and the caller must before it loads a checkpoint or ends the run. A save that fails keeps the
     earlier checkpoints and raises `DiskFull` or `InputError` on all processes; an asynchronous one raises in
     `wait`, and `failed` is True until then.
+
+    Attributes:
+        saved: the step of the newest checkpoint on the disk, 0 without one.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Saver:
         self._exchange = exchange(processes, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.saved = max([0, *map(step_of, checkpoint_folders(directory))])
 
     def save(
         self,
@@ -103,7 +112,7 @@ class Saver:
     ) -> Path:
         """Writes `directory/step-N`, or starts to if asynchronous. row_states: `RowStates.state_tensors`."""
         self.wait()
-        copy = self.config.asynchronous
+        copy = self._copies(model, optimizer)
         files = _contents(step, model, optimizer, data_state, trainer_state, self.rank, copy)
         if row_states is not None:
             files[f"lanes-{self.rank}.safetensors"] = _safetensors(
@@ -131,6 +140,21 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def close(self, error: type[BaseException] | None) -> None:
+        """Lets a running save end, if the run ends by an `error` that leaves time for it; its own error is
+        nobody's any more."""
+        if self._thread is not None and error is not None and issubclass(error, Exception):
+            self._thread.join(LAST_SAVE)
+
+    def _copies(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a save is asynchronous. All processes agree: each must have the memory."""
+        if self.config.asynchronous != "auto":
+            return self.config.asynchronous
+        tensors = {**_unique(model), **_optimizer_tensors(model, optimizer)}
+        own = sum(_local(tensor)[0].nbytes for tensor in tensors.values() if _writes(tensor, self.rank))
+        copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if _is_sharded(model) else 1
+        return all(self._exchange(own * copies <= memory.host() // 2))
 
     def unsound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
         """Why the weights or moments of any process are unsound (`find_unsound`), or None.
@@ -223,6 +247,7 @@ class Saver:
         together(begin)
         entries = {name: entry for own in together(write) for name, entry in own.items()}
         together(lambda: seal(entries))
+        self.saved = step
         together(clear)
         return final
 
@@ -255,7 +280,7 @@ def _contents(
     own = io.BytesIO()
     torch.save({"random": random_state(), "data": data_state}, own)
     files: dict[str, Content] = {f"rank-{rank}.pt": [own.getvalue()]}
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    sharded = _is_sharded(model)
     for name, tensors in (("model", _unique(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
         if sharded:
             # The file name of torch.distributed.checkpoint.
@@ -275,6 +300,10 @@ def _contents(
         record = {**trainer_state, "step": step, "without_moments": without}
         files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
     return files
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _writes(tensor: torch.Tensor, rank: int) -> bool:

@@ -73,10 +73,20 @@ def prune(directory: Path, config: CheckpointConfig, step: int) -> None:
 
 def saved_between_bad_steps(path: Path) -> bool:
     """Whether a stop saved the checkpoint behind a step that was left out."""
+    return bool(_trainer_state(path).get("bad"))
+
+
+def saved_before_sums(path: Path) -> bool:
+    """Whether the checkpoint was saved before all files of the token sets were compared with their sums."""
+    return _trainer_state(path).get("sums_compared") is False
+
+
+def _trainer_state(path: Path) -> dict:
+    """Of the checkpoint; {} if it is damaged."""
     try:
-        return bool(json.loads((path / "trainer.json").read_text()).get("bad"))
+        return json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError):
-        return False
+        return {}
 
 
 def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = True) -> Path:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from nalanda.common.progress import first_process
@@ -19,7 +19,15 @@ from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 
 HUNG = 70  # exit code, EX_SOFTWARE of sysexits.h
 
-SIGNALS = {name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
+SIGNALS = {
+    name: getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+    if hasattr(signal, name)
+}
+"""Signals that stop a run, once it has saved."""
+
+REPEATED = {getattr(signal, "SIGXCPU", None)}
+"""Signals that the system itself repeats: SIGXCPU comes every second above a limit of CPU time."""
 
 
 class SpikeDetector:
@@ -66,28 +74,54 @@ class SpikeDetector:
             own.extend(state.get(name, []))
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Collects SIGTERM, SIGINT and SIGUSR1 in a list. A second signal of the same kind acts as usual."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
+class Interruptions:
+    """The signals of `SIGNALS` that this process received.
 
-    def note(signum: int, frame: Any) -> None:
-        received.append(signum)
-        signal.signal(signum, previous[signum])
+    Attributes:
+        received: their numbers.
+        first: called with the first one, in the main thread; None while the run is set up. A signal then
+            raises SystemExit, 128 + its number, or KeyboardInterrupt: there is nothing to save yet.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.first: Callable[[], None] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruptions":
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS.values():
+                handler = signal.getsignal(signum)
+                if signum == SIGNALS.get("SIGHUP") and handler == signal.SIG_IGN:  # under nohup
+                    continue
+                self._previous[signum] = handler
+                signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self.received.append(signum)
+        if signum not in REPEATED:
+            signal.signal(signum, self._previous[signum])
+        if self.first is None:
+            raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         if signum == signal.SIGINT and first_process():
             with contextlib.suppress(OSError):  # not `print`, which this may have interrupted
                 os.write(2, b"\nfinishing the step, then saving; ctrl-C again ends at once\n")
+        if len(self.received) == 1:
+            self.first()
 
-    if threading.current_thread() is threading.main_thread():
-        previous = {s: signal.getsignal(s) for s in SIGNALS.values()}
-        for signum in previous:
-            signal.signal(signum, note)
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+
+def interruptible() -> Interruptions:
+    """A context in which a signal of `SIGNALS` is noted, so that the loop can finish its step and save.
+
+    A second signal of the same kind ends the process at once. One of another kind does not: systemd sends
+    SIGTERM and then SIGHUP. SIGXCPU never does: the system repeats it. SIGHUP stays ignored under nohup.
+    """
+    return Interruptions()
 
 
 class Watchdog:

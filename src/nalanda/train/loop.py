@@ -1,7 +1,9 @@
 """The training loop. `train` reads from top to bottom; what it calls stands below it, in that order."""
 
 import contextlib
+import copy
 import itertools
+import json
 import math
 import os
 import sys
@@ -24,13 +26,13 @@ from nalanda.data.offline import use_mirror
 from nalanda.data.records import Left, describe_left
 from nalanda.data.stores import with_local_sets
 from nalanda.train import memory, parallel
-from nalanda.train.build import Run, finish_sums, from_main_process, launch, set_up
+from nalanda.train.build import Run, finish_sums, from_main_process, launch, refuse_damage, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
-from nalanda.train.guards import SIGNALS, Watchdog, interruptible
-from nalanda.train.log import RunLog, last_metrics
+from nalanda.train.guards import SIGNALS, Interruptions, Watchdog, interruptible
+from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import count_labels, describe_perplexity, negative_share, summed_loss, validate
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.optim import LEAST_SCALE, describe_groups, follow_gradients, learning_rate
@@ -56,8 +58,9 @@ def train(config: RunConfig) -> Path:
         InputError: the settings, the data or the folder cannot work, or training diverges. If the data
             fails, a checkpoint of the last step is saved first.
         NothingTrained: every step was skipped.
-        SystemExit: 128 + signal after a SIGTERM, SIGINT or SIGUSR1 on any process. The step is finished and a
-            checkpoint saved; the same command resumes from it. A second signal ends the process at once.
+        SystemExit: 128 + signal after a signal of `guards.SIGNALS` on any process. The step is finished and a
+            checkpoint saved; the same command resumes from it. While the run is set up, it ends at once. So
+            does a second signal of the same kind (`guards.interruptible`).
     """
     config = at_home(config)
     config.check()
@@ -66,10 +69,12 @@ def train(config: RunConfig) -> Path:
     kind = parallel.choose_parallel(config.train.parallel, os.environ)
     with memory.explain_out_of_memory(config, kind):
         accelerator = launch(config)
-        if not accelerator.is_main_process:
-            return _train(config, accelerator, kind, None)
-        with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
-            return _train(config, accelerator, kind, claim(Path(config.output_dir), config), mirror)
+        with interruptible() as signals:
+            if not accelerator.is_main_process:
+                return _train(config, accelerator, kind, None, signals)
+            with lock_run_dir(Path(config.output_dir)), mirrored(mirror):
+                claimed = claim(Path(config.output_dir), config)
+                return _train(config, accelerator, kind, claimed, signals, mirror)
 
 
 def _train(
@@ -77,6 +82,7 @@ def _train(
     accelerator: Accelerator,
     kind: parallel.Kind,
     claimed: Any,
+    signals: Interruptions,
     mirror: Mirror | None = None,
 ) -> Path:
     """`train`, with the processes launched and the folder locked. claimed: what
@@ -93,7 +99,7 @@ def _train(
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
-    with Progress("setting up", stream=sys.stdout) as progress:
+    with record_interruption(run_dir, facts, main), Progress("setting up", stream=sys.stdout) as progress:
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
     run.mirror = mirror
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
@@ -102,7 +108,6 @@ def _train(
     skipped, epochs = batches.skipped(), batches.epochs_read()
     seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(interruptible())
         watchdog = stack.enter_context(
             contextlib.closing(Watchdog(config.guard.hang_timeout, accelerator.process_index))
         )
@@ -112,6 +117,8 @@ def _train(
             if resume and "train.resume" in changes and config.train.resume is not None:
                 make_newest(resume)
             stack.enter_context(record_state(run_dir, run.facts, recipe, run.model.config))
+        signals.first = partial(note_stop, run)
+        stack.push(lambda error, *_: run.leave(error))
         log = open_log(step=run.at.step)
         stack.callback(lambda: log.close())
         announce(log, run, accumulation, changes)
@@ -122,7 +129,7 @@ def _train(
             at, step, began = run.at, run.at.step + 1, time.perf_counter()
             good = at.step - len(at.bad)  # the last good step
             watchdog.beat(f"step {step}, reading data")
-            micro_batches, labels = next_step(run, accumulation, log, watchdog)
+            micro_batches, labels = next_step(run, accumulation, log)
 
             # The loss is the mean over all label tokens of the step, on all processes. A mean of means would
             # give the tokens of short micro-batches more weight.
@@ -140,7 +147,8 @@ def _train(
                 loss += part.detach()
             run.scaler.unscale_(optimizer)
             norm = parallel.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm).item()
-            loss, stop = gather_step(run, loss, signals)
+            loss, stop = gather_step(run, loss, signals.received)
+            run.note_saved()
 
             overflow = overflowed(run, log, step)
             problem = overflow or run.spikes.judge(loss, norm)
@@ -172,7 +180,7 @@ def _train(
             if unsound:
                 log.event(step, "unsound", reason=unsound)
             if (unsound or len(at.bad) >= config.guard.max_bad_steps) and not stop:
-                event = roll_back(run, unsound)
+                event = roll_back(run, unsound, good)
                 log.close()
                 log = open_log(step=run.at.step, keep_events=True)
                 log.event(run.at.step + 1, "rollback", **event)
@@ -198,14 +206,17 @@ def _train(
             before, epochs = epochs, batches.epochs_read()
             report_epochs(before, epochs, log, step)
             if saving and not unsound:
+                if end and not stop:  # no model is written of data that was not compared
+                    finish_sums(run.sums, lambda: watchdog.beat("comparing the data with its sums"))
                 watchdog.beat(f"step {step}, saving")
                 log.doing("saving")
-                run.save(batches.state_dict(), watchdog, wait=bool(stop or end))
+                run.save(batches.state_dict(), wait=bool(stop or end))
+                stop = stop or received_stop(run, signals.received)  # one that came meanwhile
             if stop and (unsound or not end):
+                run.saver.wait()  # this save, or an earlier one where nothing was saved now
                 saved = f"not saved, {unsound}" if unsound else "saved"
                 start = run.checkpoint or "the beginning"
                 log.say(f"interrupted: {saved}; the same command resumes from {start}")
-                run.saver.wait()  # an earlier save, where nothing was saved now
                 raise SystemExit(128 + stop)
 
         validate_if_due(run, log, watchdog)
@@ -260,15 +271,40 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
     log.doing("compiling, first step" if facts["compiled"] else "first step")
 
 
-def next_step(
-    run: Run, accumulation: int, log: RunLog, watchdog: Watchdog
-) -> tuple[list[dict[str, Tensor]], int]:
+@contextlib.contextmanager
+def record_interruption(run_dir: Path, facts: dict, main: bool) -> Iterator[None]:
+    """Set-up: if a signal ends it, says so and writes it to run.json. A finished run stays finished."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        if main:
+            print("interrupted while setting up: the same command starts again", flush=True)
+            if facts.get("state") != "finished":
+                write_facts(run_dir, {"step": 0, "saved": 0} | facts | {"state": "interrupted"})
+        raise
+
+
+def note_stop(run: Run) -> None:
+    """Writes to run.json that the run was interrupted: a second signal may end it before it has saved.
+
+    A signal's handler calls it, perhaps while run.json is being written: it has a temporary file of its own.
+    """
+    run.facts["state"] = "interrupted"
+    if run.accelerator.is_main_process:
+        file = Path(run.config.output_dir) / "run.json"
+        part = file.with_name(".tmp-interrupted")
+        with contextlib.suppress(OSError):  # the signal counts, whatever the disk does
+            part.write_text(json.dumps(run.facts, indent=1) + "\n")
+            part.replace(file)
+
+
+def next_step(run: Run, accumulation: int, log: RunLog) -> tuple[list[dict[str, Tensor]], int]:
     """The micro-batches of the next step, and the step's label tokens on all processes.
 
     If the data fails on one process, all processes save. That one raises its `InputError`, the others
     SystemExit with the same exit code.
     """
-    before = run.batches.state_dict()
+    before = copy.copy(run.batches)  # its position: a batch replaces it and changes none
     micro_batches, failure = take_batches(run.batches, accumulation)
     if run.masking is not None:
         first, rows = run.at.step * accumulation, run.config.train.micro_batch_size
@@ -285,7 +321,7 @@ def next_step(
     if not failed:
         return micro_batches, labels
     if run.at.step > (step_of(run.checkpoint) if run.checkpoint else 0):
-        run.save(before, watchdog, wait=True)
+        run.save(before.state_dict(), wait=True)
     run.saver.wait()
     if run.checkpoint:
         log.say(f"stopped: saved; the same command resumes from {run.checkpoint}")
@@ -320,15 +356,27 @@ def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int 
     One collective for all of it. Raises on all processes if data is damaged or an asynchronous save failed.
     """
     seen = [float(signum in signals) for signum in SIGNALS.values()]
-    seen += [float(run.sums.problem is not None), float(run.saver.failed)]
+    seen += [float(not run.sums.finished), float(run.sums.problem is not None), float(run.saver.failed)]
     totals = torch.stack([loss, *torch.tensor(seen, device=loss.device)])
-    total, *received, damaged, unsaved = run.accelerator.reduce(totals).tolist()
+    total, *received, comparing, damaged, unsaved = run.accelerator.reduce(totals).tolist()
     if damaged:
-        finish_sums(run.sums)
+        run.saver.wait()
+        refuse_damage(run.sums, run.saver.directory)
     if unsaved:
         run.saver.wait()
-    stop = next((n for n, count in zip(SIGNALS.values(), received, strict=True) if count), None)
-    return total, stop
+    run.sums.settled = not comparing
+    return total, first_of(received)
+
+
+def received_stop(run: Run, signals: list[int]) -> int | None:
+    """The signal to stop for if any process received one. All processes must call it."""
+    seen = torch.tensor([signum in signals for signum in SIGNALS.values()]).long()
+    return first_of(run.accelerator.reduce(seen.to(run.accelerator.device)).tolist())
+
+
+def first_of(received: list[float]) -> int | None:
+    """The first of `SIGNALS` that any process received. received: how many did, of each."""
+    return next((n for n, count in zip(SIGNALS.values(), received, strict=True) if count), None)
 
 
 def overflowed(run: Run, log: RunLog, step: int) -> str | None:
@@ -352,9 +400,10 @@ def is_due(step: int, every: int | None, after: int | None = None) -> bool:
     return bool(every) and step // every > (step - 1 if after is None else after) // every
 
 
-def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
+def roll_back(run: Run, unsound: str | None, good: int) -> dict[str, Any]:
     """Loads the last good checkpoint. The data is not rewound: the rows of the bad steps are not read again.
-    Returns the event for the log. Raises `InputError` if there is no checkpoint or it did not help."""
+    good: the last good step. Returns the event for the log. Raises `InputError` if there is no checkpoint or
+    it did not help."""
     step, bad = run.at.step, run.at.bad
     why = unsound or f"{len(bad)} steps in a row were left out ({bad[-1]})"
     run.saver.wait()
@@ -362,8 +411,10 @@ def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
     # If no step after the last rollback was good, an older checkpoint is taken.
     run.load(find(suspect=run.rolled_back_to, reason=why) if run.accelerator.is_main_process else None, find)
     back = run.checkpoint
+    if back is None and good and run.saver.unsound(run.model, run.optimizer) is None:
+        run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
-        raise InputError(rollback_message(step, why, back))
+        raise InputError(rollback_message(step, why, back, run.checkpoint if back is None else None))
     run.rollbacks[back] += 1
     run.rolled_back_to = back
     reason = f"{why}: back to {back.name}, on past their data"
@@ -371,8 +422,8 @@ def roll_back(run: Run, unsound: str | None) -> dict[str, Any]:
 
 
 def validate_if_due(run: Run, log: RunLog, watchdog: Watchdog) -> None:
-    """Validates the model, and writes the result to the log, if this step's is due and not yet there: a
-    checkpoint is saved first, so a run that ended in between makes it up when it resumes."""
+    """Validates the model, and writes the result to the log, if this step's is due and not yet there. A run
+    that ended in between makes it up when it resumes, from this step or from an earlier one."""
     step, steps, every = run.at.step, run.config.train.steps, run.config.validation.every
     if not run.validation or not step or not (step >= steps or is_due(step, every)):
         return

@@ -56,14 +56,16 @@ def last_good(directory: Path, suspect: Path | None = None, reason: str = "") ->
     return suspect
 
 
-def rollback_message(step: int, why: str, back: Path | None) -> str:
+def rollback_message(step: int, why: str, back: Path | None, saved: Path | None) -> str:
+    """Why the run stops. saved: the checkpoint that the stop has saved."""
     last = "there is no checkpoint from before them"
     if back:
         last = f"going back to {back}, whose weights and moments are finite, did not help"
-    return (
-        f"step {step}: {why}; {last}. Lower optim.lr or lengthen schedule.warmup_steps; "
-        "train.resume=step-N resumes from a checkpoint of your choice"
-    )
+    advice = "train.resume=step-N resumes from a checkpoint of your choice"
+    if saved:
+        last += f", so what was learnt is saved in {saved}"
+        advice = "the same command then goes on behind their data. If the data are sound, raise guard.sigma"
+    return f"step {step}: {why}; {last}. Lower optim.lr or lengthen schedule.warmup_steps; {advice}"
 
 
 def no_checkpoint_message(run_dir: Path) -> str:
@@ -226,7 +228,7 @@ def ever_saved(run_dir: Path, facts: dict) -> bool:
     # A line after step N means that the save of step N has returned. An asynchronous save is on the disk
     # once the next one begins.
     last = max((line["step"] for line in read_metrics(file)), default=0)
-    return last > every.every * (2 if every.asynchronous else 1)
+    return last > every.every * (1 if every.asynchronous is False else 2)
 
 
 def choose_checkpoint(directory: Path, name: str | int) -> Path:
