@@ -245,6 +245,42 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path, monkey
     assert not torch.equal(before["bias"], model.bias)
 
 
+@pytest.mark.parametrize(("free", "threads"), [(1 << 40, 1), (700, 0)])
+def test_a_save_is_asynchronous_where_the_copy_takes_at_most_half_of_the_free_memory(
+    tmp_path, monkeypatch, free, threads
+):
+    """Weights of 40 numbers and their two moments are 480 bytes."""
+    model, optimizer = made(updates=1)
+    monkeypatch.setattr(checkpoint.memory, "host", lambda: free)
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig())
+    saver.save(1, model=model, optimizer=optimizer, data_state={}, trainer_state={})
+    assert (saver._thread is not None) == threads
+    saver.wait()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+    assert saver.saved == 1
+
+
+def test_a_process_without_the_memory_makes_all_save_in_the_loop(tmp_path, monkeypatch):
+    model, optimizer = made(updates=1)
+    monkeypatch.setattr(checkpoint.memory, "host", lambda: 1 << 40)
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig())
+    saver._exchange = lambda value: [value, False]
+    assert not saver._copies(model, optimizer)
+
+
+def test_a_save_under_way_ends_when_the_run_fails_and_not_at_a_second_ctrl_c(tmp_path, monkeypatch):
+    model, optimizer = made(updates=1)
+    commit, go = checkpoint.Saver._commit, threading.Event()
+    monkeypatch.setattr(checkpoint.Saver, "_commit", lambda *args: go.wait(20) and commit(*args))
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=True))
+    saver.save(1, model=model, optimizer=optimizer, data_state={}, trainer_state={})
+    saver.close(KeyboardInterrupt)
+    assert latest_checkpoint(tmp_path) is None
+    go.set()
+    saver.close(InputError)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
 def test_weights_are_judged_after_the_running_save(tmp_path, monkeypatch):
     """Both gather over one group of processes: at the same time they would take one another's values."""
     model, optimizer = made()

@@ -18,7 +18,8 @@ from training import configured, outcome
 
 from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
-from nalanda.train import checkpoint, guards, loop
+from nalanda.data.loader import PackedBatches
+from nalanda.train import build, checkpoint, guards, loop
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import read_facts, read_metrics
@@ -297,6 +298,25 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
         assert not (tmp_path / "run" / "final").exists()
 
 
+def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(recipe, tmp_path, monkeypatch):
+    """Bad steps change no weight; the next start goes on behind their data."""
+    run, settings = tmp_path / "run", ("checkpoint.every=0", *NO_VALIDATION)
+    with monkeypatch.context() as patch:
+        poisoned(patch, dict.fromkeys(range(18, 99), "spike"))
+        with pytest.raises(InputError, match=r"learnt is saved in .*step-22\. .*guard.sigma") as error:
+            loop.train(configured(recipe, run, *settings))
+    assert "\n" not in str(error.value)
+    with monkeypatch.context() as patch:
+        poisoned(patch, {18: "nan loss"})
+        patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 17, signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            loop.train(configured(recipe, tmp_path / "other", *settings))
+    before, after = tensors(tmp_path / "other", 18), tensors(run, 22)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    loop.train(configured(recipe, run, "optim.lr=1e-3", *settings))
+    assert read_facts(run)["state"] == "finished"
+
+
 def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
     poisoned(monkeypatch, dict.fromkeys(range(1, 99), "nan loss"))
     with pytest.raises(
@@ -305,18 +325,117 @@ def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
         loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=1", *NO_VALIDATION))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU]
+)
 def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, capfd, signum):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signum))
         with pytest.raises(SystemExit) as stop:
             loop.train(configured(recipe, tmp_path / "run"))
     assert stop.value.code == 128 + signum
+    assert read_facts(tmp_path / "run")["state"] == "interrupted"
     assert (tmp_path / "run" / "checkpoints" / "step-10").exists()  # whose validation the next start makes
     assert not any("val_loss" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
     loop.train(configured(recipe, tmp_path / "run"))
     assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def kept_handlers(*signums: int):
+    return {signum: signal.getsignal(signum) for signum in signums}
+
+
+@pytest.mark.parametrize("pair", [("SIGTERM", "SIGHUP"), ("SIGXCPU", "SIGXCPU"), ("SIGUSR1", "SIGINT")])
+def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
+    """systemd sends SIGTERM and SIGHUP; the system repeats SIGXCPU every second until the process ends."""
+    first, second = (getattr(signal, name) for name in pair)
+    before = kept_handlers(first, second)
+    monkeypatch.setattr(loop, "learning_rate", kicked(kicked(loop.learning_rate, 3, second), 3, first))
+    with pytest.raises(SystemExit) as stop:
+        loop.train(configured(recipe, tmp_path / "run", *NO_VALIDATION))
+    assert stop.value.code in (128 + first, 128 + second)
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) == 4
+    assert kept_handlers(first, second) == before
+
+
+def test_a_second_signal_of_the_same_kind_acts_as_usual():
+    with guards.interruptible() as signals:
+        signals.first = lambda: None
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) == signals._note
+
+
+def test_nohup_keeps_a_run_going():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with guards.interruptible() as signals:
+            signals.first = lambda: None
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_run_is_set_up_ends_it_and_the_next_start_begins_again(
+    recipe, tmp_path, whole, monkeypatch, capsys, signum
+):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_model", lambda *_, **__: signal.raise_signal(signum))
+        with pytest.raises(SystemExit if signum == signal.SIGTERM else KeyboardInterrupt) as stop:
+            loop.train(configured(recipe, run))
+    assert getattr(stop.value, "code", None) in (128 + signum, None)
+    assert "interrupted while setting up: the same command starts again" in capsys.readouterr().out
+    assert read_facts(run)["state"] == "interrupted"
+    loop.train(configured(recipe, run))
+    assert outcome(run) == outcome(whole)
+
+
+def test_run_json_says_interrupted_while_the_run_still_saves(recipe, tmp_path, monkeypatch):
+    """A second signal may end it there."""
+    states, commit = [], checkpoint.Saver._commit
+
+    def read(saver, step, files):
+        states.append((step, read_facts(tmp_path / "run")["state"]))
+        return commit(saver, step, files)
+
+    monkeypatch.setattr(checkpoint.Saver, "_commit", read)
+    monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 6, signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        loop.train(configured(recipe, tmp_path / "run", "checkpoint.asynchronous=false"))
+    assert states == [(5, "running"), (7, "interrupted")]
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_save_under_way_when_the_signal_comes_is_the_last(recipe, tmp_path, monkeypatch, asynchronous):
+    """No further step is made and saved: that would take the time twice that a preemption leaves."""
+    run, contents, saved = tmp_path / "run", checkpoint._contents, []
+
+    def signalled(step, *rest):
+        saved.append(step)
+        signal.raise_signal(signal.SIGTERM)
+        return contents(step, *rest)
+
+    monkeypatch.setattr(checkpoint, "_contents", signalled)
+    settings = (f"checkpoint.asynchronous={asynchronous}", *NO_VALIDATION)
+    with pytest.raises(SystemExit) as stop:
+        loop.train(configured(recipe, run, *settings))
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert saved == [5]
+    assert latest_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-5"
+    assert read_facts(run)["saved"] == 5
+    assert max(line["step"] for line in read_metrics(run / "metrics.jsonl")) == 5
+
+
+def test_the_position_in_the_data_is_only_made_for_a_checkpoint(recipe, tmp_path, monkeypatch):
+    made, state_dict = [], PackedBatches.state_dict
+    monkeypatch.setattr(PackedBatches, "state_dict", lambda self: made.append(1) or state_dict(self))
+    loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=12", *NO_VALIDATION))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("step", [10, 24])
@@ -334,7 +453,8 @@ def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(recipe, tmp_path
         patch.setattr(loop, "validate", killed)
         patch.setattr(guards.Watchdog, "beat", lambda watchdog, what: beats.append(what))
         with pytest.raises(KeyboardInterrupt):
-            loop.train(configured(recipe, run, "checkpoint.every=10"))
+            # A checkpoint of a thread might not be on the disk yet.
+            loop.train(configured(recipe, run, "checkpoint.every=10", "checkpoint.asynchronous=false"))
     assert beats.count(f"step {step}, validation") == 2  # one for each batch
     assert beats.count("step 1, forward and backward") == 2
     assert step_of(latest_checkpoint(run / "checkpoints")) == step

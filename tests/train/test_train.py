@@ -29,6 +29,7 @@ from nalanda.common.versions import versions
 from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
+from nalanda.data import token_set
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.model import FEATURE_MAPS, NalandaConfig
@@ -848,6 +849,113 @@ def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path
         (prepared_set / name).write_bytes(before)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
+
+
+def on_set(recipe: Path, run: Path, folder: Path, *overrides: str) -> RunConfig:
+    """A run on a prepared set."""
+    return configured(
+        recipe,
+        run,
+        f"data.source={folder}",
+        f"tokenizer={folder / 'tokenizer'}",
+        "validation.every=0",
+        *overrides,
+    )
+
+
+def at_step(step: int, act):
+    """A learning rate; behind `step`, `act` is called."""
+
+    def rate(at, *rest, rate=loop.learning_rate):
+        if at == step:
+            act()
+        return rate(at, *rest)
+
+    return rate
+
+
+@pytest.mark.parametrize("kind", ["tokens", "docs"])
+def test_a_shard_that_shrinks_under_a_run_saves_and_stops_it(
+    recipe, prepared_set, tmp_path, monkeypatch, kind
+):
+    folder = shutil.copytree(prepared_set, tmp_path / "set")
+    file = folder / "train" / f"00000.{kind}"
+    content = file.read_bytes()
+    loop.train(on_set(recipe, tmp_path / "whole", folder))
+    config = on_set(recipe, tmp_path / "run", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate", at_step(7, lambda: os.truncate(file, 100)))
+        with pytest.raises(InputError, match=rf"00000\.{kind}: ends before byte") as error:
+            loop.train(config)
+    assert error.value.exit_code == 2
+    assert step_of(latest_checkpoint(tmp_path / "run" / "checkpoints")) >= 7
+    file.write_bytes(content)
+    loop.train(config)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_save_on_a_signal_does_not_wait_for_sums_and_the_next_start_goes_on_with_them(
+    recipe, prepared_set, tmp_path, monkeypatch
+):
+    run, read, release = tmp_path / "run", [], threading.Event()
+    sha256_of = token_set.sha256_of
+
+    def slow(path: Path) -> str:
+        if read:  # the first file is compared, the second takes its time
+            release.wait(60)
+        read.append(path.name)
+        return sha256_of(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_set, "sha256_of", slow)
+        patch.setattr(loop, "learning_rate", at_step(6, lambda: signal.raise_signal(signal.SIGTERM)))
+        with pytest.raises(SystemExit):
+            loop.train(on_set(recipe, run, prepared_set))
+        assert read == ["00000.tokens"]
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "nalanda-sums":
+                thread.join()
+    assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [5, 7]
+    last = run / "checkpoints" / "step-7"
+    assert json.loads((last / "trainer.json").read_text())["sums_compared"] is False
+    (run / "sums.jsonl").write_bytes((run / "sums.jsonl").read_bytes().split(b"\n")[1] + b'\n["torn')
+    read.clear()
+    monkeypatch.setattr(token_set, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    loop.train(on_set(recipe, run, prepared_set))
+    assert read == ["00000.docs"]
+    end = run / "checkpoints" / "step-24" / "trainer.json"
+    assert json.loads(end.read_text())["sums_compared"] is True
+
+
+def test_damage_that_is_found_after_a_save_names_what_may_have_learnt_from_it(
+    recipe, prepared_set, tmp_path, monkeypatch
+):
+    folder, found = shutil.copytree(prepared_set, tmp_path / "set"), threading.Event()
+    flipped(folder / "train" / "00000.tokens")
+    sha256_of, config = token_set.sha256_of, on_set(recipe, tmp_path / "run", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_set, "sha256_of", lambda path: found.wait(60) and sha256_of(path))
+        patch.setattr(loop, "learning_rate", at_step(7, found.set))
+        with pytest.raises(InputError, match=r"00000\.tokens: damaged, .*; step-5.* may have learnt from it"):
+            loop.train(config)
+    with pytest.raises(InputError, match=r"00000\.tokens: damaged"):
+        loop.train(config)  # a damaged file is never recorded as whole
+
+
+def test_checkpoints_of_a_thread_are_those_of_the_loop(recipe, tmp_path):
+    settings = ("train.steps=12", "checkpoint.every=1", "checkpoint.keep_last=99", "validation.every=0")
+    kinds = ("true", "false")
+    for kind in kinds:
+        loop.train(configured(recipe, tmp_path / kind, *settings, f"checkpoint.asynchronous={kind}"))
+    a, b = (checkpoint_folders(tmp_path / kind / "checkpoints") for kind in kinds)
+    assert len(a) == len(b) == 12
+    for folder, other in zip(a, b, strict=True):
+        for name in ("model", "optimizer"):
+            found, expected = (dict(checkpoint.tensors(f / f"{name}.safetensors")) for f in (folder, other))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in found)
+        assert torch.load(folder / "rank-0.pt")["data"] == torch.load(other / "rank-0.pt")["data"]
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])

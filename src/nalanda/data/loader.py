@@ -299,9 +299,10 @@ def validation_batches(
     """One rank's batches of the validation documents by source; "" for documents that name none.
 
     Documents are taken in order until they fill `data.max_validation_rows`. Each component of a mixture fills
-    its share by weight, and at least one row. The documents of a source are packed apart from the others;
-    joined ones are one group. The last batches of a source are padded as in `PackedBatches`, so every rank
-    has the same number. say: gets a line if documents are left out.
+    its share by weight, and at least one row. The documents of a source are packed apart from the others, of
+    many sources only those of the large ones (`_join_small`); joined ones are one group. The last batches of
+    a source are padded as in `PackedBatches`, so every rank has the same number. say: gets a line if
+    documents are left out.
 
     Raises:
         InputError: as in `PackedBatches`; or a component has no validation documents.
@@ -322,26 +323,54 @@ def validation_batches(
         return found
     parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
-    groups: dict[str, list[np.ndarray]] = {}
+    groups: dict[tuple[str, str], list[np.ndarray]] = {}
     for name, part in parts.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
         documents, describe = _validation_documents(part, tokenizer, rank)
         for count, (source, tokens) in enumerate(documents, 1):
-            groups.setdefault("/".join(filter(None, (name, source))), []).append(tokens[:room])
+            groups.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
             if room <= 0:
                 say(_describe_cut(f"{name}: " * bool(name) + describe(count), data))
                 break
     share, padding = (batch_size, rank, world_size), padding_of(tokenizer)
     found = {}
-    for source in sorted(groups):
-        rows = pack(groups[source], data.seq_len)
+    named = _join_small(groups)
+    for source in sorted(named):
+        rows = pack(named[source], data.seq_len)
         found[source] = [batch for batch, _ in batched(rows, data.seq_len, *share, padding, False)]
     if not any(found.values()):
         raise InputError(
             "data.source: the validation documents have no token; look at data.source and the tokenizer"
         )
     return found
+
+
+SOURCES_APART = 16
+"""Sources whose validation losses are told apart."""
+
+SMALL_SOURCE = 0.01
+"""Share of the tokens below which a source is not told apart, if there are more of them."""
+
+
+def _join_small(groups: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, list[np.ndarray]]:
+    """The documents by name of the component and source; with many sources, the small ones' are together.
+
+    The rows of each name are padded to whole batches on every rank. Without a bound, a `source_field` that is
+    a URL would cost a batch for each document.
+    """
+    sizes = {key: sum(map(len, documents)) for key, documents in groups.items()}
+    apart = set(groups)
+    if len(groups) > SOURCES_APART:
+        largest = sorted(sizes, key=lambda key: (-sizes[key], key))[:SOURCES_APART]
+        apart = {key for key in largest if sizes[key] >= SMALL_SOURCE * sum(sizes.values())}
+
+    joined: dict[str, list[np.ndarray]] = {}
+    for (name, source), documents in groups.items():
+        rest = "others" if any(other == name for other, _ in apart) else ""
+        source = source if (name, source) in apart else rest
+        joined.setdefault("/".join(filter(None, (name, source))), []).extend(documents)
+    return joined
 
 
 def _validation_documents(

@@ -293,12 +293,14 @@ def start_sums(config: RunConfig, rank: int, processes: int) -> SumCheck:
     return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [], record)
 
 
-def finish_sums(sums: SumCheck, beat: Callable[[], None] = lambda: None) -> None:
-    """Waits until every process has compared its share. Raises `InputError` on all if a file is damaged."""
+def finish_sums(
+    sums: SumCheck, beat: Callable[[], None] = lambda: None, checkpoints: Path | None = None
+) -> None:
+    """Waits until every process has compared its share; `refuse_damage`."""
     if sums.settled:
         return
     sums.wait(beat)
-    refuse_damage(sums)
+    refuse_damage(sums, checkpoints)
     sums.settled = True
 
 

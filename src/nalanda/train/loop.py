@@ -207,7 +207,8 @@ def _train(
             report_epochs(before, epochs, log, step)
             if saving and not unsound:
                 if end and not stop:  # no model is written of data that was not compared
-                    finish_sums(run.sums, lambda: watchdog.beat("comparing the data with its sums"))
+                    beat = partial(watchdog.beat, "comparing the data with its sums")
+                    finish_sums(run.sums, beat, run.saver.directory)
                 watchdog.beat(f"step {step}, saving")
                 log.doing("saving")
                 run.save(batches.state_dict(), wait=bool(stop or end))
