@@ -14,7 +14,8 @@ Exit codes; after all but the first three, the same command resumes from the las
     71   out of memory: the message says what would fit; earlier checkpoints are intact
     74   the disk is full, or a file may not grow further: earlier checkpoints are intact
     75   a server did not deliver the data, retries included; a checkpoint was saved
-    130, 138, 143   SIGINT, SIGUSR1, SIGTERM: the step was finished and a checkpoint saved
+    129, 130, 138, 140, 143, 152   SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM, SIGXCPU: the step was finished
+         and a checkpoint saved
 
 `accelerate launch` and torchrun turn each failure into exit code 1. accelerate also prints a traceback of its
 own, unless `--quiet` is given, and does not forward SIGTERM: send it to this process or to the process group.

@@ -537,23 +537,31 @@ MOMENTS = (
 
 
 def signals(work: Work) -> str:
-    """A run gets SIGTERM and SIGUSR1 within a step, a validation and a save.
+    """A run gets SIGTERM and SIGUSR1 within a step, a validation and a save, and SIGHUP, SIGUSR2 and SIGXCPU
+    within a step and a save; SIGTERM is followed by SIGHUP, as systemd does, and SIGXCPU by itself.
 
-    The step is finished and saved. The exit code is 128 + signal. The same command goes on.
+    The step is finished and saved; a save that is under way is the last. The exit code is 128 + signal. The
+    same command goes on.
     """
     run, stopped = work.run("signals"), []
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
-        for moment in MOMENTS:
+    within = {signal.SIGTERM: MOMENTS, signal.SIGUSR1: MOMENTS}
+    within |= dict.fromkeys((signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU), MOMENTS[::2])
+    behind = {signal.SIGTERM: signal.SIGHUP, signal.SIGXCPU: signal.SIGXCPU}
+    for signum, moments in within.items():
+        for moment in moments:
             saved = max(checkpoints(run), default=0)
             with Trainer(work.recipe, run, pause={**moment, "after_step": saved + 2}) as trainer:
                 number, where = trainer.paused()
                 os.kill(number, signum)
+                if signum in behind:
+                    os.kill(number, behind[signum])
                 trainer.go()
                 text = trainer.end(128 + signum)
             at = int(re.search(r"after step (\d+)", where)[1])  # type: ignore[index]
             # Within a step that one is finished; behind it, it is over, and one more may have been made.
             last = max(checkpoints(run), default=0)
             need(at <= last <= at + 1, f"{where}: the last checkpoint is of step {last}")
+            need("fsync" not in where or last == at, f"{where}: another step was saved, {last}")
             need("interrupted: saved" in text, text[-300:])
             state = json.loads((run / "run.json").read_text())["state"]
             need(state == "interrupted", f"run.json says {state}")
@@ -561,6 +569,36 @@ def signals(work: Work) -> str:
             stopped.append(last)
     finish(work.recipe, run)
     return f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole())}"
+
+
+def truncated(work: Work) -> str:
+    """A shard of a token set is cut off under a run, its tokens and then its documents.
+
+    The run saves and ends with code 2 and one line, which names the file. With the file back, the same
+    command goes on.
+    """
+    run, (_, tokenizer), stopped = work.run("truncated"), prepared(work), []
+    folder = shutil.copytree(work.folder / "prepared", work.folder / "cut")  # other cases read that one
+    settings = mixture(folder), tokenizer, "data.verify=sizes"
+    for kind in ("tokens", "docs"):
+        file = folder / "web" / "train" / f"00000.{kind}"
+        content, saved = file.read_bytes(), max(checkpoints(run), default=0)
+        pause = {"at": "forward", "after_step": saved + 5}
+        with Trainer(work.recipe, run, *settings, pause=pause) as trainer:
+            trainer.paused()
+            os.truncate(file, 64)
+            trainer.go()
+            text = trainer.end(2)
+        file.write_bytes(content)
+        said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
+        need(len(said) == 1 and f"00000.{kind}: ends before" in said[0], text[-600:])
+        need("Traceback" not in text, text[-600:])
+        check_saved(run)
+        stopped.append(max(checkpoints(run)))
+        need(stopped[-1] >= saved + 5, f"saved {stopped[-1]} after step {saved + 5}")
+    finish(work.recipe, run, *settings)
+    equal = same(run, work.whole(*prepared(work)), prepared=True)
+    return f"stopped behind steps {stopped[0]} and {stopped[1]}; {equal}"
 
 
 def signals_on_one_rank(work: Work) -> str:
@@ -1601,6 +1639,7 @@ CASES = (
     damaged,
     disk_full,
     signals,
+    truncated,
     signals_on_one_rank,
     sleeping_rank,
     bad_steps,

@@ -96,7 +96,8 @@ def make_recipe(folder: Path) -> Path:
             "cpu_threads": 1,
         },
         "validation": {"every": 15},
-        "checkpoint": {"every": 7, "keep_last": 2, "keep_every": 35},
+        # Not in a thread: the loop stands still where a case pauses a save.
+        "checkpoint": {"every": 7, "keep_last": 2, "keep_every": 35, "asynchronous": False},
         "log": {"every": 1, "tensorboard": False},
     }
     file = folder / "recipe.yaml"

@@ -132,9 +132,10 @@ class DataConfig:
     """Treatment of records without usable text: null, without the field, not text, not JSON, not UTF-8.
     Skipped ones are counted and logged. A damaged file is refused in any case."""
     verify: Literal["background", "sums", "sizes"] = "background"
-    """Check of a token set's files against the SHA-256 sums of its index. background: in a thread, before the
-    first checkpoint is saved; sums: before training; sizes: only sizes are checked. Of files that are read as
-    text, checkpoints always hold the hashes."""
+    """Check of a token set's files against the SHA-256 sums of its index. background: in a thread while
+    training begins, and before the model is written; sums: before training; sizes: only sizes are checked. A
+    file that was found whole is read again once it has changed. Of files that are read as text, checkpoints
+    always hold the hashes."""
     shuffle_buffer: int = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None
