@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from nalanda.common.errors import InputError
@@ -42,6 +40,7 @@ from nalanda.data.documents import (
     suffix_of,
     suffixes,
 )
+from nalanda.data.hashes import SAMPLES, WHOLE, FileHashes, is_stated, sample_of
 from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
@@ -50,20 +49,20 @@ from nalanda.data.records import left_out
 from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
 
-WHOLE = 64 << 20
+LARGE = 64 << 20
 """Bytes up to which a file is hashed whole; of a larger one samples are."""
 
 AT_ONCE = 4 << 30
-"""Bytes hashed at a start; where whole files would be more, all are sampled."""
+"""Bytes of a corpus hashed in all; where whole files would be more, all are sampled."""
+
+SMALLEST, LARGEST = 1 << 12, 1 << 16
+"""Bytes of a sample."""
 
 EMPTY, SECOND = "empty", "second"
 """Keys of `Corpus.counts`: files without a byte, and further names of files that are read."""
 
 NOTES = {".json", ".csv"}
 """Formats that often describe a folder's documents, and are read only where no other holds any."""
-
-SAMPLES = 16
-"""Samples of a file, head and tail included."""
 
 Walk = Callable[[Path], "list[tuple[Path, _File]]"]
 """Gives the files below a folder, sorted."""
@@ -456,53 +455,67 @@ class Corpus:
         return digest("\n".join(s.identity for s in self.shards))
 
     @functools.cached_property
+    def names(self) -> list[str]:
+        """A name of each shard, which no other shard of the corpus has."""
+        named = (FileShard, StoreShard, TextShard)
+        names = [shard.name if isinstance(shard, named) else shard.identity for shard in self.shards]
+        seen: Counter[str] = Counter()
+        for place, name in enumerate(names):
+            seen[name] += 1
+            if seen[name] > 1:
+                names[place] = f"{name} ({seen[name]})"
+        return names
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The size of each shard; 0 for a remote one."""
+        return [
+            shard.size if isinstance(shard, (FileShard, StoreShard)) else len(getattr(shard, "text", ""))
+            for shard in self.shards
+        ]
+
+    @functools.cached_property
     def hashed(self) -> tuple[int, int]:
         """Bytes up to which a file is hashed whole, and bytes of each sample of a larger one."""
         sizes = [shard.size for shard in self.shards if isinstance(shard, FileShard)]
-        whole = WHOLE if sum(size for size in sizes if size <= WHOLE) <= AT_ONCE else 0
-        return whole, min(1 << 16, max(1 << 12, AT_ONCE // (SAMPLES * max(1, len(sizes)))))
+        whole = LARGE if sum(size for size in sizes if size <= LARGE) <= AT_ONCE else 0
+        return whole, min(LARGEST, max(SMALLEST, AT_ONCE // (SAMPLES * max(1, len(sizes)))))
 
-    def content(self, number: int) -> str:
+    def content(self, number: int, hashes: FileHashes | None = None, like: str = "") -> str:
         """A hash of a shard's content, which sees edits that leave the size unchanged.
 
-        A file of up to `WHOLE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
-        evenly from head to tail; so is every file if those up to `WHOLE` exceed `AT_ONCE` together. The hash
+        A file of up to `LARGE` bytes is hashed whole. A larger one is hashed at `SAMPLES` places, spread
+        evenly from head to tail; so is every file if those up to `LARGE` exceed `AT_ONCE` together. The hash
         of a file in a store is what the store states. Of other remote shards it is "": the name, with its
         revision, stands for the content.
+
+        Args:
+            number: the shard's place in the listing.
+            hashes: keeps the hashes of files.
+            like: an earlier hash of the shard. This one is then made the same way, so they can be compared.
         """
         shard = self.shards[number]
-        if isinstance(shard, FileShard):
-            return _hash_file(shard.path, shard.size, *self.hashed)
         if isinstance(shard, StoreShard):
             return shard.content
-        return digest(shard.text) if isinstance(shard, TextShard) else ""
+        if not isinstance(shard, FileShard):
+            return digest(shard.text) if isinstance(shard, TextShard) else ""
 
-    def contents(self, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """The hashes of all shards by name, `known` ones not computed again; {} if some have none."""
+        whole, sample = self.hashed
+        if ":" in like and not is_stated(like):  # earlier versions did not write how a hash was made
+            sample = sample_of(like)
+        elif shard.size <= whole:
+            sample = WHOLE
+        return (hashes or FileHashes()).of(shard.path, sample)
+
+    def contents(self, hashes: FileHashes | None = None) -> dict[str, str]:
+        """The hashes of all shards by name; {} if some have none. hashes: keeps the hashes of files."""
         local = FileShard, TextShard
         if not all(isinstance(shard, local) or getattr(shard, "content", "") for shard in self.shards):
             return {}
         names = [str(getattr(shard, "path", getattr(shard, "url", shard.identity))) for shard in self.shards]
         with ThreadPoolExecutor(8) as pool:
-            found = pool.map(lambda i: known.get(names[i]) or self.content(i), range(len(names)))
+            found = pool.map(lambda number: self.content(number, hashes), range(len(names)))
             return dict(zip(names, found, strict=True))
-
-
-def _hash_file(path: Path, size: int, whole: int, sample: int) -> str:
-    length = size if size <= max(whole, SAMPLES * sample) else sample
-    places = [(size - length) * i // (SAMPLES - 1) for i in range(SAMPLES)] if length < size else [0]
-    found = blake2b(str(size).encode(), digest_size=8)
-    try:
-        with path.open("rb", buffering=0) as file:
-            for place in places:
-                file.seek(place)
-                left = length
-                while left and (piece := file.read(min(left, 1 << 20))):
-                    found.update(piece)
-                    left -= len(piece)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); restore it") from None
-    return found.hexdigest()
 
 
 class DocumentStream:
@@ -511,6 +524,8 @@ class DocumentStream:
     The order depends only on `seed` and the epoch: a permutation of the shards, then, where shards hold many
     documents, a shuffle buffer from which each new document draws another. Each draw is a hash of its
     position, so no random generator is part of the state. An ordered corpus is not shuffled.
+
+    Where the listing changed within an epoch (data/resume.py), the state holds the order of that epoch.
 
     Raises:
         InputError: an epoch has no document, or a shard cannot be read.
@@ -529,20 +544,36 @@ class DocumentStream:
             "epoch": self.epoch,
             "shard": self.shard,  # position in this epoch's permutation
             "cursor": self.cursor,  # in that shard
+            "digest": self.digest,  # of what was read of that shard
             "documents": self.documents,  # given in this epoch
             "buffer": [list(document) for document in self.buffer],
             **self.left,
+            **({"order": self.order} if self.order else {}),  # of this epoch's shards, by their numbers
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
         self.documents, self.buffer = state["documents"], [Document(*pair) for pair in state["buffer"]]
-        self.left = left_out(state)  # in all epochs, by kind
+        self.left, self.order = left_out(state), state.get("order")  # left out in all epochs, by kind
+        # An earlier version's state within a shard has no digest. None: it is not known until the next shard.
+        self.digest: str | None = state.get("digest", "" if self.cursor is None else None)
 
     @property
     def skipped(self) -> int:
         """Documents left out, in all epochs."""
         return self.left.total()
+
+    def place(self, epoch: int) -> list:
+        """How far `epoch` was read: the position in its permutation (-1: the end), the cursor, the digest."""
+        if self.epoch > epoch:
+            return [-1, None, ""]
+        return [self.shard, self.cursor, self.digest]
+
+    def permutation(self, count: int) -> list[int]:
+        """The order in which this epoch reads so many shards."""
+        if self.ordered:
+            return list(range(count))
+        return sorted(range(count), key=lambda index: self.draw("shard", index))
 
     @property
     def ended(self) -> bool:
@@ -558,17 +589,18 @@ class DocumentStream:
     def rest_of_epoch(self) -> Iterator[Document]:
         """The documents that this epoch has not given yet; then the state is the start of the next epoch."""
         shards = self.corpus.shards
-        order = range(len(shards))
+        order = self.order or self.permutation(len(shards))
         read = blank = 0
-        if not self.ordered:
-            order = sorted(order, key=lambda index: self.draw("shard", index))
         while self.shard < len(order):
-            for document, cursor in shards[order[self.shard]].read(self.cursor):
+            shard = shards[order[self.shard]]
+            for document, cursor in shard.read(self.cursor):
                 self.cursor = cursor
                 if isinstance(document, Left):
                     self.left[document.value] += 1
                     continue
                 read += 1
+                if self.digest is not None and isinstance(shard, FileShard):
+                    self.digest = digest_rows(self.digest, cursor, document.text)
                 if (text := self.corpus.part(document.text)) is None:
                     blank += not not_blank(document.text)
                     continue
@@ -581,14 +613,14 @@ class DocumentStream:
                     document, self.buffer[place] = self.buffer[place], document
                 self.documents += 1
                 yield document
-            self.shard, self.cursor = self.shard + 1, None
+            self.shard, self.cursor, self.digest = self.shard + 1, None, ""
         while self.buffer:
             document = self.buffer.pop(self.draw("document", self.documents) % len(self.buffer))
             self.documents += 1
             yield document
         if not self.documents:
             raise InputError(self._why_empty(read, blank))
-        self.epoch, self.shard, self.documents = self.epoch + 1, 0, 0
+        self.epoch, self.shard, self.documents, self.order = self.epoch + 1, 0, 0, None
 
     def _why_empty(self, read: int, blank: int) -> str:
         """What to say where `read` documents, some of them blank, gave none."""
@@ -600,9 +632,14 @@ class DocumentStream:
         share = f"{side} under data.validation_share {hold_out.share:g}"
         return f"{line}({blank:,} blank) {share}; change it, or give a data.validation_source"
 
-    def draw(self, what: str, number: int, epoch: int | None = None) -> int:
+    def draw(self, what: str, number: int | str, epoch: int | None = None) -> int:
         """A pseudo-random number of 64 bits."""
         return hash_text(f"{self.seed}/{self.epoch if epoch is None else epoch}/{what}/{number}")
+
+
+def digest_rows(before: str, row: int, text: str) -> str:
+    """The digest of a file's documents up to `row`, which has `text`. before: of those up to the last one."""
+    return digest(f"{before} {row} {text}")
 
 
 class MixtureShard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -67,13 +68,19 @@ class FileHashes:
         if self.record is None:
             return
         line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
-        with self._lock, self.record.open("ab", buffering=0) as file:
+        # Without the record, files are only read again at the next start.
+        with contextlib.suppress(OSError), self._lock, self.record.open("ab", buffering=0) as file:
             file.write(line)
 
 
 def sample_of(found: str) -> int:
     """The bytes of each sample of a hash, or `WHOLE`. Raises ValueError for what is no such hash."""
     return int(found.partition(":")[0])
+
+
+def is_stated(found: str) -> bool:
+    """Whether a hash is the checksum that a store states, `KIND:…`, and so is none of `FileHashes`."""
+    return ":" in found and not found.partition(":")[0].isdigit()
 
 
 def hash_file(path: Path, size: int, sample: int) -> str:

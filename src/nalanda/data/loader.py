@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 from collections import Counter
@@ -27,20 +26,15 @@ import torch
 from nalanda.common.errors import InputError
 from nalanda.common.text import is_url
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import (
-    DocumentStream,
-    check_apart,
-    describe_files,
-    is_local,
-    open_corpora,
-    open_corpus,
-    source_of,
-)
+from nalanda.data.corpus import DocumentStream, check_apart, describe_files, is_local, source_of
 from nalanda.data.documents import take_documents
+from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
 from nalanda.data.records import describe_left
-from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
+from nalanda.data.resume import ADVICE, Files, Hashing, check_all_same, check_not_cut, go_on, in_turn
+from nalanda.data.sources import Sources, validation_parts
+from nalanda.data.token_set import SPLITS, TokenSet
 from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
 
@@ -92,7 +86,12 @@ class PackedBatches:
         slots: rows of a step over all ranks; only needed for `data.long_documents: carry`.
         peers: from `peers.meet`; ranks of one machine, which then share the tokenising. They must read the
             same number of batches. After `close`, or an error, a rank goes on alone.
-        validation: whether something must be held out, as in `open_corpora`.
+        hashes: keeps the hashes of the files that are read as text. They are then found in a thread, in the
+            order in which the files are read, and `state_dict` has them. One of many processes does that.
+        sources: the sources, which may be open already.
+    Attributes:
+        files: of each component that is read as text, if `hashes` is given; `state_dict` has them.
+        changes: a line for each component whose files changed after the place of the loaded state.
     Raises:
         InputError: settings, files or tokenizer do not fit; while iterating, a shard cannot be read, or with
             `peers` another rank stopped.
@@ -111,9 +110,11 @@ class PackedBatches:
         epochs: int | None = None,
         slots: int | None = None,
         peers: Peers | None = None,
-        validation: bool | None = None,
+        hashes: FileHashes | None = None,
+        sources: Sources | None = None,
     ):
         data.check()
+        self.sources = sources or Sources()
         if split not in ("train", "validation"):
             raise ValueError(f"split: {split!r} is unknown; there are 'train' and 'validation'")
         if batch_size < 1 or not 0 <= rank < world_size:
@@ -132,7 +133,7 @@ class PackedBatches:
             raise ValueError(f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks")
         self.tokenizer = describe_tokenizer(tokenizer)
         parts = {
-            name: self._open_rows(name, part, split, slots if carry else None, validation)
+            name: self._open_rows(name, part, split, slots if carry else None)
             for name, part in data.parts().items()
         }
         self.source: Any = parts.get("") or Mixture(parts, {part.name: part.weight for part in data.mixture})
@@ -144,12 +145,15 @@ class PackedBatches:
         self._state: dict[str, Any] = self.source.start
         self._ended = False
         self._reader: Any = None
+        self._hashing: Hashing | None = None
+        self.files: dict[str, Files] = {} if hashes is None else self._list_files(hashes)
+        self.changes: list[str] = []
 
     def _open_rows(
-        self, name: str, data: DataConfig, split: str, slots: int | None, validation: bool | None
+        self, name: str, data: DataConfig, split: str, slots: int | None
     ) -> TokenSetRows | StreamRows:
         seed = f"{self.seed}/{name}" if name else self.seed
-        if tokens := _open_matching_set(data, self.tokenizer, split):
+        if tokens := _open_matching_set(data, self.tokenizer, split, self.sources):
             return TokenSetRows(
                 tokens,
                 str(data.source),
@@ -165,7 +169,7 @@ class PackedBatches:
                 f"{data.source}"
             )
         return StreamRows(
-            open_corpus(data, split, validation=validation),
+            self.sources.corpus(data, split),
             data,
             seed=seed,
             epochs=self.epochs,
@@ -183,6 +187,8 @@ class PackedBatches:
             raise StopIteration
         if self._reader is None:
             self._reader = self._start_reading()
+            if self.files:
+                self._hashing = Hashing(self._to_hash())
         try:
             batch, self._state = next(self._reader)
         except BaseException as stop:
@@ -207,51 +213,100 @@ class PackedBatches:
         if self._reader:
             self._reader.close()
             self._reader = None
+        if self._hashing:
+            self._hashing.close()
+            self._hashing = None
 
     def state_dict(self) -> dict:
         """The position after the last batch that was delivered, in plain JSON, shuffle buffer included.
 
-        It is the same on every rank, and valid for any number of ranks and any batch size.
+        It is valid for any number of ranks and any batch size. It is the same on every rank, "files" apart:
+        they are in the state of those that hash them. Their hashes are those found so far.
         """
-        contents = {name: [*hashes.values()] for name, hashes in self.contents.items()}
-        known = {"contents": contents} if contents else {}
-        return {**self._state, "identity": {**self.identity, **known}}
+        files = {part: found.state_dict() for part, found in self.files.items()}
+        return {**self._state, "identity": self.identity, **({"files": files} if files else {})}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict, *, checked: bool = False) -> None:
         """Resumes from `state`, in the shard where it lies instead of from the start of the corpus.
+
+        data/resume.py says which files must be as they were.
+
+        Args:
+            state: from `state_dict`.
+            checked: whether another process has loaded it, and this is `position` there.
 
         Raises:
             InputError: the state belongs to other data or settings.
         """
-        advice = "restore it, or start a new run from the checkpoint's weights with model.init_from"
-        contents = state["identity"].get("contents", {})  # earlier versions saved none
+        self.close()
+        self._state = state if checked else self._check(state)
+        self._ended = False
+
+    @property
+    def position(self) -> dict:
+        """`state_dict` without what it belongs to: the same on every rank."""
+        return self._state
+
+    def _check(self, state: dict) -> dict:
+        """The position of a saved state, over the files that are there now."""
+        earlier = state["identity"].get("contents", {})  # hashes alone, in the order of the listing
+        saved = state.get("files") or {part: {"hashes": hashes} for part, hashes in earlier.items()}
+        files = self.files or self._list_files(FileHashes())
+        streams = self._streams()
+
         unmoved = dict(self.identity)
-        for key in ("bos_id", "eos_id"):  # nor these
+        for key in ("bos_id", "eos_id"):  # earlier versions saved none
             if key not in state["identity"]:
                 unmoved.pop(key, None)
-        for part, hashes in self.contents.items():
-            if contents.get(part) == [*hashes.values()]:  # perhaps under other names
-                unmoved.pop(f"{part}: corpus" if part else "corpus", None)
+        for part in saved.keys() & streams.keys():
+            unmoved.pop(f"{part}: corpus" if part else "corpus", None)
         for key, value in unmoved.items():
-            saved = state["identity"].get(key)
-            if saved != value:
+            found = state["identity"].get(key)
+            if found != value:
                 raise InputError(
-                    f"data: changed since the checkpoint was saved: {key} was {saved!r} and is {value!r}; "
-                    f"{advice}"
+                    f"data: changed since the checkpoint was saved: {key} was {found!r} and is {value!r}; "
+                    f"{ADVICE}"
                 )
-        for part, hashes in self.contents.items():
-            if part not in contents:
+
+        position = {key: value for key, value in state.items() if key not in ("identity", "files")}
+        states = self._by_part(position)
+        self.changes = []
+        for part in files:
+            if part in streams and states[part]["rows"] and "end" not in states[part]["documents"]:
+                check_not_cut(streams[part].corpus)
+            if part not in saved:
                 continue
-            if len(saved := contents[part]) != len(hashes):
-                raise InputError(
-                    f"data: changed since the checkpoint was saved: {part} had {len(saved)} files and has "
-                    f"{len(hashes)}; {advice}"
-                )
-            if changed := [name for name, old in zip(hashes, saved, strict=True) if hashes[name] != old]:
-                raise InputError(f"{changed[0]}: other content than when the checkpoint was saved; {advice}")
-        self.close()
-        self._state = {key: value for key, value in state.items() if key != "identity"}
-        self._ended = False
+            if part not in streams or "names" not in saved[part]:
+                check_all_same(part, saved[part], files[part])
+                continue
+            documents = states[part]["documents"]
+            documents, change = go_on(streams[part].stream(), documents, saved[part], files[part])
+            states[part] = {**states[part], "documents": documents}
+            if line := str(change):
+                self.changes.append(f"data: {part + ': ' * bool(part)}{line} ahead of where the run stopped")
+        return {**position, "parts": [*states.values()]} if "parts" in position else states[""]
+
+    def _by_part(self, position: dict) -> dict[str, dict]:
+        """The state of each component."""
+        if isinstance(self.source, Mixture):
+            return dict(zip(self.source.parts, position["parts"], strict=True))
+        return {"": position}
+
+    def _list_files(self, hashes: FileHashes) -> dict[str, Files]:
+        return {part: Files(rows.corpus, hashes) for part, rows in self._streams().items()}
+
+    def _to_hash(self) -> Iterator[tuple[Files, int]]:
+        """All files: those behind the position of each component in the order in which they are read, then
+        the rest."""
+        states, lists = self._by_part(self._state), []
+        for part, rows in self._streams().items():
+            stream, files = rows.stream(), self.files[part]
+            stream.load_state_dict(states[part]["documents"])
+            order = stream.order or stream.permutation(len(files.names))
+            lists.append([(files, number) for number in order[stream.shard :] + order[: stream.shard]])
+        others = [files for part, files in self.files.items() if part not in self._streams()]
+        lists.append([(files, number) for files in others for number in range(len(files.names))])
+        return in_turn(lists)
 
     def epochs_read(self) -> dict[str, float]:
         """How many times each component was read, in whole epochs for a stream; a single source is ""."""
@@ -261,13 +316,6 @@ class PackedBatches:
     def skipped(self) -> Counter[str]:
         """Documents left out, in all epochs (`records.left_out`)."""
         return self.source.skipped(self._state)
-
-    @functools.cached_property
-    def contents(self) -> dict[str, dict[str, str]]:
-        """`Corpus.contents` of each component that is read as text. The state holds them, and
-        `load_state_dict` refuses other ones. With many processes, compute them in one and set them in all."""
-        streams = self._streams().items()
-        return {name: found for name, part in streams if (found := part.corpus.contents())}
 
     def _streams(self) -> dict[str, StreamRows]:
         """The components that are read as text."""
@@ -295,6 +343,7 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
     say: Callable[[str], None] = lambda line: None,
+    sources: Sources | None = None,
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """One rank's batches of the validation documents by source; "" for documents that name none.
 
@@ -302,18 +351,25 @@ def validation_batches(
     its share by weight, and at least one row. The documents of a source are packed apart from the others, of
     many sources only those of the large ones (`_join_small`); joined ones are one group. The last batches of
     a source are padded as in `PackedBatches`, so every rank has the same number. say: gets a line if
-    documents are left out.
+    documents are left out. sources: they may be open already.
 
     Raises:
         InputError: as in `PackedBatches`; or a component has no validation documents.
     """
     data.check()
+    sources = sources or Sources()
     for part in data.parts().values():
-        if part.validation_source and not any(_open_set_of(part, split) for split in SPLITS):
-            check_apart(**open_corpora(part))
+        if part.validation_source and not any(sources.token_set(part, split) for split in SPLITS):
+            check_apart(*(sources.corpus(part, split) for split in SPLITS))
     if data.documents == "joined":
         batches = PackedBatches(
-            data, tokenizer, split="validation", batch_size=batch_size, rank=rank, world_size=world_size
+            data,
+            tokenizer,
+            split="validation",
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            sources=sources,
         )
         with contextlib.closing(batches):
             found = {"": list(batches)}
@@ -321,12 +377,12 @@ def validation_batches(
         if batches.state_dict()["rows"] >= data.max_validation_rows:
             say(_describe_cut("the beginning of the text", data))
         return found
-    parts, total = _validation_parts(data), sum(part.weight for part in data.mixture)
+    parts, total = validation_parts(data), sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
     groups: dict[tuple[str, str], list[np.ndarray]] = {}
     for name, part in parts.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
-        documents, describe = _validation_documents(part, tokenizer, rank)
+        documents, describe = _validation_documents(part, tokenizer, rank, sources)
         for count, (source, tokens) in enumerate(documents, 1):
             groups.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
@@ -374,18 +430,18 @@ def _join_small(groups: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, li
 
 
 def _validation_documents(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rank: int
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rank: int, sources: Sources
 ) -> tuple[Iterator[tuple[str, np.ndarray]], Callable[[int], str]]:
     """Source and tokens of every validation document, in order, and words for the first so many of them."""
     encode = encoder(tokenizer, data)
-    if tokens := _open_matching_set(data, describe_tokenizer(tokenizer), "validation"):
+    if tokens := _open_matching_set(data, describe_tokenizer(tokenizer), "validation", sources):
         pairs = map(tokens.document, range(tokens.documents))
         total = tokens.documents
         return ((source, ids) for ids, source in pairs), lambda n: f"the first {n:,} of {total:,} documents"
-    corpus = open_corpus(data, "validation")
+    corpus = sources.corpus(data, "validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
-    corpus.ordered |= data.source != "python"
+    corpus = replace(corpus, ordered=corpus.ordered or data.source != "python")
     stream = DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)
 
     def read() -> Iterator[tuple[str, np.ndarray]]:
@@ -415,50 +471,41 @@ def _print_skipped(left: Mapping[str, int], rank: int) -> None:
         print(f"nalanda: {what} among those read for validation", file=sys.stderr, flush=True)
 
 
-def validation_contents(data: DataConfig, training: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """`PackedBatches.contents` of the validation documents; of a token set the identity in its index.
+def validation_files(
+    data: DataConfig, training: PackedBatches, hashes: FileHashes, sources: Sources
+) -> dict[str, Files]:
+    """`PackedBatches.files` of the validation documents; of a token set the identity in its index.
 
-    A component whose validation documents lie in the files of its `training` documents is left out.
+    A component whose validation documents lie in the files of `training` is left out.
     """
     found = {}
-    for name, part in _validation_parts(data).items():
-        source = source_of(part, "validation")
-        if tokens := _open_set_of(part, "validation"):
-            hashes = {f"{source}/index.json": tokens.identity}
-        else:
-            local = is_local(source) or is_url(source)
-            hashes = open_corpus(part, "validation").contents(training.get(name, {})) if local else {}
-        if hashes and hashes != training.get(name):
-            found[" ".join(filter(None, (name, "validation")))] = hashes
+    for name, part in validation_parts(data).items():
+        source, key = source_of(part, "validation"), " ".join(filter(None, (name, "validation")))
+        if tokens := sources.token_set(part, "validation"):
+            found[key] = Files(None, hashes, {f"{source}/index.json": tokens.identity})
+        elif is_local(source) or is_url(source):
+            corpus, trained = sources.corpus(part, "validation"), training.files.get(name)
+            if trained is None or trained.corpus is None or trained.corpus.shards != corpus.shards:
+                found[key] = Files(corpus, hashes)
     return found
 
 
-def token_sets(data: DataConfig, *, validation: bool) -> list[TokenSet]:
+def token_sets(data: DataConfig, *, validation: bool, sources: Sources | None = None) -> list[TokenSet]:
     """The token sets that training reads, and with `validation` those of the validation documents."""
+    sources = sources or Sources()
     parts = [(part, "train") for part in data.parts().values()]
-    parts += [(part, "validation") for part in _validation_parts(data).values()] if validation else []
-    return [tokens for part, split in parts if (tokens := _open_set_of(part, split))]
+    parts += [(part, "validation") for part in validation_parts(data).values()] if validation else []
+    return [tokens for part, split in parts if (tokens := sources.token_set(part, split))]
 
 
-def _validation_parts(data: DataConfig) -> dict[str, DataConfig]:
-    """The validation settings by component; a mixture may have one `validation_source` for all."""
-    if data.mixture and data.validation_source:
-        return {"": replace(data, mixture=[], source=data.validation_source)}
-    return data.parts()
-
-
-def _open_set_of(data: DataConfig, split: str) -> TokenSet | None:
-    """The source of `split` if it is a token set, else None."""
-    source = source_of(data, split)
-    return TokenSet(source, split) if isinstance(source, str) and is_token_set(source) else None
-
-
-def _open_matching_set(data: DataConfig, tokenizer: dict[str, Any], split: str) -> TokenSet | None:
-    """`_open_set_of`. Raises `InputError` if the set was made with other settings or another tokenizer.
+def _open_matching_set(
+    data: DataConfig, tokenizer: dict[str, Any], split: str, sources: Sources
+) -> TokenSet | None:
+    """`Sources.token_set`. Raises `InputError` if the set was made with other settings or another tokenizer.
 
     tokenizer: from `describe_tokenizer`.
     """
-    if (tokens := _open_set_of(data, split)) is None:
+    if (tokens := sources.token_set(data, split)) is None:
         return None
     source = source_of(data, split)
     for key in ("bos", "eos", "documents"):

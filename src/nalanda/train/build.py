@@ -26,9 +26,11 @@ from nalanda.common.versions import versions
 from nalanda.config.model import build_model_config, in_one_line, is_encoder, language_model
 from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
-from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_contents
+from nalanda.data.hashes import FileHashes
+from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_files
 from nalanda.data.masking import Masking
 from nalanda.data.peers import Peers, meet
+from nalanda.data.sources import Sources
 from nalanda.data.text_bytes import TextBytes, text_bytes
 from nalanda.data.token_set import SumCheck
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary, is_whole, save_tokenizer
@@ -193,14 +195,15 @@ def set_up(
     say("opening the data")
     note = partial(print, "nalanda:", file=sys.stderr, flush=True) if main else lambda line: None
     peers = meet(gather_object) if processes > 1 else None
-    batches, validation = open_batches(config, tokenizer, sharing.rank, sharing.world_size, note, peers)
-    contents = None
-    if main:  # one process hashes the files
-        contents = batches.contents | (
-            validation_contents(config.data, batches.contents) if validation else {}
-        )
-    batches.contents = from_main_process(contents)
-    sums = start_sums(config, rank, processes)
+    sources = on_main_process(
+        main, lambda: Sources().open_all(config.data, validation=config.validation.every != 0)
+    )
+    hashes = FileHashes(run_dir / "hashes.jsonl") if main else None
+    share = sharing.rank, sharing.world_size
+    batches, validation = open_batches(config, tokenizer, *share, note, peers, hashes, sources)
+    if hashes and validation:
+        batches.files |= validation_files(config.data, batches, hashes, sources)
+    sums = start_sums(config, rank, processes, sources)
     if config.data.verify == "sums":
         finish_sums(sums)
 
@@ -253,7 +256,9 @@ def set_up(
         data_state = run.load(resume, partial(latest_checkpoint, saver.directory))
         if run.checkpoint is None or data_state is None:
             raise InputError(no_checkpoint_message(run_dir))
-        batches.load_state_dict(data_state)
+        say("comparing the files that were read")
+        loaded = partial(_load_data_state, batches, data_state)
+        batches.load_state_dict(on_main_process(main, loaded), checked=True)
         if row_states:
             rows = config.train.micro_batch_size
             slots = slots_of(sharing.rank, sharing.world_size, config.accumulation(processes), rows)
@@ -285,9 +290,14 @@ def set_up(
     return run
 
 
-def start_sums(config: RunConfig, rank: int, processes: int) -> SumCheck:
+def _load_data_state(batches: PackedBatches, state: dict) -> dict:
+    batches.load_state_dict(state)
+    return batches.position
+
+
+def start_sums(config: RunConfig, rank: int, processes: int, sources: Sources | None = None) -> SumCheck:
     """Starts comparing this process's share of the token sets' files with their sums."""
-    sets = token_sets(config.data, validation=config.validation.every != 0)
+    sets = token_sets(config.data, validation=config.validation.every != 0, sources=sources)
     files = [file for tokens in sets for file in tokens.files]
     record = Path(config.output_dir) / "sums.jsonl"
     return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [], record)
@@ -410,6 +420,20 @@ def from_main_process(value: Any) -> Any:
     return broadcast_object_list([value])[0]
 
 
+def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
+    """What `act` returns on the main process, on every process. Its `InputError` is raised on all."""
+    found = problem = None
+    if main:
+        try:
+            found = act()
+        except InputError as error:
+            problem = error
+    found, problem = from_main_process((found, problem))
+    if problem:
+        raise problem
+    return found
+
+
 def open_batches(
     config: RunConfig,
     tokenizer: Any,
@@ -417,9 +441,13 @@ def open_batches(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
     peers: Peers | None = None,
+    hashes: FileHashes | None = None,
+    sources: Sources | None = None,
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]]]:
-    """One process's training batches, and its validation batches by source; {} without validation."""
-    share: Any = {"rank": rank, "world_size": processes}
+    """One process's training batches, and its validation batches by source; {} without validation.
+
+    hashes, sources: of `PackedBatches`."""
+    share: Any = {"rank": rank, "world_size": processes, "sources": sources}
     rows, slots = config.train.micro_batch_size, config.train.tokens_per_step // config.data.seq_len
     validation = config.validation.every != 0
     batches = PackedBatches(
@@ -430,7 +458,7 @@ def open_batches(
         seed=config.seed,
         slots=slots,
         peers=peers,
-        validation=validation,
+        hashes=hashes,
         **share,
     )
     if not validation:

@@ -241,6 +241,8 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
         if note and run.at.step >= c.steps:
             note = f" (already at step {run.at.step}: nothing is trained, the learning rate did not fall)"
         log.say(f"changed    {key}: {old} → {new}{note}")
+    for line in run.batches.changes:
+        log.say(f"changed    {line}")
     for line in run.batches.describe_files():
         log.say(f"data       {line}")
     log.say(

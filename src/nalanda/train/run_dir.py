@@ -35,7 +35,7 @@ IDENTITY = ("model", "tokenizer", "data", "seed")
 """Sections of the recipe that identify a run: its checkpoints fit no other values."""
 
 MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
-MOVABLE |= {"data.max_document_bytes", "data.oversized", "data.unusable"}
+MOVABLE |= {"data.max_document_bytes", "data.oversized", "data.unusable", "data.max_validation_rows"}
 """Keys of these sections that may change. A moved corpus is recognised by its contents."""
 
 
@@ -263,7 +263,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """
     names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
     if run_dir.is_file() or (
-        names and not names & {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"}
+        names and not names & {"config.yaml", "run.json", "metrics.jsonl", "hashes.jsonl", "checkpoints"}
     ):
         raise InputError(f"{run_dir} has files that are no run of Nalanda's; choose another output_dir")
     output_folder(run_dir, "output_dir")

@@ -1,0 +1,263 @@
+"""Which files a run needs unchanged to go on, and which may differ: those that it has not read yet.
+
+A checkpoint names the files of each corpus, with their sizes and, as far as they are known, their hashes.
+Within an epoch, the files before the saved place were read. They must be there with the same content, under
+whatever name. Of the file in which the place lies, the rows up to it must be the same. The files after it
+may have changed, gone or joined; the rest of the epoch is what is there now and was not read.
+
+Hashes are found in the background, in the order in which files are read. Of a file that was read before its
+hash was found and saved, only name and size are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from nalanda.common.errors import InputError
+from nalanda.data.corpus import Corpus, DocumentStream, digest_rows
+from nalanda.data.documents import Document, FileShard
+from nalanda.data.hashes import FileHashes, is_stated
+from nalanda.data.hold_out import CutFile, CutShard
+
+ADVICE = "restore it, or start a new run from the checkpoint's weights with model.init_from"
+
+OTHER_CONTENT = "other content than when the checkpoint was saved"
+
+AT_A_TIME = 8
+"""Files hashed at a time while a start waits for them."""
+
+
+class Files:
+    """The files of a corpus in the order of the listing, with what is known of their contents.
+
+    Attributes:
+        names, sizes: of all files.
+        hashes: their hashes; "" where one is not known yet. Entries are replaced, so states hold the list.
+        likes: earlier hashes of the same files, or ""; a new one is made the same way (`Corpus.content`).
+    """
+
+    def __init__(self, corpus: Corpus | None, kept: FileHashes, known: dict[str, str] | None = None):
+        """known: name → hash, of what is no corpus."""
+        self.corpus, self._kept = corpus, kept
+        known = known or {}
+        self.names = corpus.names if corpus else [*known]
+        self.sizes = corpus.sizes if corpus else [0] * len(known)
+        self.hashes = [""] * len(self.names) if corpus else [*known.values()]
+        self.likes = [""] * len(self.names)
+
+    def state_dict(self) -> dict[str, list]:
+        return {"names": self.names, "sizes": self.sizes, "hashes": self.hashes}
+
+    def find(self, number: int) -> str:
+        """The hash of a file. Raises `InputError` if it cannot be read."""
+        if self.corpus and not self.hashes[number]:
+            self.hashes[number] = self.corpus.content(number, self._kept, self.likes[number])
+        return self.hashes[number]
+
+    def is_same(self, number: int, size: int | None, saved: str) -> bool:
+        """Whether a file has that size and hash; None and "": not known. Raises `InputError`."""
+        if size is not None and self.sizes[number] != size:
+            return False
+        if not saved:
+            return True
+        if self.corpus:
+            self.hashes[number] = self.corpus.content(number, self._kept, saved)
+        found = self.hashes[number]
+        if is_stated(saved) != is_stated(found):
+            return True  # the corpus was moved between a disk and a store, whose checksums do not compare
+        return saved in (found, found.partition(":")[2])  # earlier versions did not write how it was made
+
+    def path(self, number: int) -> str:
+        shard = self.corpus.shards[number] if self.corpus else None
+        return str(shard.path) if isinstance(shard, FileShard) else self.names[number]
+
+
+class Hashing:
+    """Hashes files in a thread, one after the other, up to the end or to `close`."""
+
+    def __init__(self, jobs: Iterator[tuple[Files, int]]):
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, args=(jobs,), name="nalanda-hashes", daemon=True).start()
+
+    def _run(self, jobs: Iterator[tuple[Files, int]]) -> None:
+        for files, number in jobs:
+            if self._closed.is_set():
+                return
+            with contextlib.suppress(InputError):  # reading it says so
+                files.find(number)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def in_turn(lists: Iterable[list[tuple[Files, int]]]) -> Iterator[tuple[Files, int]]:
+    """The first of each list, the second of each, and so on."""
+    for turn in itertools.zip_longest(*lists):
+        yield from filter(None, turn)
+
+
+class Change(NamedTuple):
+    """How the files that are still to be read differ from those of the checkpoint."""
+
+    changed: int
+    added: int
+    removed: int
+
+    def __str__(self) -> str:
+        """Such as "2 files changed, 1 added"; "" for no change."""
+        counts = [f"{count} {what}" for what, count in self._asdict().items() if count]
+        if counts:
+            number, what = counts[0].split()
+            counts[0] = f"{number} file{'s' * (number != '1')} {what}"
+        return ", ".join(counts)
+
+
+def check_all_same(part: str, saved: dict[str, list], files: Files) -> None:
+    """Raises `InputError` unless every file is as it was saved, in the same order, under whatever names."""
+    if (count := len(saved["hashes"])) != len(files.names):
+        raise InputError(
+            f"data: changed since the checkpoint was saved: {part or 'the corpus'} had {count} files and has "
+            f"{len(files.names)}; {ADVICE}"
+        )
+    sizes = saved.get("sizes") or [None] * count
+    _check_each(range(count), lambda i: files.is_same(i, sizes[i], saved["hashes"][i]), files.path)
+
+
+def check_not_cut(corpus: Corpus) -> None:
+    """Raises `InputError` for a lone text, which earlier versions read as one document."""
+    if cut := next((shard for shard in corpus.shards if isinstance(shard, CutFile | CutShard)), None):
+        raise InputError(
+            f"data: {cut.identity}: was one document when the checkpoint was saved, and is cut into several "
+            "now; start a new run from the checkpoint's weights with model.init_from"
+        )
+
+
+def go_on(
+    stream: DocumentStream, state: dict[str, Any], saved: dict[str, list], files: Files
+) -> tuple[dict[str, Any], Change]:
+    """The state of a stream over the present files, and what changed after its place.
+
+    Args:
+        stream: any stream of the corpus, with the run's seed.
+        state: the saved state; "end": how far the group of documents reads that a resume reads again.
+        saved: the listing at that time (`Files.state_dict`).
+        files: the present listing.
+
+    Raises:
+        InputError: a file that was read has changed or is missing.
+    """
+    stream.load_state_dict(state)
+    before = state.get("order") or stream.permutation(len(saved["names"]))
+    reached, cursor, digest = state.get("end") or stream.place(stream.epoch)
+    reached = len(before) if reached < 0 else reached
+    begun = cursor is not None
+    read, ahead = before[:reached], before[reached + begun :]
+
+    now = _places(saved, files, read)
+    _check_each(
+        read,
+        lambda old: files.is_same(now[old], saved["sizes"][old], saved["hashes"][old]),
+        lambda old: files.path(now[old]),
+    )
+    mended = False
+    if begun:
+        old = before[reached]
+        mended = _check_begun(files, now.get(old), saved, old, cursor, digest)
+        read = [*read, old]
+
+    for old, new in now.items():
+        files.likes[new] = files.likes[new] or saved["hashes"][old]
+    changed = sum(old in now and files.sizes[now[old]] != saved["sizes"][old] for old in ahead)
+    removed = sum(old not in now for old in ahead)
+    added = sorted({*range(len(files.names))} - {*now.values()})
+
+    rest = [now[old] for old in ahead if old in now]
+    if reached == len(before):
+        pass  # the buffer is being emptied: another file would change what it gives
+    elif stream.ordered:
+        rest = sorted([*rest, *added])
+    else:
+        for new in added:
+            rest.insert(stream.draw("added", files.names[new]) % (len(rest) + 1), new)
+
+    order = [*(now[old] for old in read), *rest]
+    found = {key: value for key, value in state.items() if key != "order"}
+    if order != stream.permutation(len(files.names)):
+        found["order"] = order
+    return found, Change(changed + mended, len(added), removed)
+
+
+def _places(saved: dict[str, list], files: Files, read: list[int]) -> dict[int, int]:
+    """Saved number → present number, by name. A file that was read is found by its content, too.
+
+    Raises `InputError` if one is missing."""
+    numbers = {name: new for new, name in enumerate(files.names)}
+    now = {old: numbers[name] for old, name in enumerate(saved["names"]) if name in numbers}
+    if not now and saved["sizes"] == files.sizes:
+        return {old: old for old in range(len(files.names))}  # the corpus was moved
+
+    free = defaultdict(list)
+    for new in sorted({*numbers.values()} - {*now.values()}):
+        free[files.sizes[new]].append(new)
+    for old in read:
+        if old in now:
+            continue
+        size, known = saved["sizes"][old], saved["hashes"][old]
+        found = next((new for new in free[size] if known and files.is_same(new, size, known)), None)
+        if found is None:
+            raise InputError(
+                f"{saved['names'][old]}: is missing, and was read before the checkpoint was saved; {ADVICE}"
+            )
+        now[old] = found
+        free[size].remove(found)
+    return now
+
+
+def _check_each(numbers: Sequence[int], is_same: Callable[[int], bool], path: Callable[[int], str]) -> None:
+    """Raises `InputError` that names the first file which is not the same."""
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    try:
+        for number, same in zip(numbers, pool.map(is_same, numbers), strict=True):
+            if not same:
+                raise InputError(f"{path(number)}: {OTHER_CONTENT}; {ADVICE}")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_begun(
+    files: Files, number: int | None, saved: dict[str, list], old: int, cursor: Any, digest: str | None
+) -> bool:
+    """Whether the file that was read up to `cursor` has changed after it. Raises `InputError` if it changed
+    before it.
+
+    number: its present number. old: its saved one. digest: of its documents up to `cursor`."""
+    size, known = saved["sizes"][old], saved["hashes"][old]
+    if number is None:
+        raise InputError(f"{saved['names'][old]}: is missing, and is read in part; {ADVICE}")
+    shard = files.corpus.shards[number] if files.corpus else None
+    if not isinstance(shard, FileShard) or digest is None:
+        if not files.is_same(number, size, known):
+            raise InputError(f"{files.path(number)}: {OTHER_CONTENT}; {ADVICE}")
+        return False
+    if known and files.is_same(number, size, known):
+        return False
+
+    found = ""
+    for document, row in shard.read(None):
+        if row > cursor:
+            break
+        if isinstance(document, Document):
+            found = digest_rows(found, row, document.text)
+        if row == cursor:
+            break
+    if found != digest:
+        raise InputError(
+            f"{files.path(number)}: {OTHER_CONTENT}, in rows 1 to {cursor:,}, which were read; {ADVICE}"
+        )
+    return files.sizes[number] != size or bool(known)
