@@ -43,6 +43,7 @@ from safetensors.torch import load_file, save_file
 
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.load import load_config
+from nalanda.data.documents import hash_text
 from nalanda.data.inspect import check_set
 from nalanda.data.token_set import TokenSet, is_token_set
 from nalanda.report.verify import verify
@@ -928,7 +929,7 @@ def changed(work: Work) -> str:
         key = override.split("=")[0]
         need(f"nalanda: {run} holds another run: {key}" in text, text[-400:])
         need(files() == before, f"{key}: refused, and yet something changed")
-    shard = next((corpus / "web").glob("*"))
+    shard = corpus / "web" / read_by(run, "web")[0]
     content = shard.read_bytes()
     shard.write_bytes(content + content)  # zstandard frames may follow one another
     try:
@@ -941,7 +942,7 @@ def changed(work: Work) -> str:
     need("optim.lr: 0.003 → 0.001" in text, text[:600])
     recorded = json.loads((run / "run.json").read_text())["changes"]
     need(any(change.get("optim.lr") == [0.003, 0.001] for change in recorded), recorded)
-    return f"{len(refusals) + 1} refused, a grown shard among them; optim.lr in run.json and printed"
+    return f"{len(refusals) + 1} refused, one grown shard that was read; optim.lr in run.json and printed"
 
 
 def accumulation(work: Work) -> str:
@@ -1313,9 +1314,21 @@ def swap(file: Path) -> bytes:
     return before
 
 
+def read_by(run: Path, part: str = "") -> list[str]:
+    """Names of the files of a component that the newest checkpoint of a run has read in its epoch."""
+    data = torch.load(run / f"checkpoints/step-{max(checkpoints(run))}/rank-0.pt", weights_only=True)["data"]
+    states = data.get("parts", [data])
+    names, documents = data["files"][part]["names"], states[[*data["files"]].index(part)]["documents"]
+    seed = f"5/{part}" if part else 5  # the recipe's
+    draws = [hash_text(f"{seed}/{documents['epoch']}/shard/{number}") for number in range(len(names))]
+    order = sorted(range(len(names)), key=draws.__getitem__)
+    reached = documents["end"][0]
+    return [names[number] for number in (order if reached < 0 else order[:reached])]
+
+
 def edited(work: Work) -> str:
-    """Between two starts of a run, a shard of training or validation, or a file of a prepared set, is edited
-    without a change of its size.
+    """Between two starts of a run, a shard of training that was read, one of validation, or a file of a
+    prepared set, is edited without a change of its size.
 
     The second start is refused with code 2 in a line that names the file, and writes no checkpoint. With the
     file restored the run equals an uninterrupted one.
@@ -1335,7 +1348,8 @@ def edited(work: Work) -> str:
         with Trainer(work.recipe, run, *settings) as trainer:
             trainer.until(lambda: 14 in checkpoints(run), "checkpoint 14")  # noqa: B023
             trainer.kill()
-        files = [min(folder.glob("*.zst")) for folder in (texts / "train" / "code", texts / "validation")]
+        if name == "texts":
+            files = [texts / read_by(run)[0], min((texts / "validation").glob("*.zst"))]
         if name == "sets":  # index.json; tokens and documents of train and of validation
             found = sorted((sets / "code").rglob("*"))
             files = [p for p in found if p.is_file() and p.parent.name != "tokenizer"]
@@ -1354,6 +1368,34 @@ def edited(work: Work) -> str:
         finish(work.recipe, run, *settings)
         same(run, work.whole(*settings), prepared=name == "sets", spread=10**9)
     return f"{len(said)} files, each refused with code 2; then equal to the runs that nothing interrupted"
+
+
+def killed_while_hashing(work: Work) -> str:
+    """The trainer is killed, and gets SIGTERM, at a resume while it hashes the files that were read.
+
+    Each start goes on where the one before stopped: a hash that was found is kept, and made once.
+    The finished run equals an uninterrupted one.
+    """
+    run, settings = work.run("hashing"), ("train.steps=20", "checkpoint.every=7")
+    with Trainer(work.recipe, run, *settings) as trainer:
+        trainer.until(lambda: 14 in checkpoints(run), "checkpoint 14")
+        trainer.kill()
+    record = run / "hashes.jsonl"
+    record.unlink()
+
+    found = []
+    for sent, nth in ((signal.SIGKILL, 2), (signal.SIGTERM, 1)):
+        with Trainer(work.recipe, run, *settings, pause={"at": "hash", "nth": nth}) as trainer:
+            trainer.paused()
+            trainer.process.send_signal(sent)
+            need(trainer.process.wait(60) == -sent, "it ended otherwise")
+            trainer.kill()
+        found.append(record.exists())
+    finish(work.recipe, run, *settings)
+    entries = [json.loads(line) for line in record.read_text().splitlines() if line]
+    paths = Counter(entry[0] for entry in entries)
+    need(max(paths.values()) == 1, paths)
+    return f"{len(found)} kills, {len(paths)} files hashed once each; " + same(run, work.whole(*settings))
 
 
 BOMB = """

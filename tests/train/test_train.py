@@ -29,7 +29,7 @@ from nalanda.common.versions import versions
 from nalanda.config.load import load_config, read_sections
 from nalanda.config.model import build_model_config
 from nalanda.config.schema import RunConfig
-from nalanda.data import token_set
+from nalanda.data import corpus, hashes, packing, token_set
 from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.model import FEATURE_MAPS, NalandaConfig
@@ -974,6 +974,63 @@ def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, 
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     file.write_bytes(text)
     loop.train(configured(recipe, tmp_path / "run", *settings))
+
+
+def test_files_that_come_later_may_change(recipe, tmp_path, capsys, monkeypatch):
+    """The run goes on and says so. Rows of validation may change as well."""
+    monkeypatch.setattr(packing, "STREAM_GROUP", 1000)
+    texts = (recipe.parent / "a.jsonl").read_text().splitlines(keepends=True)
+    source, run = tmp_path / "data", tmp_path / "run"
+    source.mkdir()
+    for i in range(15):
+        (source / f"{i:02}.jsonl").write_text("".join(texts[i * 100 : (i + 1) * 100]))
+    settings = [f"data.source={source}", "data.shuffle_buffer=0", "train.steps=6"]
+    loop.train(configured(recipe, run, *settings))
+    assert (run / "hashes.jsonl").exists()
+    state = torch.load(run / "checkpoints" / "step-6" / "rank-0.pt", weights_only=True)["data"]
+    reached = state["documents"]["end"][0]
+    assert 0 <= reached < 14
+
+    (source / "new.jsonl").write_text(texts[0] * 100)
+    capsys.readouterr()
+    settings[2] = "train.steps=8"
+    loop.train(configured(recipe, run, *settings, "data.max_validation_rows=5"))
+    said = capsys.readouterr().out
+    assert "changed    data: 1 file added ahead of where the run stopped" in said
+    assert "changed    data.max_validation_rows: 7 → 5" in said
+    assert "resumes from step-6" in said
+
+
+def test_no_file_is_hashed_before_the_first_step(recipe, tmp_path, monkeypatch):
+    """At a resume those are that were read, if the record has them not."""
+    seen, make = [], hashes.hash_file
+
+    def hash_file(path: Path, *rest) -> str:
+        seen.append(threading.current_thread().name)
+        return make(path, *rest)
+
+    monkeypatch.setattr(hashes, "hash_file", hash_file)
+    run = tmp_path / "run"
+    loop.train(configured(recipe, run, "train.steps=2"))
+    assert {*seen} <= {"nalanda-hashes"}
+    seen.clear()
+    loop.train(configured(recipe, run, "train.steps=4"))
+    assert seen == []
+    (run / "hashes.jsonl").unlink()
+    loop.train(configured(recipe, run, "train.steps=6"))
+    assert len(seen) == 1
+
+
+def test_a_start_lists_the_files_once(recipe, tmp_path, monkeypatch):
+    listed, find = [], corpus._find_files
+    monkeypatch.setattr(corpus, "_find_files", lambda *args: listed.append(args) or find(*args))
+    run = tmp_path / "run"
+    shutil.copytree(recipe.parent, tmp_path / "data")
+    settings = [f"data.source={tmp_path / 'data' / '*.jsonl'}", "validation.every=1"]
+    loop.train(configured(recipe, run, *settings, "train.steps=2"))
+    listed.clear()
+    loop.train(configured(recipe, run, *settings, "train.steps=3"))
+    assert len(listed) == 1
 
 
 def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):

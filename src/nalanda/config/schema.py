@@ -134,8 +134,8 @@ class DataConfig:
     verify: Literal["background", "sums", "sizes"] = "background"
     """Check of a token set's files against the SHA-256 sums of its index. background: in a thread while
     training begins, and before the model is written; sums: before training; sizes: only sizes are checked. A
-    file that was found whole is read again once it has changed. Of files that are read as text, checkpoints
-    always hold the hashes."""
+    file that was found whole is read again once it has changed. Files that are read as text are hashed in a
+    thread; checkpoints hold the hashes found so far."""
     shuffle_buffer: int = 1024
     """Documents in the shuffle buffer, which checkpoints save. 0: none; only the files are shuffled."""
     name: str | None = None

@@ -36,7 +36,7 @@ IDENTITY = ("model", "tokenizer", "data", "seed")
 
 MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
 MOVABLE |= {"data.max_document_bytes", "data.oversized", "data.unusable", "data.max_validation_rows"}
-"""Keys of these sections that may change. A moved corpus is recognised by its contents."""
+"""Keys of these sections that may change. data/resume.py checks the files of the sources."""
 
 
 def last_good(directory: Path, suspect: Path | None = None, reason: str = "") -> Path | None:
