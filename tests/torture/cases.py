@@ -1701,6 +1701,7 @@ CASES = (
     remote_code,
     secrets,
     edited,
+    killed_while_hashing,
     bombs,
     killed_preparations,
     evaluation_killed,
