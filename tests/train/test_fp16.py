@@ -85,7 +85,7 @@ def test_the_gradient_of_a_frequent_words_row_does_not_overflow():
     torch.testing.assert_close(weight.grad, expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax"])
+@pytest.mark.parametrize("mixer", [pytest.param("gated_deltanet", marks=pytest.mark.slow), "softmax"])
 def test_it_learns_to_repeat_a_pattern(mixer):
     """Nats a token after 50 updates: near those of fp32, far below the first."""
 
@@ -284,6 +284,7 @@ def worker(recipe: Path, folder: Path) -> None:
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(changed))
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_the_scale(recipe, tmp_path):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__)
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
