@@ -448,7 +448,7 @@ class Corpus:
     hold_out: HoldOut | None = None
     """What is held out; None if the source has a validation part of its own."""
     note: str = ""
-    """A line about what is held out, "" where `data.validation_share` alone decides."""
+    """A line about what is held out, "" where the source has a validation part of its own."""
 
     @property
     def fingerprint(self) -> str:

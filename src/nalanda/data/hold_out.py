@@ -147,7 +147,7 @@ def _tail_place(text: str, share: float) -> int:
 def choose(
     shards: Sequence[Shard], share: float, *, validation: bool, joined: bool = False
 ) -> tuple[HoldOut, str]:
-    """What to hold out of these shards, and a line about it, "" where the share alone decides.
+    """What to hold out of these shards, and a line about it, "" without validation.
 
     Of one text that is read joined, the last share. Of a small corpus at least one document stays for
     training: that of the highest hash, if all fall under the share. With `validation` at least one is held
@@ -158,9 +158,10 @@ def choose(
         line = f"{_name(shards[0])}: one text, {_last(share)}"
         return (HoldOut(share, tail=True), line) if validation else (HoldOut(0.0), "")
     hold_out, how = HoldOut(share), ""
+    usual = f"{100 * share:.3g} % of the documents are held out for validation" * validation
     sizes = [shard.size for shard in shards if isinstance(shard, FileShard)]
     if sum(sizes) > SMALL or not (lone or len(sizes) == len(shards)):
-        return hold_out, how
+        return hold_out, usual
 
     hashes = _hashes(shards, hold_out, validation, lone)
     held = sum(map(hold_out.holds, hashes))
@@ -175,7 +176,7 @@ def choose(
         hold_out = HoldOut(share, more=_hex(min(hashes)))
         how = f" (none fell under validation_share {share:g})"
     elif not lone:
-        return hold_out, ""
+        return hold_out, usual
 
     line = f"{len(hashes):,} documents"
     if lone:

@@ -323,8 +323,8 @@ class PackedBatches:
         return {name: part for name, part in parts.items() if isinstance(part, StreamRows)}
 
     def describe_files(self) -> list[str]:
-        """For each component: how many files each split has, if many, what is left out, and what is held out
-        where that is not just the share."""
+        """For each component: how many files each split has, if many, what is left out, and what is held
+        out."""
         data, lines = self.data.parts(), []
         for name, part in self._streams().items():
             note = part.corpus.note
