@@ -15,6 +15,7 @@ from nalanda.common.text import is_url, redact, scheme_of
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data import urls
 from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.hashes import FileHashes
 from nalanda.data.loader import PackedBatches
 from nalanda.data.megatron import read_megatron
 from nalanda.data.prepare import prepare
@@ -146,7 +147,10 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
     config = DataConfig(source="s3://bucket/set", seq_len=16, workers=0, shuffle_buffer=4, retries=1)
 
     def new():
-        return PackedBatches(config, tokenizer, split="train", batch_size=4, epochs=1)
+        batches = PackedBatches(config, tokenizer, split="train", batch_size=4, epochs=1, hashes=FileHashes())
+        for number in range(2):
+            batches.files[""].find(number)
+        return batches
 
     batches = new()
     whole = [(batch["input_ids"].tolist(), json.loads(json.dumps(batches.state_dict()))) for batch in batches]

@@ -23,7 +23,9 @@ from nalanda.common.errors import InputError
 from nalanda.common.text import is_url, redact
 from nalanda.config.schema import DataConfig
 from nalanda.data.documents import (
+    EMPTY,
     NAMES,
+    SECOND,
     Document,
     Fields,
     FileShard,
@@ -37,14 +39,13 @@ from nalanda.data.documents import (
     not_blank,
     reader_of,
     split_of,
-    suffix_of,
     suffixes,
 )
 from nalanda.data.hashes import SAMPLES, WHOLE, FileHashes, is_stated, sample_of
 from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
-from nalanda.data.readers import FORMATS, READERS
+from nalanda.data.readers import documents_among
 from nalanda.data.records import left_out
 from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
@@ -57,12 +58,6 @@ AT_ONCE = 4 << 30
 
 SMALLEST, LARGEST = 1 << 12, 1 << 16
 """Bytes of a sample."""
-
-EMPTY, SECOND = "empty", "second"
-"""Keys of `Corpus.counts`: files without a byte, and further names of files that are read."""
-
-NOTES = {".json", ".csv"}
-"""Formats that often describe a folder's documents, and are read only where no other holds any."""
 
 Walk = Callable[[Path], "list[tuple[Path, _File]]"]
 """Gives the files below a folder, sorted."""
@@ -333,13 +328,10 @@ def _in_folder(root: Path, counts: Counter[str], walk: Walk) -> dict[str, _File]
     """The files of a folder that hold documents, by their relative paths, in order. Others are counted."""
     every = {name.as_posix(): file for name, file in walk(root)}
     found = _without_lists(every, counts)
-    plain = {name: suffix_of(name) for name in found}
-    builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
-    shards = {suffix for suffix in plain.values() if suffix and suffix not in builtin}
-    notes = builtin if shards else builtin & {".json"} if ".csv" in plain.values() else set()
+    read = documents_among(found)
     kept = {}
     for name, file in found.items():
-        if plain[name] and plain[name] not in notes:
+        if name in read:
             kept[name] = file
         else:
             counts[Path(name).suffix or "."] += 1

@@ -173,6 +173,10 @@ def split_of(folders: Iterable[str], file: str) -> str:
     return next(found, "")
 
 
+EMPTY, SECOND = "empty", "second"
+"""Keys of `Corpus.counts`: files without a byte, and further names of files that are read."""
+
+
 def files_of(parts: dict[str, T], split: str) -> T:
     """The files of `split` among those by `NAMES` and "", for no split; some may be empty.
 

@@ -856,7 +856,8 @@ def prepare(
     Raises:
         InputError: as in `begin`; or files of the source are damaged: the other shards are finished and kept.
     """
-    with alone_in(Path(directory).expanduser()):
+    directory = local_output(directory, "output")
+    with alone_in(directory):
         return _prepare(data, tokenizer, directory, workers, shard_bytes, say)
 
 

@@ -803,6 +803,9 @@ READERS: dict[str, Reader] = {
 }
 """The reader of each suffix."""
 
+NOTES = {".json", ".csv"}
+"""Formats that often describe a folder's documents (`documents_among`)."""
+
 FIRST = {".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"}
 """Suffixes that no plugin may take. Plugins took others before Nalanda read them."""
 
@@ -841,6 +844,16 @@ def suffix_of(name: str) -> str:
             return name[place:]
         place = name.find(".", place + 1)
     return ""
+
+
+def documents_among(names: Iterable[str]) -> set[str]:
+    """Those of a folder's files that hold its documents. Plain .json and .csv files often describe them, so
+    they count only where no other file does."""
+    formats = {name: suffix_of(name) for name in names}
+    builtin = {suffix for suffix in NOTES if READERS[suffix] is FORMATS[suffix]}
+    shards = {suffix for suffix in formats.values() if suffix and suffix not in builtin}
+    notes = builtin if shards else builtin & {".json"} if ".csv" in formats.values() else set()
+    return {name for name, suffix in formats.items() if suffix and suffix not in notes}
 
 
 def is_single(name: str) -> bool:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from nalanda.common.errors import InputError
+from nalanda.common.text import redact
 from nalanda.data.corpus import Corpus, DocumentStream, digest_rows
 from nalanda.data.documents import Document, FileShard
 from nalanda.data.hashes import FileHashes, is_stated
@@ -75,7 +76,9 @@ class Files:
 
     def path(self, number: int) -> str:
         shard = self.corpus.shards[number] if self.corpus else None
-        return str(shard.path) if isinstance(shard, FileShard) else self.names[number]
+        if isinstance(shard, FileShard):
+            return str(shard.path)
+        return redact(getattr(shard, "url", self.names[number]))
 
 
 class Hashing:

@@ -35,6 +35,7 @@ from nalanda.common.stores import (
 from nalanda.common.text import redact, size
 from nalanda.config.schema import DataConfig, RunConfig
 from nalanda.data.documents import (
+    EMPTY,
     NAMES,
     Document,
     Fields,
@@ -48,6 +49,7 @@ from nalanda.data.documents import (
     suffix_of,
     suffixes,
 )
+from nalanda.data.readers import documents_among
 from nalanda.data.token_set import FORMAT, SPLITS
 from nalanda.data.urls import FAILS, UrlShard, cached, download, is_list, list_urls, name_of, split_urls
 
@@ -200,11 +202,14 @@ def _folder_parts(source: str, retries: int, counts: Counter[str]) -> dict[str, 
         )
     if not names:
         raise InputError(f"{redact(source)}: it does not exist, or has no file")
-    for name, stored in names.items():
+    shown = [name for name in names if not any(step.startswith(".") for step in name.split("/"))]
+    read = documents_among(shown)
+    for name in shown:
+        stored = names[name]
         *folders, file = name.split("/")
-        if any(step.startswith(".") for step in (*folders, file)):
-            continue
-        if suffix_of(file):
+        if name in read and not stored.size and not is_single(file):
+            counts[EMPTY] += 1
+        elif name in read:
             parts[split_of(folders, file)].append(Named(stored.url, name, stored))
         else:
             counts[Path(file).suffix or "."] += 1

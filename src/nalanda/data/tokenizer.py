@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nalanda.common.errors import InputError, explained, first_line
+from nalanda.common.errors import InputError, explained, first_line, no_room
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.corpus import DocumentStream, open_corpus
@@ -94,6 +94,8 @@ def build_tokenizer(
     except InputError as error:
         raise InputError(f"tokenizer: {name!r}: {error}") from None
     except Exception as error:  # tokenizers, sentencepiece and huggingface_hub share no base class
+        if no_room(error):
+            raise
         raise InputError(
             f"tokenizer: {name!r} cannot be loaded ({first_line(error)}); give a directory, a Hub id, a "
             "tokenizer.json, a SentencePiece model, or train: bpe or words"
