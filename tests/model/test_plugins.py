@@ -109,7 +109,7 @@ def test_the_files_of_the_page_pass_their_tests(tmp_path, monkeypatch):
     files = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
     assert len(files) == PAGE.count("```python") == 9
     tests = [name for name in files if name.startswith("test_")]
-    assert tests == ["test_cubed", "test_fading", "test_csv_reader", "test_looped"]
+    assert tests == ["test_cubed", "test_fading", "test_tsv_reader", "test_looped"]
     for name, text in files.items():
         write(tmp_path, name, text)
     monkeypatch.chdir(tmp_path)
