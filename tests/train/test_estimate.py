@@ -131,3 +131,12 @@ def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
     assert activation_bytes(config, 1, 512, torch.bfloat16, False) < activation_bytes(
         config, 2, 512, torch.bfloat16, False
     )
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "nala"])
+def test_rows_that_are_cut_over_processes_take_a_part_of_the_memory(mixer, precision):
+    """A process in the middle of a row also joins states: under autocast too they keep their precision."""
+    config = configured(mixer=mixer)
+    whole, part = (activation_bytes(config, 1, 4096, TYPES[precision], False, parts=n) for n in (1, 4))
+    assert part < whole / 2

@@ -231,7 +231,8 @@ def scan(context: Context, M: Tensor | None, U: Tensor, reverse: bool = False) -
 
 
 def _apply(M: Tensor, S: Tensor) -> Tensor:
-    return M * S if M.shape[-1] == 1 else M @ S
+    with no_autocast(S):  # states stay in their own precision
+        return M * S if M.shape[-1] == 1 else M @ S
 
 
 class _Incoming(torch.autograd.Function):
