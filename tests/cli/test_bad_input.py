@@ -284,8 +284,13 @@ def test_an_interrupt_while_loading_is_one_line(monkeypatch, capsys, command, hi
     assert found == (130, "nalanda: interrupted\n")
 
 
-def test_a_real_interrupt_while_torch_is_loading(recipe):
-    process = subprocess.Popen([sys.executable, PRETRAIN, recipe], stderr=subprocess.PIPE, text=True)
+def test_a_real_interrupt_while_torch_is_loading(recipe, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, PRETRAIN, recipe, f"output_dir={tmp_path / 'run'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a launcher may ignore it
+    )
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.01)

@@ -325,6 +325,17 @@ def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
         loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=1", *NO_VALIDATION))
 
 
+@pytest.fixture(autouse=True)
+def usual_signals():
+    """The signals act as in a terminal, also where a launcher of the tests ignores SIGINT or SIGHUP."""
+    usual = {signum: signal.SIG_DFL for signum in (signal.SIGHUP, signal.SIGTERM)}
+    usual[signal.SIGINT] = signal.default_int_handler
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 @pytest.mark.parametrize(
     "signum", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU]
 )
