@@ -328,7 +328,7 @@ def test_without_a_checkpoint_it_stops_at_once(recipe, tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def usual_signals():
     """The signals act as in a terminal, also where a launcher of the tests ignores SIGINT or SIGHUP."""
-    usual = {signum: signal.SIG_DFL for signum in (signal.SIGHUP, signal.SIGTERM)}
+    usual = dict.fromkeys((signal.SIGHUP, signal.SIGTERM), signal.SIG_DFL)
     usual[signal.SIGINT] = signal.default_int_handler
     before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
     yield
