@@ -809,8 +809,8 @@ def test_large_files_are_hashed_by_samples(tmp_path, monkeypatch, limit):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * 3_000_000)
 
-    def known() -> dict[str, str]:
-        return open_corpus(DataConfig(source=str(path)), "train").contents()
+    def known() -> str:
+        return open_corpus(DataConfig(source=str(path)), "train").content(0)
 
     def seen(place: int) -> bool:
         before = known()

@@ -262,3 +262,19 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, mes
         with pytest.raises(InputError, match="output s3://bucket/out: a URL; name a local path"):
             write(DataConfig(source="python"), TokenizerConfig(train="bpe"), "s3://bucket/out")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_set_of_a_store_follows_a_file_that_keeps_its_size(bucket, tmp_path):
+    for name in "ab":
+        bucket.put(f"set/{name}.jsonl", jsonl(name, 20))
+    data = DataConfig(source="s3://bucket/set", bos=False, eos=False, workers=0, retries=1)
+    tokenizer = TokenizerConfig(train="bpe", vocab_size=270)
+    before = prepare(data, tokenizer, tmp_path / "out", shard_bytes=1)
+
+    said: list[str] = []
+    assert prepare(data, tokenizer, tmp_path / "out", shard_bytes=1, say=said.append) == before
+    assert "prepared already" in said[-1]
+
+    bucket.put("set/b.jsonl", jsonl("c", 20))  # of the same size
+    after = prepare(data, tokenizer, tmp_path / "out", shard_bytes=1)
+    assert after["train"]["shards"] != before["train"]["shards"]

@@ -13,7 +13,6 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -498,16 +497,6 @@ class Corpus:
         elif shard.size <= whole:
             sample = WHOLE
         return (hashes or FileHashes()).of(shard.path, sample)
-
-    def contents(self, hashes: FileHashes | None = None) -> dict[str, str]:
-        """The hashes of all shards by name; {} if some have none. hashes: keeps the hashes of files."""
-        local = FileShard, TextShard
-        if not all(isinstance(shard, local) or getattr(shard, "content", "") for shard in self.shards):
-            return {}
-        names = [str(getattr(shard, "path", getattr(shard, "url", shard.identity))) for shard in self.shards]
-        with ThreadPoolExecutor(8) as pool:
-            found = pool.map(lambda number: self.content(number, hashes), range(len(names)))
-            return dict(zip(names, found, strict=True))
 
 
 class DocumentStream:

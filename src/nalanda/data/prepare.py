@@ -49,7 +49,7 @@ from nalanda.data.documents import (
     split_lines,
     take_documents,
 )
-from nalanda.data.hashes import WHOLE, FileHashes, sample_of
+from nalanda.data.hashes import FileHashes, sample_of
 from nalanda.data.hold_out import CutFile, HoldOut
 from nalanda.data.inspect import ByteProgress, check_set
 from nalanda.data.records import left_out
@@ -123,23 +123,14 @@ class Unit(NamedTuple):
 
 
 def contents_of(corpus: Corpus, split: str, hashes: FileHashes, earlier: Iterable[Unit]) -> list[str]:
-    """A hash of each shard's content, made in the way of an earlier one; "" for a remote shard, whose name
-    stands for its content."""
-    samples = {
-        unit.identity: sample_of(unit.content)
-        for unit in earlier
-        if unit.corpus == split and ":" in unit.content
-    }
-    whole, sample = corpus.hashed
+    """`Corpus.content` of each shard, made in the way of an earlier one."""
+    likes = {unit.identity: unit.content for unit in earlier if unit.corpus == split}
 
-    def content(shard: Shard) -> str:
-        if isinstance(shard, FileShard):
-            usual = WHOLE if shard.size <= whole else sample
-            return hashes.of(shard.path, samples.get(shard.identity, usual))
-        return digest(shard.text) if isinstance(shard, TextShard) else ""
+    def content(number: int) -> str:
+        return corpus.content(number, hashes, likes.get(corpus.shards[number].identity, ""))
 
     with ThreadPoolExecutor(HASHING) as pool:
-        return [*pool.map(content, corpus.shards)]
+        return [*pool.map(content, range(len(corpus.shards)))]
 
 
 def plan_units(corpus: Corpus, split: str, limit: int, contents: list[str]) -> Iterator[Unit]:
@@ -445,7 +436,7 @@ class Preparation:
         if isinstance(shard, FileShard):
             content = self.hashes.of(shard.path, sample_of(unit.content))
         else:
-            content = digest(shard.text) if isinstance(shard, TextShard) else ""
+            content = self.corpora[unit.corpus].content(unit.shard)
         if content != unit.content:
             raise InputError(f"{shard.identity}: has other content now; run the same command again")
         return shard
