@@ -1,8 +1,10 @@
 """Atomic, synced writes, and manifests with SHA-256 sums."""
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,21 @@ def sync(path: Path) -> None:
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_records(record: Path | None) -> Iterator[Any]:
+    """The entries that `append_record` wrote, without lines that were cut short. None: no entry."""
+    if record is None or not record.is_file():
+        return
+    for line in record.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def append_record(record: Path | None, entry: Any) -> None:
+    """Appends an entry as a line of JSON, in one write, unless the disk refuses it. None: keeps nothing."""
+    if record is None:
+        return
+    line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
+    with contextlib.suppress(OSError), record.open("ab", buffering=0) as file:
+        file.write(line)

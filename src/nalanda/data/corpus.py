@@ -44,7 +44,7 @@ from nalanda.data.hashes import SAMPLES, WHOLE, FileHashes, is_stated, sample_of
 from nalanda.data.hold_out import NONE, HoldOut, choose, cut_shard
 from nalanda.data.hub import is_hub_id, open_hub
 from nalanda.data.python_docs import python_splits
-from nalanda.data.readers import documents_among
+from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.records import left_out
 from nalanda.data.stores import StoreShard, open_urls
 from nalanda.data.token_set import SPLITS, is_token_set, megatron_splits
@@ -304,10 +304,7 @@ def _chosen(
         raise InputError(
             f"{source}: no documents for {split}; {what}files may end in {', '.join(suffixes())}"
         )
-    if len({is_single(path.name) for path in files.values()}) == 2:
-        raise InputError(
-            f"{source}: .txt files lie beside shards; name the files to read, such as {source}/**/*.jsonl"
-        )
+    refuse_two_kinds(source, (path.name for path in files.values()))
     return files, counts
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import threading
 from hashlib import blake2b
 from pathlib import Path
 
 from nalanda.common.errors import InputError
+from nalanda.common.files import append_record, read_records
 
 WHOLE = 0
 """Bytes of a sample that mean the whole file."""
@@ -26,21 +24,19 @@ class FileHashes:
 
     Threads and processes may ask at the same time.
 
-    record: a file that keeps the hashes. Each is appended as soon as it is found; a line that was cut short
-        is ignored. None: they are kept in memory alone.
+    record: a file that keeps the hashes. Each is appended as soon as it is found. None: they are kept in
+        memory alone.
     """
 
     def __init__(self, record: Path | None = None):
         self.record = record
         self._known: dict[tuple, str] = {}
-        self._lock = threading.Lock()
-        if record is not None and record.is_file():
-            for line in record.read_bytes().splitlines():
-                try:
-                    path, stamp, found = json.loads(line)
-                    self._known[path, *stamp, sample_of(found)] = found
-                except (ValueError, TypeError):
-                    continue
+        for entry in read_records(record):
+            try:
+                path, stamp, found = entry
+                self._known[path, *stamp, sample_of(found)] = found
+            except (ValueError, TypeError, AttributeError):
+                continue
 
     def of(self, path: Path, sample: int) -> str:
         """The hash of a file.
@@ -61,16 +57,8 @@ class FileHashes:
         key = os.path.abspath(path), *stamp, sample
         if key not in self._known:
             self._known[key] = f"{sample}:{hash_file(path, found.st_size, sample)}"
-            self._append([key[0], stamp, self._known[key]])
+            append_record(self.record, [key[0], stamp, self._known[key]])
         return self._known[key]
-
-    def _append(self, entry: list) -> None:
-        if self.record is None:
-            return
-        line = b"\n" + json.dumps(entry).encode() + b"\n"  # begins anew after a line that was cut short
-        # Without the record, files are only read again at the next start.
-        with contextlib.suppress(OSError), self._lock, self.record.open("ab", buffering=0) as file:
-            file.write(line)
 
 
 def sample_of(found: str) -> int:

@@ -856,6 +856,14 @@ def documents_among(names: Iterable[str]) -> set[str]:
     return {name for name, suffix in formats.items() if suffix and suffix not in notes}
 
 
+def refuse_two_kinds(source: str, names: Iterable[str]) -> None:
+    """Raises `InputError` if files of one document lie beside files of many."""
+    if len({is_single(name) for name in names}) == 2:
+        raise InputError(
+            f"{source}: .txt files lie beside shards; name the files to read, such as {source}/**/*.jsonl"
+        )
+
+
 def is_single(name: str) -> bool:
     """Whether a file of this name is one document."""
     return name[: len(name) - len(compression_of(name))].lower().endswith(".txt")

@@ -49,7 +49,7 @@ from nalanda.data.documents import (
     suffix_of,
     suffixes,
 )
-from nalanda.data.readers import documents_among
+from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.token_set import FORMAT, SPLITS
 from nalanda.data.urls import FAILS, UrlShard, cached, download, is_list, list_urls, name_of, split_urls
 
@@ -213,12 +213,7 @@ def _folder_parts(source: str, retries: int, counts: Counter[str]) -> dict[str, 
             parts[split_of(folders, file)].append(Named(stored.url, name, stored))
         else:
             counts[Path(file).suffix or "."] += 1
-    taken = [file.name for found in parts.values() for file in found]
-    if len({is_single(name) for name in taken}) == 2:
-        raise InputError(
-            f"{redact(source)}: .txt files lie beside shards; name the files to read, such as "
-            f"{redact(source)}/**/*.jsonl"
-        )
+    refuse_two_kinds(redact(source), (file.name for found in parts.values() for file in found))
     return parts
 
 

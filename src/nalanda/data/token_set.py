@@ -15,7 +15,6 @@ listing of the source and the settings, not on the process that wrote a shard or
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nalanda.common.errors import InputError, first_line
-from nalanda.common.files import sha256_of
+from nalanda.common.files import append_record, read_records, sha256_of
 
 FORMAT, VERSION = "nalanda token shards", 1
 
@@ -185,31 +184,15 @@ class SumCheck:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        whole = self._found_whole()
+        whole = {tuple(stamp) for stamp in read_records(self._record) if isinstance(stamp, list)}
         for file in self._files:
             if self._closed.is_set() or self.problem:
                 return
             stamp = file.stamp()  # before the file is read: one that changes meanwhile is read again
             if stamp is None or stamp not in whole:
                 self.problem = file.damage(sums=True)
-                if self.problem is None:
-                    self._keep(stamp)
-
-    def _found_whole(self) -> set[tuple]:
-        """The stamps in the record; a line that was cut short is left out."""
-        found = set()
-        lines = self._record.read_bytes().splitlines() if self._record and self._record.is_file() else []
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError):
-                found.add(tuple(json.loads(line)))
-        return found
-
-    def _keep(self, stamp: tuple | None) -> None:
-        if self._record is None or stamp is None:
-            return
-        line = b"\n" + json.dumps(stamp).encode() + b"\n"  # begins anew after a line that was cut short
-        with contextlib.suppress(OSError), self._record.open("ab", buffering=0) as record:  # a full disk
-            record.write(line)
+                if self.problem is None and stamp is not None:
+                    append_record(self._record, stamp)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> str | None:
         """`problem`, after all files were read. `beat` is called every second."""
