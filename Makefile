@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-quick test-all check format bench static tables docs torture clean gpu-check gpu-day gpu-bundle
+.PHONY: demo smoke test test-quick test-all check format bench static tables docs torture clean gpu-check gpu-day gpu-bundle
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
 
 demo: .venv/.ready
@@ -11,6 +11,10 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	@$(PYTEST) -m "not slow" tests
+
+# Fifteen seconds: one hash a part of the house, compared with tests/smoke.json. `make smoke RECORD=1` writes it.
+smoke: .venv/.ready
+	@$(BIN)/python tests/smoke.py $(if $(RECORD),--record)
 
 # Layout, model, ops, data: about two and a half minutes on 2 cores.
 QUICK = test_layout.py $(patsubst %,model/test_%.py,feature_maps mixers model ops soft) data/test_data.py
