@@ -64,7 +64,9 @@ class Lists(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             paragraphs = obj.docstring.value.split("\n\n")
-            listed = (self.ITEM.sub(r"- `\1`: ", p) if self.ITEM.match(p) else p for p in paragraphs)
+            listed = (
+                self.ITEM.sub(r"- `\1`: ", p) if self.ITEM.match(p) else p for p in paragraphs
+            )
             obj.docstring.value = "\n\n".join(listed)
 
 
@@ -130,11 +132,16 @@ def notebook(page: str) -> str:
         elif i % 3 == 1:
             prompt = "!" if part == "bash" else ""
         else:
-            cells.append(nbformat.v4.new_code_cell(re.sub("^", prompt, part.strip(), flags=re.MULTILINE)))
+            cells.append(
+                nbformat.v4.new_code_cell(re.sub("^", prompt, part.strip(), flags=re.MULTILINE))
+            )
     for i, cell in enumerate(cells):
         cell.id = f"cell-{i}"
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})) + "\n"
+    return (
+        nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}))
+        + "\n"
+    )
 
 
 def build(site: Path) -> None:
@@ -156,14 +163,18 @@ def build(site: Path) -> None:
             text=True,
         )
         # A clean build says no more than this; mkdocstrings' warnings alone do not fail it.
-        if done.returncode or not re.fullmatch(r"Build started\nNo issues found\nBuild .*\s*", done.stdout):
+        if done.returncode or not re.fullmatch(
+            r"Build started\nNo issues found\nBuild .*\s*", done.stdout
+        ):
             raise ValueError(re.sub(r"\x1b\[[\d;]*m", "", done.stdout.partition("Traceback")[0]))
         shutil.rmtree(site, ignore_errors=True)
         shutil.move(work / "site", site)
 
 
 if __name__ == "__main__":
-    NOTEBOOK.write_text(notebook(NOTEBOOK.with_suffix(".md").read_text(encoding="utf-8")), encoding="utf-8")
+    NOTEBOOK.write_text(
+        notebook(NOTEBOOK.with_suffix(".md").read_text(encoding="utf-8")), encoding="utf-8"
+    )
     try:
         build(ROOT / "site")
     except ValueError as error:

@@ -13,14 +13,18 @@ from nalanda.inference.load import load_model
 model_folder, file, prompt = sys.argv[1:]
 
 model, tokenizer = load_model(model_folder, device="cpu", dtype="float32")
-ids = tokenizer(prompt, return_tensors="pt").input_ids  # with bos, if texts began with it in training
+ids = tokenizer(
+    prompt, return_tensors="pt"
+).input_ids  # with bos, if texts began with it in training
 made = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
 ours = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
 params = xllamacpp.CommonParams()
 params.model.path, params.verbosity, params.port = file, -1, 0
 params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
-params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # its sums are fp16
+params.flash_attn_type = (
+    xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+)  # its sums are fp16
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 server = xllamacpp.Server(params)
 answer = server.handle_completions(

@@ -24,7 +24,9 @@ def ours() -> None:
     import nalanda  # noqa: F401  registers our models
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0)
+    )
     made = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     exact, rounded = (m(made[:, :-1]).logits[0].float().log_softmax(-1) for m in (model, half))
@@ -38,14 +40,26 @@ def theirs() -> None:
     ids, exact = saved["ids"].tolist(), saved["exact"]
     N = exact.shape[-1]
     llm = LLM(
-        folder, dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True, max_model_len=256,
-        max_num_seqs=4, max_logprobs=N, enable_prefix_caching=False, seed=0,
-    )  # fmt: skip
+        folder,
+        dtype="bfloat16",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_logprobs=N,
+        enable_prefix_caching=False,
+        seed=0,
+    )
 
     def run(prompt: list[int], new: int):
         """(tokens, log-probabilities `[len(prompt) - 1 + new, N]`)"""
         greedy = SamplingParams(
-            temperature=0.0, max_tokens=new, logprobs=N, prompt_logprobs=N, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=new,
+            logprobs=N,
+            prompt_logprobs=N,
+            ignore_eos=True,
+            detokenize=False,
         )
         done = llm.generate({"prompt_token_ids": prompt}, greedy)[0]
         steps = [*done.prompt_logprobs[1:], *done.outputs[0].logprobs]
@@ -67,7 +81,10 @@ def theirs() -> None:
     print(f"  ours in bf16, all {end} places: {far(saved['rounded'], 0, end)}")
     print(f"  vLLM, prefill of all: {far(whole, 0, end)}")
     print(f"  vLLM, cached decoding of {known - PROMPT + 1}: {far(cached, PROMPT - 1, known)}")
-    print(f"greedy tokens equal: {equal} of {NEW}", f"(then two {top[0] - top[1]:.3f} apart)" * (equal < NEW))
+    print(
+        f"greedy tokens equal: {equal} of {NEW}",
+        f"(then two {top[0] - top[1]:.3f} apart)" * (equal < NEW),
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ GRACE = 40.0  # seconds for a part to end by itself
 LOST = 3  # exit code of a process whose GPU answers no more
 
 
-def run_part(part: str, card: Card, found: Results, minutes: float, only: str = "", new: bool = False) -> int:
+def run_part(
+    part: str, card: Card, found: Results, minutes: float, only: str = "", new: bool = False
+) -> int:
     """Runs a part's cases: first those never measured on this card, then the oldest figures.
 
     new: only those without a figure. Returns the exit code.
@@ -78,7 +80,9 @@ def run_part(part: str, card: Card, found: Results, minutes: float, only: str = 
             with limited(min(card.seconds, case.seconds)):
                 values = case.run(card) if case.run else {}
         except (OutOfTime, subprocess.TimeoutExpired):
-            if card.seconds < case.seconds:  # the part ends; next time the case gets all of its time
+            if (
+                card.seconds < case.seconds
+            ):  # the part ends; next time the case gets all of its time
                 print("out of time")
                 return say_left(card, part, cases[i:])
             kept = {x: y for x, y in found.values(case.group, case.name).items() if x != "partial"}
@@ -86,8 +90,14 @@ def run_part(part: str, card: Card, found: Results, minutes: float, only: str = 
         except Exception as error:
             values = {"errors": {"all": card.note(error)}}
         found.put(part, case, values)
-        shown = [f"{k} {results.shown(k, v)}" for k, v in values.items() if not isinstance(v, dict | None)]
-        card.say(", ".join([*shown, *(f"{k}: {error}" for k, error in values.get("errors", {}).items())]))
+        shown = [
+            f"{k} {results.shown(k, v)}"
+            for k, v in values.items()
+            if not isinstance(v, dict | None)
+        ]
+        card.say(
+            ", ".join([*shown, *(f"{k}: {error}" for k, error in values.get("errors", {}).items())])
+        )
         try:
             card.release()
         except Exception as error:  # this process cannot measure any more
@@ -166,21 +176,33 @@ def child(part: str, options: argparse.Namespace, minutes: float, new: bool) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gpu_check.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, table, day or bundle")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, table, day or bundle"
+    )
     parser.add_argument(
         "--minutes", type=float, help="time limit of a part or a call (9), or of a bundle (30)"
     )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--new", action="store_true", help="cases without a figure")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent, help="folder of the results"
+    )
     parser.add_argument(
         "--continue", type=Path, metavar="RESULTS", help="results.json, or its folder, to add to"
     )
-    parser.add_argument("--bundle", type=Path, help="folder made by `bundle`: peers, ptxas, compiled kernels")
-    parser.add_argument("--call", type=int, choices=list(CALLS), help="a part of the day; default: all of it")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; needs --output")
+    parser.add_argument(
+        "--bundle", type=Path, help="folder made by `bundle`: peers, ptxas, compiled kernels"
+    )
+    parser.add_argument(
+        "--call", type=int, choices=list(CALLS), help="a part of the day; default: all of it"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on a CPU; needs --output"
+    )
     options = parser.parse_args(arguments)
     parts = options.parts or list(PARTS)
     if unknown := set(parts) - {*PARTS, "table", "day", "bundle"}:
@@ -192,7 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.bundle and parts != ["bundle"] and not (options.bundle / "manifest.json").exists():
         parser.error(f"{options.bundle}: no bundle; make one with `gpu_check.py bundle`")
     if options.dry_run and options.output == parser.get_default("output"):
-        parser.error("--dry-run: its figures are no measurements; give another folder with --output")
+        parser.error(
+            "--dry-run: its figures are no measurements; give another folder with --output"
+        )
     if options.dry_run:
         import nalanda_kernels.triton.interpreter  # noqa: F401  before any kernel
     if parts == ["bundle"]:

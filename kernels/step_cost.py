@@ -54,10 +54,14 @@ class Count(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         view = any(x.alias_info and not x.alias_info.is_write for x in function._schema.returns)
-        found = [x for x in torch.utils._pytree.tree_leaves((args, result)) if isinstance(x, Tensor)]
+        found = [
+            x for x in torch.utils._pytree.tree_leaves((args, result)) if isinstance(x, Tensor)
+        ]
         if not view and "empty" not in name and name not in ("detach", "_unsafe_view") and found:
             product = name in ("mm", "addmm", "bmm", "baddbmm")
-            self.add("products" if product else "casts" if name == "_to_copy" else "other", name, found)
+            self.add(
+                "products" if product else "casts" if name == "_to_copy" else "other", name, found
+            )
         return result
 
     def __enter__(self):
@@ -93,7 +97,9 @@ def measure(recipe: str, layers: int, length: int) -> list[Count]:
     """The counts of `PASSES`."""
     changes = [f"model.num_hidden_layers={layers}", f"data.seq_len={length}", "model.vocab_size=64"]
     config = load_config(find_recipe(recipe), [*changes, f"train.tokens_per_step={8 * length}"])
-    model = AutoModelForCausalLM.from_config(build_model_config(config), dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(
+        build_model_config(config), dtype=torch.float32
+    ).train()
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     forward, backward, decode = Count(), Count(), Count()
     for count in (Count(), forward):  # the first call makes tables of chunks, which stay
@@ -119,7 +125,9 @@ class Cost(NamedTuple):
 
 def layer_costs(recipe: str, length: int = 128) -> dict[tuple[str, str], Cost]:
     """The costs of a layer of the recipe by pass and kind of kernel."""
-    fused = mock.patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=1e-6: rms_norm(x, weight, eps))
+    fused = mock.patch.object(
+        F, "rms_norm", lambda x, shape, weight=None, eps=1e-6: rms_norm(x, weight, eps)
+    )
     with nalanda_kernels.use_backend("triton"), fused:
         counts = [[measure(recipe, n, T) for n in (1, 2)] for T in (length, 2 * length)]
     found = {}
@@ -127,7 +135,9 @@ def layer_costs(recipe: str, length: int = 128) -> dict[tuple[str, str], Cost]:
         (one, two), (one_long, two_long) = ((one[i], two[i]) for one, two in counts)
         launches = two.launches - one.launches
         for kind in KINDS:
-            keys = sorted((key for key in launches if key[0] == kind), key=lambda key: -launches[key])
+            keys = sorted(
+                (key for key in launches if key[0] == kind), key=lambda key: -launches[key]
+            )
             short = sum(two.moved[key] - one.moved[key] for key in keys)
             long = sum(two_long.moved[key] - one_long.moved[key] for key in keys)
             # A token of generation has no length.
@@ -142,7 +152,11 @@ def print_table(recipe: str) -> None:
     costs = layer_costs(recipe)
     for name in PASSES:
         rows = [x for key, x in costs.items() if key[0] == name]
-        totals = sum(x.launches for x in rows), sum(x.by_token for x in rows), sum(x.fixed for x in rows)
+        totals = (
+            sum(x.launches for x in rows),
+            sum(x.by_token for x in rows),
+            sum(x.fixed for x in rows),
+        )
         costs[name, "**all**"] = Cost(*totals)
     print(f"\n{recipe}, one layer\n")
     print("| pass | | launches | KB a token | MB a pass | kernels |\n|---|---|---|---|---|---|")

@@ -46,7 +46,16 @@ def main(overrides: list[str]) -> None:
         run("nalanda", "eval", str(run_dir / "final"), *tasks, "--output", str(run_dir / "eval"))
 
         console.rule("generate")
-        run("nalanda", "generate", str(run_dir / "final"), PROMPT, "--max-new-tokens", "120", "--seed", "0")
+        run(
+            "nalanda",
+            "generate",
+            str(run_dir / "final"),
+            PROMPT,
+            "--max-new-tokens",
+            "120",
+            "--seed",
+            "0",
+        )
 
         console.rule("compare")
         with console.status("counting bigrams, zeroing the token mixers …"):
@@ -59,7 +68,11 @@ def accelerate(threads: int) -> list[str]:
     import torch
 
     command = ["accelerate", "launch", "--quiet", "--num_processes=1", "--num_machines=1"]
-    command += ["--mixed_precision=no", "--dynamo_backend=no", f"--num_cpu_threads_per_process={threads}"]
+    command += [
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        f"--num_cpu_threads_per_process={threads}",
+    ]
     return command if torch.cuda.is_available() else [*command, "--cpu"]
 
 
@@ -70,7 +83,10 @@ def run(program: str, *arguments: str) -> None:
         for argument in arguments
     ]
     console.print(f"$ {' '.join([program, *shown])}", style="bold", markup=False, soft_wrap=True)
-    command, quiet = [Path(sys.executable).with_name(program), *arguments], {"NALANDA_NEXT_STEPS": "0"}
+    command, quiet = (
+        [Path(sys.executable).with_name(program), *arguments],
+        {"NALANDA_NEXT_STEPS": "0"},
+    )
     process = subprocess.Popen(command, env=os.environ | quiet)
     while True:
         try:
@@ -103,18 +119,24 @@ def compare(run_dir: Path) -> Panel:
     rows = list(itertools.chain(*validation.values()))
     tokens = config.train.steps * config.train.tokens_per_step
     figures = {
-        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": measure_perplexity(model, rows),
+        f"the model, {model.num_parameters() / 1e6:.1f} M parameters": measure_perplexity(
+            model, rows
+        ),
         f"bigrams of the {tokens:,} tokens it saw": Bigram(seen, len(tokenizer)).perplexity(rows),
     }
     with zeroed_mixers(model):
         figures["the model, token mixers zeroed"] = measure_perplexity(model, rows)
 
-    measured = Table("[bold]on the validation rows", box=None, header_style="", padding=(0, 2, 0, 0))
+    measured = Table(
+        "[bold]on the validation rows", box=None, header_style="", padding=(0, 2, 0, 0)
+    )
     measured.add_column("perplexity", justify="right")
     sizes = text_bytes(tokenizer)
     if sizes:
         measured.add_column("bits per byte", justify="right")
-        tokens_per_byte = sum(map(count_labels, rows)) / sum(count_bytes(row, sizes) for row in rows)
+        tokens_per_byte = sum(map(count_labels, rows)) / sum(
+            count_bytes(row, sizes) for row in rows
+        )
     for name, value in figures.items():
         bits = [f"{math.log2(value) * tokens_per_byte:.3f}"] if sizes else []
         measured.add_row(f"  {name}", f"{value:,.1f}", *bits)

@@ -72,7 +72,13 @@ class Recipe:
     augment: Augment = field(default_factory=Augment)
 
 
-MAY_CHANGE = {"num_train_epochs", "disable_tqdm", "dataloader_num_workers", "use_cpu", "logging_steps"}
+MAY_CHANGE = {
+    "num_train_epochs",
+    "disable_tqdm",
+    "dataloader_num_workers",
+    "use_cpu",
+    "logging_steps",
+}
 MAY_CHANGE |= {"save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"}
 """Keys of `train` that a resumed run may have otherwise."""
 
@@ -147,7 +153,9 @@ def random_crop(image: Any, augment: Augment) -> Any:
     w, h = min(W, round((area * aspect) ** 0.5)), min(H, round((area / aspect) ** 0.5))
     x, y = random.randint(0, W - w), random.randint(0, H - h)
     image = image.crop((x, y, x + w, y + h))
-    return image.transpose(0) if augment.mirror and random.random() < 0.5 else image  # 0: left to right
+    return (
+        image.transpose(0) if augment.mirror and random.random() < 0.5 else image
+    )  # 0: left to right
 
 
 def open_images(data: str) -> tuple[Any, Any, list[str]]:
@@ -160,13 +168,18 @@ def open_images(data: str) -> tuple[Any, Any, list[str]]:
 
         images, labels = load_digits(return_X_y=True)
         images = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-        rows = [{"image": Image.fromarray(x), "label": int(y)} for x, y in zip(images, labels, strict=True)]
+        rows = [
+            {"image": Image.fromarray(x), "label": int(y)}
+            for x, y in zip(images, labels, strict=True)
+        ]
         parts = train_test_split(rows, test_size=0.2, stratify=labels, random_state=0)
         return *parts, [str(digit) for digit in range(10)]
     from datasets import load_dataset
 
     if not ((Path(data) / "train").is_dir() and (Path(data) / "val").is_dir()):
-        raise InputError(f"data={data}: expected a folder with train/CLASS/ and val/CLASS/, or `digits`")
+        raise InputError(
+            f"data={data}: expected a folder with train/CLASS/ and val/CLASS/, or `digits`"
+        )
     found = load_dataset("imagefolder", data_dir=data)
     return found["train"], found["validation"], found["train"].features["label"].names
 
@@ -176,7 +189,10 @@ def train(
 ) -> tuple[float, Any, float]:
     """Trains and saves one attention. Returns the accuracy, the model and the CPU seconds of training."""
     training, validation, classes = images
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
+    labels = {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {c: i for i, c in enumerate(classes)},
+    }
     try:
         config = NalandaConfig(is_decoder=False, **recipe.model | recipe.attentions[name] | labels)
     except ValueError as error:
@@ -196,7 +212,9 @@ def train(
     model = NalandaForImageClassification(config)
 
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        mean = F.cross_entropy(outputs.logits, labels, label_smoothing=arguments.label_smoothing_factor)
+        mean = F.cross_entropy(
+            outputs.logits, labels, label_smoothing=arguments.label_smoothing_factor
+        )
         return mean / arguments.gradient_accumulation_steps if model.training else mean
 
     trainer = Trainer(
@@ -207,10 +225,14 @@ def train(
         data_collator=Collator(processor, recipe.augment, len(classes)),
         processing_class=processor,
         compute_loss_func=loss,
-        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
+        compute_metrics=lambda found: {
+            "accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()
+        },
     )
     start = time.process_time()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    trainer.train(
+        resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    )
     seconds = time.process_time() - start
     accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model(folder)

@@ -48,7 +48,10 @@ class Panels(typer.core.TyperGroup):
         panels = PANELS[self.name or "nalanda"]
         width = max(len(name) for names in panels.values() for name in names)
         for title, names in panels.items():
-            rows = [(n.ljust(width), self.commands[n].get_short_help_str(formatter.width)) for n in names]
+            rows = [
+                (n.ljust(width), self.commands[n].get_short_help_str(formatter.width))
+                for n in names
+            ]
             with formatter.section(title):
                 formatter.write_dl(rows)
 
@@ -78,8 +81,12 @@ for group, name in ((bench, "bench"), (data, "data"), (study, "study")):
     app.add_typer(group, name=name)
 
 Recipe = Annotated[str, Argument(help="recipe file, or the name of one that ships with Nalanda")]
-Overrides = Annotated[list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")]
-Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="settings to change")
+]
+Device = Annotated[
+    str | None, Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one")
+]
 Dtype = Annotated[str, Option(help="auto (as saved), float32, bfloat16 or float16")]
 RemoteCode = Annotated[bool, Option("--trust-remote-code", help="run code from the checkpoint")]
 Temperature = Annotated[float, Option(help="sampling temperature; 0 is greedy")]
@@ -92,7 +99,9 @@ Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
 Threads = Annotated[int, Option(min=1, help="CPU threads")]
 Json = Annotated[str | None, Option(help="write the figures to this file as well")]
 AsJson = Annotated[bool, Option("--json", help="print JSON")]
-SamplingSeed = Annotated[int | None, Option(help="seed of the sampling; by default every call differs")]
+SamplingSeed = Annotated[
+    int | None, Option(help="seed of the sampling; by default every call differs")
+]
 
 
 def _print_versions(asked: bool) -> None:
@@ -115,10 +124,13 @@ def _options(
 
 @app.command()
 def train(
-    recipe: Annotated[str | None, Argument(help="recipe file, or the name of one that ships")] = None,
+    recipe: Annotated[
+        str | None, Argument(help="recipe file, or the name of one that ships")
+    ] = None,
     overrides: Overrides = None,
     keys: Annotated[
-        bool, Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search")
+        bool,
+        Option("--keys", help="only list the keys of recipes; RECIPE is then a pattern to search"),
     ] = False,
 ) -> None:
     """Pretrain from a recipe.
@@ -140,7 +152,9 @@ def train(
     from nalanda.config.model_folder import architecture
 
     if recipe is None:
-        raise InputError("give a recipe: a file, or the name of one that ships; --keys lists its keys")
+        raise InputError(
+            "give a recipe: a file, or the name of one that ships; --keys lists its keys"
+        )
     config = load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading(sys.stdout):
         from nalanda.train.loop import train
@@ -161,9 +175,13 @@ def eval(
             "lm-evaluation-harness, task files, directories of task files"
         ),
     ] = "table4",
-    data: Annotated[str | None, Option(help="directory of the tasks' data; default: the hub")] = None,
+    data: Annotated[
+        str | None, Option(help="directory of the tasks' data; default: the hub")
+    ] = None,
     fetch: Annotated[str | None, Option(help="only write the tasks' data here, for --data")] = None,
-    limit: Annotated[float | None, Option(help="documents per task; below 1: share of them")] = None,
+    limit: Annotated[
+        float | None, Option(help="documents per task; below 1: share of them")
+    ] = None,
     batch_size: Annotated[int, Option(help="texts read together; does not change results")] = 8,
     max_length: Annotated[
         int | None, Option(min=1, help="context in tokens; by default as in training")
@@ -171,9 +189,12 @@ def eval(
     long: Annotated[
         str, Option(help="how to read longer texts: window (in windows) or whole (in one pass)")
     ] = "window",
-    no_share: Annotated[bool, Option("--no-share", help="read contexts once per continuation")] = False,
+    no_share: Annotated[
+        bool, Option("--no-share", help="read contexts once per continuation")
+    ] = False,
     output: Annotated[
-        str | None, Option(help="directory for results.json, .md, .csv, and for answers, to resume from")
+        str | None,
+        Option(help="directory for results.json, .md, .csv, and for answers, to resume from"),
     ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -231,13 +252,23 @@ def perplexity(
     ] = "python",
     set: Annotated[
         list[str] | None,
-        Option(metavar="KEY=VALUE", help="a setting of that recipe, such as data.validation_split=test"),
+        Option(
+            metavar="KEY=VALUE", help="a setting of that recipe, such as data.validation_split=test"
+        ),
     ] = None,
-    joined: Annotated[bool, Option("--joined", help="join documents with eos between them")] = False,
-    length: Annotated[int | None, Option(help="tokens read in one pass; by default 16 windows")] = None,
-    window: Annotated[int | None, Option(help="tokens per window; by default as in training")] = None,
+    joined: Annotated[
+        bool, Option("--joined", help="join documents with eos between them")
+    ] = False,
+    length: Annotated[
+        int | None, Option(help="tokens read in one pass; by default 16 windows")
+    ] = None,
+    window: Annotated[
+        int | None, Option(help="tokens per window; by default as in training")
+    ] = None,
     tokens: Annotated[int, Option(help="tokens to score; the last document is cut there")] = 2**18,
-    output: Annotated[str, Option(help="directory for the results and picture")] = "runs/perplexity",
+    output: Annotated[
+        str, Option(help="directory for the results and picture")
+    ] = "runs/perplexity",
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: RemoteCode = False,
@@ -298,7 +329,9 @@ def generate(
     from nalanda.config.schema import check_seed
     from nalanda.inference.sampling import sampling_options
 
-    sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling_options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
     check_seed(seed, "--seed")
     taken = _resolved([model])[0]
     with _loading():
@@ -347,7 +380,9 @@ def chat(
     from nalanda.config.schema import check_seed
     from nalanda.inference.sampling import sampling_options
 
-    sampling_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling_options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
     check_seed(seed, "--seed")
     taken = _resolved([model])[0]
     with _loading():
@@ -373,14 +408,18 @@ def info(
     recipe: Annotated[str | None, Argument(help="recipe file or name; tables without one")] = None,
     overrides: Overrides = None,
     processes: Annotated[
-        int | None, Option(min=1, help="processes that share a step; by default train.context_parallel")
+        int | None,
+        Option(min=1, help="processes that share a step; by default train.context_parallel"),
     ] = None,
     device: Annotated[
         str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",
     devices: Annotated[
         str | None,
-        Option(metavar="8,64,512", help="predict steps on so many devices by DDP, FSDP2, hybrid, context"),
+        Option(
+            metavar="8,64,512",
+            help="predict steps on so many devices by DDP, FSDP2, hybrid, context",
+        ),
     ] = None,
     cluster: Annotated[
         str,
@@ -435,13 +474,20 @@ def info(
 
 @app.command()
 def export(
-    run: Annotated[str, Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")],
+    run: Annotated[
+        str, Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or its step-N")
+    ],
     out: Annotated[str, Argument(help="the folder to make")],
-    step: Annotated[int | None, Option(help="step of the checkpoint; by default the newest")] = None,
-    push: Annotated[
-        str | None, Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub")
+    step: Annotated[
+        int | None, Option(help="step of the checkpoint; by default the newest")
     ] = None,
-    private: Annotated[bool, Option("--private", help="with --push: as a private repository")] = False,
+    push: Annotated[
+        str | None,
+        Option(metavar="OWNER/NAME", help="upload the folder to this repository on the hub"),
+    ] = None,
+    private: Annotated[
+        bool, Option("--private", help="with --push: as a private repository")
+    ] = False,
 ) -> None:
     """Write a checkpoint, sharded or not, as a model folder.
 
@@ -472,7 +518,9 @@ def export(
             made = work.push(source, Path(out), push, step=step, private=private)
     print(made)
     encoder = architecture(Path(out)).endswith("MaskedLM")
-    if (Path(out) / "tokenizer_config.json").is_file():  # not of a checkpoint that was copied out of its run
+    if (
+        Path(out) / "tokenizer_config.json"
+    ).is_file():  # not of a checkpoint that was copied out of its run
         _next("write an encoder" if encoder else "write a model", of=out, folder=out)
 
 
@@ -482,7 +530,9 @@ def convert(
     destination: Annotated[str, Argument(help="the folder to make, or the GGUF file")],
     to: Annotated[
         str | None,
-        Option(help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf; required where more fit"),
+        Option(
+            help="nalanda, fla, llama, qwen3, qwen3_5, kimi_linear, mlx, gguf; required where more fit"
+        ),
     ] = None,
     check: Annotated[bool, Option(help="compute with both models, one at a time in memory")] = True,
     dtype: Annotated[
@@ -513,7 +563,10 @@ def convert(
         from nalanda.convert.convert import convert, source_folder
         from nalanda.convert.gguf import write_gguf
 
-    with _doing("converting and comparing" if check else "converting"), source_folder(taken) as folder:
+    with (
+        _doing("converting and comparing" if check else "converting"),
+        source_folder(taken) as folder,
+    ):
         if to == "gguf":
             made = write_gguf(folder, destination, dtype or "f32", check)
         else:
@@ -610,12 +663,16 @@ def plot(
 def analyze(
     model: Annotated[str, Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
     overrides: Overrides = None,
-    text: Annotated[str | None, Option(help="text file; by default text from Python itself")] = None,
+    text: Annotated[
+        str | None, Option(help="text file; by default text from Python itself")
+    ] = None,
     length: Annotated[int, Option(help="tokens per row")] = 256,
     rows: Annotated[int, Option(help="rows to average over")] = 4,
     output: Annotated[
         str | None,
-        Option(help="directory for analysis.json and figures; by default in the run or by the model"),
+        Option(
+            help="directory for analysis.json and figures; by default in the run or by the model"
+        ),
     ] = None,
     seed: Annotated[int, Option(help="seed of untrained weights and of the text's order")] = 0,
     device: Device = None,
@@ -666,18 +723,22 @@ def prepare(
     ],
     output: Annotated[str, Argument(help="directory for the prepared set, to set as data.source")],
     tokenizer: Annotated[
-        str | None, Option(help="directory, hub id or file of a tokenizer; by default one is trained")
+        str | None,
+        Option(help="directory, hub id or file of a tokenizer; by default one is trained"),
     ] = None,
     train: Annotated[
-        str | None, Option("--train", help="kind of tokenizer to train on the documents: bpe or words")
+        str | None,
+        Option("--train", help="kind of tokenizer to train on the documents: bpe or words"),
     ] = None,
     vocab_size: Annotated[int | None, Option(help="size of the trained tokenizer")] = None,
     workers: Annotated[int | None, Option(min=1, help="processes; by default one per core")] = None,
     shard_mb: Annotated[
-        int | None, Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256")
+        int | None,
+        Option(min=1, help="MiB of input per shard; by default a 64th of the input, 1 to 256"),
     ] = None,
     validation_share: Annotated[
-        float | None, Option(help="share of documents to hold out if the source has no validation part")
+        float | None,
+        Option(help="share of documents to hold out if the source has no validation part"),
     ] = None,
     text_field: Annotated[str | None, Option(help="field of a record with its text")] = None,
     source_field: Annotated[
@@ -687,14 +748,20 @@ def prepare(
     revision: Annotated[
         str | None, Option(help="hub: commit, tag or branch; a commit pins the files")
     ] = None,
-    bos: Annotated[bool | None, Option("--bos/--no-bos", help="put bos before every document")] = None,
-    eos: Annotated[bool | None, Option("--eos/--no-eos", help="put eos after every document")] = None,
+    bos: Annotated[
+        bool | None, Option("--bos/--no-bos", help="put bos before every document")
+    ] = None,
+    eos: Annotated[
+        bool | None, Option("--eos/--no-eos", help="put eos after every document")
+    ] = None,
     format: Annotated[
         str, Option(help="nalanda, or megatron: a prepared set SOURCE as Megatron's .idx and .bin")
     ] = "nalanda",
     executor: Annotated[str | None, Option(help="run by datatrove: local, slurm or ray")] = None,
     tasks: Annotated[int, Option(min=1, help="tasks of the executor, which share the shards")] = 1,
-    logs: Annotated[str | None, Option(help="directory for its logs; by default OUTPUT-logs")] = None,
+    logs: Annotated[
+        str | None, Option(help="directory for its logs; by default OUTPUT-logs")
+    ] = None,
     slurm_partition: Annotated[str | None, Option(help="Slurm partition of the tasks")] = None,
     slurm_time: Annotated[str, Option(help="time limit of a task")] = "24:00:00",
     slurm_arg: Annotated[list[str] | None, Option(help="NAME=VALUE for sbatch; repeatable")] = None,
@@ -720,7 +787,8 @@ def prepare(
     given = {
         parameter.name: parameter.opts[0]
         for parameter in context.command.params
-        if (origin := context.get_parameter_source(parameter.name or "")) and origin.name == "COMMANDLINE"
+        if (origin := context.get_parameter_source(parameter.name or ""))
+        and origin.name == "COMMANDLINE"
     }
     if format == "megatron":
         for key, option in given.items():
@@ -733,7 +801,11 @@ def prepare(
     for needs_executor in ("tasks", "logs", "slurm_partition", "slurm_time", "slurm_arg"):
         if executor is None and needs_executor in given:
             raise typer.BadParameter("needs --executor", param_hint=given[needs_executor])
-    settings = {"validation_share": validation_share, "text_field": text_field, "source_field": source_field}
+    settings = {
+        "validation_share": validation_share,
+        "text_field": text_field,
+        "source_field": source_field,
+    }
     settings |= {"name": name, "revision": revision, "bos": bos, "eos": eos}
     index = make_token_set(
         source,
@@ -756,10 +828,14 @@ def prepare(
     asked = load_config(recipe).data
     made = {key: index["settings"][key] for key in ("bos", "eos")}
     needed = [
-        f"data.{key}={str(value).lower()}" for key, value in made.items() if value != getattr(asked, key)
+        f"data.{key}={str(value).lower()}"
+        for key, value in made.items()
+        if value != getattr(asked, key)
     ]
     needed += ["validation.every=0"] * (not index["validation"]["documents"])
-    _next("prepare", set=output, recipe=recipe, settings=needed, run=Path("runs", Path(output).name))
+    _next(
+        "prepare", set=output, recipe=recipe, settings=needed, run=Path("runs", Path(output).name)
+    )
 
 
 @data.command()
@@ -784,7 +860,8 @@ def fetch(
     overrides: Overrides = None,
     to: Annotated[str, Option("--to", help="directory to fill, for offline: DIR in a recipe")] = "",
     max_shards: Annotated[
-        int | None, Option(min=1, help="limit on the files of each split, for part of a large dataset")
+        int | None,
+        Option(min=1, help="limit on the files of each split, for part of a large dataset"),
     ] = None,
 ) -> None:
     """Download all that a recipe needs, for machines without a network.
@@ -806,7 +883,10 @@ def fetch(
 
 Folder = Annotated[
     str | None,
-    Argument(help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study", show_default=False),
+    Argument(
+        help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study",
+        show_default=False,
+    ),
 ]
 
 
@@ -988,7 +1068,9 @@ def decode(
     rounds: Annotated[int, Option(min=1, help="measurements of each model")] = 40,
     read: Annotated[bool, Option("--read", help="read 64 k tokens, not only 1 k")] = False,
     json: Json = None,
-    png: Annotated[str | None, Option(help="write a picture to this file, and a PDF beside it")] = None,
+    png: Annotated[
+        str | None, Option(help="write a picture to this file, and a PDF beside it")
+    ] = None,
 ) -> None:
     """Time decoding at contexts of 1 k to 64 k tokens.
 
@@ -1007,7 +1089,9 @@ def decode(
 def recall(
     overrides: Annotated[
         list[str] | None,
-        Argument(metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"),
+        Argument(
+            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -1018,14 +1102,20 @@ def recall(
     ] = None,
     mixers: Annotated[
         str | None,
-        Option(help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"),
+        Option(
+            help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"
+        ),
     ] = None,
     maps: Annotated[
-        str | None, Option(help="comma-separated feature maps, or own for each mixer's default; default all")
+        str | None,
+        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
     ] = None,
-    seeds: Annotated[int | None, Option(min=1, help="runs per model; by default 3, quick 1")] = None,
+    seeds: Annotated[
+        int | None, Option(min=1, help="runs per model; by default 3, quick 1")
+    ] = None,
     match: Annotated[
-        str | None, Option(help="compare at equal parameters, state (and parameters), or both (default)")
+        str | None,
+        Option(help="compare at equal parameters, state (and parameters), or both (default)"),
     ] = None,
     states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
     lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
@@ -1047,7 +1137,10 @@ def recall(
     accuracy against state size and number of pairs. Resumes after an interruption.
     """
     try:
-        sizes, rates = [int(x) for x in several(states) or ()], [float(x) for x in several(lrs) or ()]
+        sizes, rates = (
+            [int(x) for x in several(states) or ()],
+            [float(x) for x in several(lrs) or ()],
+        )
     except ValueError:
         raise typer.BadParameter(
             "write numbers with commas between them", param_hint="--states, --lrs"
@@ -1078,14 +1171,19 @@ def lra(
         str | None, Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
     ] = None,
     mixers: Annotated[
-        str | None, Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all")
+        str | None,
+        Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all"),
     ] = None,
-    maps: Annotated[str | None, Option(help="comma-separated; by default own, each mixer's own")] = None,
+    maps: Annotated[
+        str | None, Option(help="comma-separated; by default own, each mixer's own")
+    ] = None,
     data: Annotated[
-        str | None, Option(help="folder with text, retrieval and image; docs/lra.md describes the files")
+        str | None,
+        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
     ] = None,
     size: Annotated[
-        str | None, Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)")
+        str | None,
+        Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)"),
     ] = None,
     seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
     steps: Steps = None,
@@ -1137,7 +1235,8 @@ def kernels(
     arch: Annotated[list[str] | None, Option(help="for --static: sm_80, sm_90, sm_100")] = None,
     case: Annotated[list[str] | None, Option(help="run only this case of the table")] = None,
     peer: Annotated[
-        bool, Option("--peer", help="measure flash-linear-attention's kernels instead of using records")
+        bool,
+        Option("--peer", help="measure flash-linear-attention's kernels instead of using records"),
     ] = False,
     json: Json = None,
 ) -> None:
@@ -1243,7 +1342,10 @@ def _said(error: BaseException) -> tuple[str, int | None]:
             return text, error.exit_code
         takes = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
         how = "; a recipe's settings are written section.key=value, such as train.steps=10"
-        return f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}", error.exit_code
+        return (
+            f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}",
+            error.exit_code,
+        )
     from nalanda.common.errors import explained
 
     known = explained(error)

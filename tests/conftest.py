@@ -30,7 +30,9 @@ def no_lines_by_time(monkeypatch):
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each byte, behind <|endoftext|>, id 0, which is put in front of what is encoded."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, []))
+    backend = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
@@ -43,7 +45,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
+WORDS = [
+    "state",
+    "gate",
+    "decay",
+    "query",
+    "key",
+    "value",
+    "head",
+    "norm",
+    "chunk",
+    "scan",
+    "delta",
+    "rule",
+]
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +71,19 @@ def recipe(tmp_path_factory) -> Path:
     settings = {
         "output_dir": str(folder / "unset"),
         "seed": 3,
-        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2},
+        "model": {
+            "mixer": "gated_deltanet",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_heads": 2,
+        },
         "tokenizer": {"train": "bpe", "vocab_size": 320},
-        "data": {"source": str(folder), "seq_len": 32, "shuffle_buffer": 50, "max_validation_rows": 7},
+        "data": {
+            "source": str(folder),
+            "seq_len": 32,
+            "shuffle_buffer": 50,
+            "max_validation_rows": 7,
+        },
         "optim": {"lr": 3e-3},
         "schedule": {"warmup_steps": 2},
         "train": {
@@ -91,7 +116,9 @@ def whole(recipe, tmp_path_factory) -> Path:
 
     from nalanda.train.loop import train
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # this is made before `fresh_accelerate`
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # this is made before `fresh_accelerate`
     return train(configured(recipe, tmp_path_factory.mktemp("runs") / "whole"))
 
 

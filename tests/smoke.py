@@ -109,7 +109,9 @@ def packed_padded_and_carried() -> Values:
 
         first = model(input_ids=ids, cu_seqlens=bounds, return_row_states=True)
         carried = torch.tensor([True, False, True])
-        second = model(input_ids=ids, cu_seqlens=bounds, row_states=first.row_states, carried=carried)
+        second = model(
+            input_ids=ids, cu_seqlens=bounds, row_states=first.row_states, carried=carried
+        )
         yield second.logits
         yield from tensors(second.row_states.states)
 
@@ -146,7 +148,12 @@ def images() -> Values:
     from transformers import AutoModelForImageClassification
 
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2, "num_labels": 5}
-    sizes |= {"image_size": 12, "patch_size": 4, "position_embedding": "learnt", "is_decoder": False}
+    sizes |= {
+        "image_size": 12,
+        "patch_size": 4,
+        "position_embedding": "learnt",
+        "is_decoder": False,
+    }
     pixels = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
     for mixer in ("softmax", "linear_attention", "nala", "mala", "soft"):
@@ -195,7 +202,9 @@ def recipe(folder: Path) -> dict[str, Any]:
     words = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan"]
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(300)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
 
     return {
         "output_dir": str(folder / "run"),
@@ -251,9 +260,13 @@ def machine() -> str:
     """The processor and the torch release, on which bits depend."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
-    named = dict(reversed([re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line]))
+    named = dict(
+        reversed([re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line])
+    )
     processor = (
-        f"{named['model name']} model {named['model']}" if "model name" in named else platform.processor()
+        f"{named['model name']} model {named['model']}"
+        if "model name" in named
+        else platform.processor()
     )
     return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 

@@ -9,16 +9,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"nalanda": "src", "nalanda_cli": "src", "nalanda_eval": "eval", "nalanda_kernels": "kernels"}
+PACKAGES = {
+    "nalanda": "src",
+    "nalanda_cli": "src",
+    "nalanda_eval": "eval",
+    "nalanda_kernels": "kernels",
+}
 # An import goes from a room to itself or to one with a smaller number.
 ROOMS = {
-    **{"nalanda_kernels": 0, "nalanda.common": 1, "nalanda.model": 2, "nalanda": 3, "nalanda.config": 4},
+    **{
+        "nalanda_kernels": 0,
+        "nalanda.common": 1,
+        "nalanda.model": 2,
+        "nalanda": 3,
+        "nalanda.config": 4,
+    },
     **{"nalanda.data": 5, "nalanda.train": 6, "nalanda.inference": 7, "nalanda.convert": 7},
     **{"nalanda.report": 7, "nalanda.bench": 8, "nalanda_eval": 9, "nalanda_cli": 10},
 }
 # Imports of ours that stand inside a function, and why.
 DEFERRED = {
-    ("nalanda.config.load", "nalanda.model.configuration"): "imports torch; the rest of a recipe does not",
+    (
+        "nalanda.config.load",
+        "nalanda.model.configuration",
+    ): "imports torch; the rest of a recipe does not",
     ("nalanda.config.schema", "nalanda.model.configuration"): "as above",
     ("nalanda.data.make_set", "nalanda.data.datatrove"): "imports datatrove, which is optional",
     ("nalanda.data.workers", "nalanda.common.errors"): "the file also runs by itself",
@@ -44,7 +58,9 @@ def targets(module: str, node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-        package = module.split(".") if modules()[module].name == "__init__.py" else module.split(".")[:-1]
+        package = (
+            module.split(".") if modules()[module].name == "__init__.py" else module.split(".")[:-1]
+        )
         base = [*package[: len(package) + 1 - node.level], *filter(None, [node.module])]
         base = ".".join(base) if node.level else node.module
         names = [f"{base}.{alias.name}" for alias in node.names]
@@ -69,7 +85,9 @@ def imports() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    return next(name for name in sorted(ROOMS, key=len, reverse=True) if f"{module}.".startswith(f"{name}."))
+    return next(
+        name for name in sorted(ROOMS, key=len, reverse=True) if f"{module}.".startswith(f"{name}.")
+    )
 
 
 def test_no_circle():
@@ -104,7 +122,9 @@ def test_model_and_kernels_travel():
             assert {room(target) for target in found} <= {"nalanda.model"} | allowed, module
             tree = ast.parse(modules()[module].read_text())
             absolute = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
-            assert not [n.module for n in absolute if (n.module or "").startswith("nalanda.")], module
+            assert not [n.module for n in absolute if (n.module or "").startswith("nalanda.")], (
+                module
+            )
 
 
 @pytest.mark.parametrize("package", ["nalanda", "nalanda_eval"])
@@ -113,7 +133,9 @@ def test_a_public_name_means_one_thing(package):
     for module, file in modules().items():
         if module.split(".")[0] == package:
             for node in ast.parse(file.read_text()).body:
-                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith(
+                    "_"
+                ):
                     assert node.name not in seen, f"{node.name}: {seen[node.name]} and {module}"
                     seen[node.name] = module
 
@@ -181,7 +203,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("light")
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("model: {mixer: gla}\ntrain: {steps: 2}\n")
-    lines = [f'{{"step": {n}, "tokens": {n}, "loss": {3 - n}, "tokens_per_second": 9}}\n' for n in (1, 2)]
+    lines = [
+        f'{{"step": {n}, "tokens": {n}, "loss": {3 - n}, "tokens_per_second": 9}}\n' for n in (1, 2)
+    ]
     (folder / "run" / "metrics.jsonl").write_text("".join(lines))
     return folder
 

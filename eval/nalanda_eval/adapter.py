@@ -78,7 +78,9 @@ class HarnessModel(HFLM):
             add_bos_token=False,
         )
         self.bos = bos_token(model, tokenizer)
-        if is_ours(model) and not self.bos:  # in training the end of another text came before the first token
+        if (
+            is_ours(model) and not self.bos
+        ):  # in training the end of another text came before the first token
             self.custom_prefix_token_id = tokenizer.eos_token_id
         if self.prefix_token_id is None:
             raise InputError(
@@ -89,7 +91,9 @@ class HarnessModel(HFLM):
         self.cache = AnswerCache(cache, self.identity)
         self.processes, self.advance = processes, advance
         self.answered = self.found = 0  # log-likelihoods, and how many of them were cached
-        self.prompts = self.cut = 0  # contexts to go on from, and how many of them were cut on the left
+        self.prompts = self.cut = (
+            0  # contexts to go on from, and how many of them were cut on the left
+        )
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -102,7 +106,9 @@ class HarnessModel(HFLM):
         if self.bos:  # as an id: as text it would change how some tokenizers begin the first word
             rows = self.tokenizer(strings, add_special_tokens=False).input_ids  # type: ignore[not-callable]
             found = self.tokenizer.pad(  # type: ignore[missing-attribute]
-                {"input_ids": [self.bos + row for row in rows]}, return_tensors="pt", padding_side="left"
+                {"input_ids": [self.bos + row for row in rows]},
+                return_tensors="pt",
+                padding_side="left",
             )
             ids, mask = found["input_ids"], found["attention_mask"]
         else:
@@ -118,7 +124,9 @@ class HarnessModel(HFLM):
         self._characters = characters(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Log-likelihoods of whole texts, in disjoint windows that are sorted and batched together."""
         self._characters = characters(requests)
         windows, owners = [], []
@@ -157,7 +165,9 @@ class HarnessModel(HFLM):
             self.cut = cut + sum(gather_object([self.cut - cut]))
         return [parts[i % count][i // count] for i in range(len(requests))]
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **options: Any
+    ) -> Tensor:
         """The tokens `[B, T + new]` of context `[B, T]` and continuation.
 
         Our models read the context in parts, and generate from its state: memory does not grow with T, unless
@@ -165,13 +175,17 @@ class HarnessModel(HFLM):
         """
         model: Any = self.model
         tokenizer: Any = self.tokenizer
-        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: self._numbers(scores)])
+        options["logits_processor"] = LogitsProcessorList(
+            [lambda ids, scores: self._numbers(scores)]
+        )
         if not is_ours(model):
             out = super()._model_generate(context, max_length, stop, **options)
         else:
             state = model.read(context, attention_mask=options.pop("attention_mask"))
             if not options.get("temperature"):  # 0 is the harness's word for greedy
-                options = {k: v for k, v in options.items() if k != "temperature"} | {"do_sample": False}
+                options = {k: v for k, v in options.items() if k != "temperature"} | {
+                    "do_sample": False
+                }
             new = model.generate(
                 state=state,
                 max_new_tokens=max_length - context.shape[1],
@@ -186,7 +200,9 @@ class HarnessModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
-        asked = [self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        asked = [
+            self._cut(tuple(context), tuple(continuation)) for _, context, continuation in requests
+        ]
         used = (token for request in asked for tokens in request for token in tokens)
         check_tokens(used, self.model, self.tokenizer)  # type: ignore[bad-argument-type]
         state = self.processes
@@ -204,7 +220,9 @@ class HarnessModel(HFLM):
             answers |= batch
         if state:
             everyones = gather_object([(answers, found)])
-            answers = {request: answer for theirs, _ in everyones for request, answer in theirs.items()}
+            answers = {
+                request: answer for theirs, _ in everyones for request, answer in theirs.items()
+            }
             found = sum(count for _, count in everyones)
         self.answered += len(answers)
         self.found += found
@@ -275,7 +293,9 @@ def load_tasks(
     return tasks
 
 
-def _load(manager: TaskManager, source: TaskSource, tokens: Callable[[str], int], samples: int) -> Any:
+def _load(
+    manager: TaskManager, source: TaskSource, tokens: Callable[[str], int], samples: int
+) -> Any:
     known = source.task_file or source.documents or source.needle
     hint = "" if known else " (without the hub: --data DIR)"
     try:
@@ -379,5 +399,7 @@ def _or_infinity(aggregate: Callable[[list], float]) -> Callable[[list], float]:
 def _nearest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3)
     return (
-        f", did you mean {', '.join(near)}?" if near else "; give table4, a task file or one of the harness's"
+        f", did you mean {', '.join(near)}?"
+        if near
+        else "; give table4, a task file or one of the harness's"
     )

@@ -108,7 +108,9 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
     sum to 1 and may be negative: the entropy is that of the positive ones, rescaled.
     """
     draw = torch.Generator().manual_seed(seed)
-    direction = F.normalize(torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1)
+    direction = F.normalize(
+        torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1
+    )
     k = torch.randn(keys, head_dim, generator=draw, dtype=torch.float64)
     q = (math.sqrt(head_dim) * NORMS[:, None, None] * direction).flatten(0, 1)
 
@@ -129,7 +131,9 @@ def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
         "relu³": kernel("relu", 3),
         "softmax": (q @ k.T / math.sqrt(head_dim)).softmax(-1),
     }
-    entropy = {n: positive_entropy(w).view(len(NORMS), -1).nanmean(1).tolist() for n, w in weights.items()}
+    entropy = {
+        n: positive_entropy(w).view(len(NORMS), -1).nanmean(1).tolist() for n, w in weights.items()
+    }
     return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
 
 
@@ -169,7 +173,9 @@ def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]
 def projection_ranks(mixer: nn.Module) -> dict[str, float]:
     """Effective rank of a mixer's q, k and v projections, or of all its matrices if it has none of them."""
     named = mixer.named_parameters()
-    matrices = {n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2}
+    matrices = {
+        n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2
+    }
     usual = {n: matrices[n] for n in ("q_proj", "k_proj", "v_proj") if n in matrices}
     return {n: effective_rank(p.detach().float()).item() for n, p in (usual or matrices).items()}
 
@@ -200,7 +206,11 @@ def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, floa
         for i, (layer, mixer) in enumerate(zip(layers, mixers, strict=True)):
             own = set(mixer.parameters())
             for group, inside in ((1, True), (2, False)):
-                members = [p.grad for p in layer.parameters() if p.grad is not None and (p in own) == inside]
+                members = [
+                    p.grad
+                    for p in layer.parameters()
+                    if p.grad is not None and (p in own) == inside
+                ]
                 place[i, group] = torch.nn.utils.get_total_norm(members)
     model.zero_grad()
     names = ("mixer_output", "mixer_parameters", "other_parameters")
@@ -241,7 +251,9 @@ def analyze(
     if length < 2 or rows < 1:
         raise InputError(f"--length {length} --rows {rows}: take at least 2 tokens and 1 row")
     check_seed(seed, "--seed")
-    model, tokenizer, title, directory = open_model(name, overrides, seed, device, trust_remote_code)
+    model, tokenizer, title, directory = open_model(
+        name, overrides, seed, device, trust_remote_code
+    )
     directory = output_folder(output or directory, "--output")
     config: Any = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
@@ -257,7 +269,9 @@ def analyze(
     layers: list[dict[str, Any]] = [
         {
             "layer": i,
-            "mixer": config.layer_mixers[i] if config.model_type == "nalanda" else type(mixer).__name__,
+            "mixer": config.layer_mixers[i]
+            if config.model_type == "nalanda"
+            else type(mixer).__name__,
             **measured[i],
             "projections": projection_ranks(mixer),
             "gradients": spread[i],
@@ -269,7 +283,9 @@ def analyze(
         where = "any layer" if len(lacking) == len(layers) else f"layers {', '.join(lacking)}"
         notes.append(f"no attention weights in {where}: only gradients and projections")
     if any(layer.get("negative_share") for layer in layers):
-        notes.append("weights of both signs: entropy is of the positive ones, the local score of |w|")
+        notes.append(
+            "weights of both signs: entropy is of the positive ones, the local score of |w|"
+        )
     heads = getattr(config, "num_attention_heads", None)
     head_dim = getattr(config, "key_dim", None) or getattr(config, "head_dim", None)
     uniform = torch.ones(1, 1, length, length, dtype=torch.float64).tril()
@@ -286,7 +302,9 @@ def analyze(
         "windows": WINDOWS,
         "uniform": measure_layer(uniform / uniform.sum(-1, keepdim=True)),
         "layers": layers,
-        "map_entropy": map_entropy(head_dim or (config.hidden_size // heads if heads else 64), length, seed),
+        "map_entropy": map_entropy(
+            head_dim or (config.hidden_size // heads if heads else 64), length, seed
+        ),
     }
     result = finite(result | {"figures": [path.name for path in draw_analysis(result, directory)]})
     text = json.dumps(result, indent=1, allow_nan=False)
@@ -324,7 +342,12 @@ def open_model(
 
 
 def text_rows(
-    model: Any, tokenizer: PreTrainedTokenizerBase, text: str | None, length: int, rows: int, seed: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None,
+    length: int,
+    rows: int,
+    seed: int,
 ) -> Tensor:
     """int64 `[≥ rows, length]`: beginnings of documents, then their later parts; bos as in training."""
     data = DataConfig(source=text or "python", validation_source=text)  # all of a file is used

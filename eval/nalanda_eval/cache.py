@@ -38,7 +38,9 @@ class AnswerCache:
         self.identity = json.dumps(identity, sort_keys=True, default=str).encode()
         with _one_line(path):
             self.file = sqlite3.connect(":memory:" if path is None else path, timeout=60)
-            self.file.execute("CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)")
+            self.file.execute(
+                "CREATE TABLE IF NOT EXISTS kept (request BLOB PRIMARY KEY, answer BLOB)"
+            )
 
     def find(self, requests: Iterable[Request]) -> dict[Request, Answer]:
         """The cached answers among those to `requests`."""
@@ -46,7 +48,9 @@ class AnswerCache:
         with _one_line(self.path):
             for request in requests:
                 key = self._key(request)
-                for (kept,) in self.file.execute("SELECT answer FROM kept WHERE request = ?", [key]):
+                for (kept,) in self.file.execute(
+                    "SELECT answer FROM kept WHERE request = ?", [key]
+                ):
                     answer = kept[: ANSWER.size] if isinstance(kept, bytes) else b""
                     if len(answer) < ANSWER.size or kept != _sealed(key, answer):
                         raise sqlite3.DatabaseError("an answer in it is damaged")
@@ -78,7 +82,11 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     modeling = sorted(Path(inspect.getfile(type(model))).parent.glob("*.py"))
     kernels = sorted(Path(nalanda_kernels.__file__).parent.rglob("*.py"))
     code = hashlib.sha256()
-    for file in (Path(scoring.__file__), *modeling, *(kernels if config["model_type"] == "nalanda" else ())):
+    for file in (
+        Path(scoring.__file__),
+        *modeling,
+        *(kernels if config["model_type"] == "nalanda" else ()),
+    ):
         code.update(file.read_bytes())
     return {
         "weights": fingerprint(model),

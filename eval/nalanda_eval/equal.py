@@ -74,7 +74,9 @@ def models(
         own = MIXERS[parse(mixer, None)["mixer"]].map_name
         for feature_map in maps if own else (None,):
             if feature_map and feature_map not in (*FEATURE_MAPS, "own"):
-                raise InputError(f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}")
+                raise InputError(
+                    f"--maps: unknown map {feature_map!r}{suggest(feature_map, FEATURE_MAPS)}"
+                )
             model = parse(mixer, own if feature_map == "own" else feature_map)
             try:
                 NalandaConfig(**base | model)

@@ -54,7 +54,9 @@ def _from_hub(name: str, local: LocalData) -> Any:
         path, part = task["dataset_path"], task.get("dataset_name")
     where = f"{name}: {path}, {local.split}"
     try:
-        return persist(lambda: datasets.load_dataset(path, part, split=local.split), where, retries=8)
+        return persist(
+            lambda: datasets.load_dataset(path, part, split=local.split), where, retries=8
+        )
     except InputError:
         raise
     except Exception as error:  # datasets, huggingface_hub and httpx share no base class

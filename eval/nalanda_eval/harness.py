@@ -107,7 +107,9 @@ def evaluate(
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size}: must be at least 1")
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and float(limit).is_integer())):
-        raise InputError(f"--limit {limit:g}: must be a whole number of documents, or a share below 1")
+        raise InputError(
+            f"--limit {limit:g}: must be a whole number of documents, or a share below 1"
+        )
     if long not in ("window", "whole"):
         raise InputError(f"--long {long}: use window or whole")
     if long == "whole" and max_length is not None:
@@ -246,7 +248,9 @@ def _earlier(
             return None
         for scores in (scores for model in earlier["models"] for scores in model["tasks"].values()):
             for kind in ("metrics", "stderr"):  # infinities are written as text
-                scores[kind] = {k: float(v) if isinstance(v, str) else v for k, v in scores[kind].items()}
+                scores[kind] = {
+                    k: float(v) if isinstance(v, str) else v for k, v in scores[kind].items()
+                }
         settings = _settings(earlier)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(
@@ -254,7 +258,9 @@ def _earlier(
         ) from None
     advice = "or choose another --output"
     if lacking := [name for place, name in before.items() if place not in now]:
-        raise InputError(f"--output: {file} also has models {', '.join(lacking)}: name them too, {advice}")
+        raise InputError(
+            f"--output: {file} also has models {', '.join(lacking)}: name them too, {advice}"
+        )
     if new := [name for place, name in now.items() if place not in before]:
         raise InputError(
             f"--output: {file} has no results of {', '.join(new)}: name its other tasks too "
@@ -302,7 +308,9 @@ def _writing(directory: Path) -> Iterator[None]:
             raise DiskFull(
                 f"--output: {directory}: the disk is full; make room, and start again: answers are kept"
             ) from None
-        raise InputError(f"--output: {directory}: {error.strerror}; choose another directory") from None
+        raise InputError(
+            f"--output: {directory}: {error.strerror}; choose another directory"
+        ) from None
 
 
 def launched() -> Any:
@@ -312,11 +320,17 @@ def launched() -> Any:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
+    return PartialState(
+        cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    )
 
 
 def _fitting(
-    sources: list[TaskSource], models: list[str], max_length: int | None, long: str, trust_remote_code: bool
+    sources: list[TaskSource],
+    models: list[str],
+    max_length: int | None,
+    long: str,
+    trust_remote_code: bool,
 ) -> tuple[list[TaskSource], dict[str, str]]:
     """The sources without needles longer than what every model sees at once, and why they are left out."""
     if long == "whole":
@@ -326,7 +340,9 @@ def _fitting(
     how = f"a model sees {sees} tokens at once; read them with --long whole, or with --max-length"
     if not fitting:
         raise InputError(f"--tasks: no needle fits: {how}")
-    return fitting, {f"needles of more than {sees} tokens": how} if len(fitting) < len(sources) else {}
+    return fitting, {f"needles of more than {sees} tokens": how} if len(fitting) < len(
+        sources
+    ) else {}
 
 
 def _sees(name: str, trust_remote_code: bool) -> int:
@@ -335,7 +351,9 @@ def _sees(name: str, trust_remote_code: bool) -> int:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
-    known = (getattr(config, key, None) for key in ("n_positions", "max_position_embeddings", "n_ctx"))
+    known = (
+        getattr(config, key, None) for key in ("n_positions", "max_position_embeddings", "n_ctx")
+    )
     return next(filter(None, known), 2048)
 
 
@@ -348,13 +366,19 @@ def most_tokens(models: list[str], trust_remote_code: bool = False) -> Callable[
     for name in models:
         try:
             place = resolve(name).tokenizer
-            tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                place, trust_remote_code=trust_remote_code
+            )
         except Exception as error:  # tokenizers and transformers share no exception class
-            raise InputError(f"{name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+            raise InputError(
+                f"{name}: its tokenizer cannot be loaded ({first_line(error)})"
+            ) from error
         different[tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else name] = tokenizer
 
     def count(text: str) -> int:
-        return max(len(each(text, add_special_tokens=False).input_ids) for each in different.values())
+        return max(
+            len(each(text, add_special_tokens=False).input_ids) for each in different.values()
+        )
 
     return count
 
@@ -365,7 +389,8 @@ def _check_endless(model: Any, name: str) -> None:
         if model.config.model_type == "nalanda":
             model.model.check_carries()
         elif any(
-            getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx")
+            getattr(model.config, key, None)
+            for key in ("max_position_embeddings", "n_positions", "n_ctx")
         ):
             raise ValueError
     except ValueError:
@@ -391,9 +416,13 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
         else:
             stderr[metric] = None
     samples = raw["samples"].get(task, [])
-    if "perplexity" in metrics and samples:  # of an ending, as LAMBADA's; the harness has no bits for it
+    if (
+        "perplexity" in metrics and samples
+    ):  # of an ending, as LAMBADA's; the harness has no bits for it
         sizes = [len(sample["arguments"][0][1].encode()) for sample in samples]
-        metrics["bits_per_byte"] = -sum(sample["perplexity"] for sample in samples) / sum(sizes) / math.log(2)
+        metrics["bits_per_byte"] = (
+            -sum(sample["perplexity"] for sample in samples) / sum(sizes) / math.log(2)
+        )
         for sample, size in zip(samples, sizes, strict=True):
             sample["bits_per_byte"] = (sample["perplexity"], size)
     for metric in report.PERPLEXITIES:
@@ -401,7 +430,9 @@ def _scores(task: str, raw: dict[str, Any]) -> dict[str, Any]:
             stderr[metric] = _perplexity_stderr(
                 metric, [sample[metric] for sample in samples], metrics[metric]
             )
-    if "contains" in metrics and len(samples) > 1:  # averaged by numpy, of which the harness knows no error
+    if (
+        "contains" in metrics and len(samples) > 1
+    ):  # averaged by numpy, of which the harness knows no error
         found = np.array([sample["contains"] for sample in samples], dtype=float)
         stderr["contains"] = float(found.std(ddof=1)) / math.sqrt(len(found))
     return {

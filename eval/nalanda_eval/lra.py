@@ -68,7 +68,8 @@ SIZES: dict[str, dict[str, tuple[int, int, int, int, int, float]]] = {
         "image": (12, 128, 4, 256, 200, 1e-3),
         "pathfinder": (4, 128, 8, 128, 128, 5e-4),
     },
-    "quick": dict.fromkeys(ARENA, (2, 64, 2, 128, 32, 3e-3)) | {"pathfinder": (2, 64, 2, 128, 16, 3e-3)},
+    "quick": dict.fromkeys(ARENA, (2, 64, 2, 128, 32, 3e-3))
+    | {"pathfinder": (2, 64, 2, 128, 16, 3e-3)},
 }
 ARENA_STEPS, QUICK_ARENA_STEPS = 50_000, 200
 """Steps of a run; the first as in Skyformer's code."""
@@ -104,7 +105,9 @@ class ArenaNet(nn.Module):
         if pairs:
             D, head = config.hidden_size, self.encoder.score
             self.encoder.score = nn.Identity()  # pyrefly: ignore[bad-assignment]
-            self.score = nn.Sequential(nn.Linear(4 * D, D), nn.ReLU(), nn.Linear(D, head.out_features))
+            self.score = nn.Sequential(
+                nn.Linear(4 * D, D), nn.ReLU(), nn.Linear(D, head.out_features)
+            )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[n, T]`, or `[n, 2, T]` for pairs; 0 is padding. Returns scores `[n, classes]`."""
@@ -127,17 +130,30 @@ def arena_config(model: dict[str, Any], size: str, task: ArenaTask) -> NalandaCo
         scores, feature_map = TRANSNORMER[model["mixer"]]
         half = layers // 2
         keys["mixer"] = ["diag_attention"] * half + ["norm_attention"] * (layers - half)
-        keys |= {"mixer_options": {"diag_attention": {"scores": scores}}, "feature_map": feature_map}
+        keys |= {
+            "mixer_options": {"diag_attention": {"scores": scores}},
+            "feature_map": feature_map,
+        }
         keys["use_bias"] = True
     elif not MIXERS[model["mixer"]].unmasked:
         keys["directions"] = 2
     keys["num_labels"] = task.classes
     return NalandaConfig(
-        **keys, vocab_size=task.vocab_size, hidden_size=width, num_hidden_layers=layers, num_heads=heads,
-        intermediate_size=glu, dropout=0.0 if size == "quick" else 0.1,
-        position_embedding="sinusoidal", scale_embeddings=True, initializer_range=0.06, is_decoder=False,
-        use_cache=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        **keys,
+        vocab_size=task.vocab_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_heads=heads,
+        intermediate_size=glu,
+        dropout=0.0 if size == "quick" else 0.1,
+        position_embedding="sinusoidal",
+        scale_embeddings=True,
+        initializer_range=0.06,
+        is_decoder=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def arena_settings(
@@ -150,7 +166,13 @@ def arena_settings(
 
 
 def run_lra(
-    model: dict[str, Any], task: ArenaTask, file: Path, size: str, seed: int, steps: int, device: str = "cpu"
+    model: dict[str, Any],
+    task: ArenaTask,
+    file: Path,
+    size: str,
+    seed: int,
+    steps: int,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Trains a model on a task and returns a record of JSON values.
 
@@ -220,11 +242,15 @@ def accuracy(net: nn.Module, ids: Tensor, labels: Tensor, batch: int) -> float:
     return sum(right) / len(labels)
 
 
-def arena_models(mixers: Iterable[str], maps: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def arena_models(
+    mixers: Iterable[str], maps: Iterable[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The models that can be encoders, and notes on the others. mixers: as in `recall`, or of TRANSNORMER."""
     mixers, found = list(mixers), []
     candidates, notes = models([name for name in mixers if name not in TRANSNORMER], maps, MODEL)
-    candidates += [{"mixer": n, "mixer_options": {}, "feature_map": None} for n in mixers if n in TRANSNORMER]
+    candidates += [
+        {"mixer": n, "mixer_options": {}, "feature_map": None} for n in mixers if n in TRANSNORMER
+    ]
     for model in candidates:
         try:
             arena_config(model, "quick", QUICK_ARENA["image"])
@@ -243,7 +269,9 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     of: dict[str, dict[str, list[dict]]] = {}
     for record in records:
         chosen = record["settings"]
-        of.setdefault(label(chosen["model"]), {}).setdefault(chosen["task"]["name"], []).append(record)
+        of.setdefault(label(chosen["model"]), {}).setdefault(chosen["task"]["name"], []).append(
+            record
+        )
     rows = []
     for name, tasks in of.items():
         scores = {task: [record["accuracy"] for record in mine] for task, mine in tasks.items()}
@@ -251,10 +279,16 @@ def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "model": name,
                 "accuracy": {task: fmean(mine) for task, mine in scores.items()},
-                "spread": {task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()},
-                "chance": {task: mine[0]["chance"] for task, mine in tasks.items() if "chance" in mine[0]},
+                "spread": {
+                    task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()
+                },
+                "chance": {
+                    task: mine[0]["chance"] for task, mine in tasks.items() if "chance" in mine[0]
+                },
                 "seeds": max(map(len, tasks.values())),
-                "parameters": max(record["parameters"] for mine in tasks.values() for record in mine),
+                "parameters": max(
+                    record["parameters"] for mine in tasks.values() for record in mine
+                ),
                 "seconds": sum(fmean(r["seconds"] for r in mine) for mine in tasks.values()),
             }
         )
@@ -278,13 +312,16 @@ def arena_table(
     for row in rows:
         found = row["accuracy"]
         cells = [
-            f"{100 * found[t]:.1f}" + (f" ± {100 * row['spread'][t]:.1f}" if row["spread"][t] else "")
+            f"{100 * found[t]:.1f}"
+            + (f" ± {100 * row['spread'][t]:.1f}" if row["spread"][t] else "")
             if t in found
             else "–"
             for t in tasks
         ]
         mean = f"{100 * fmean(found.values()):.1f}" if len(found) == len(tasks) else "–"
-        lines.append([row["model"], "ours", *cells, mean, f"{row['parameters']:,}", f"{row['seconds']:,.0f}"])
+        lines.append(
+            [row["model"], "ours", *cells, mean, f"{row['parameters']:,}", f"{row['seconds']:,.0f}"]
+        )
     for name, sizes, scores in PUBLISHED:
         note = f"published, {'same size' if size in sizes else 'not comparable'}"
         known = dict(zip(ARENA, scores, strict=True))
@@ -301,19 +338,22 @@ def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Pa
     seeds = max(row["seeds"] for row in rows)
     bars = "; bars: ± 1 standard deviation" if seeds > 1 else ", so without bars"
     caption = f"Dots: means over n = {seeds} seed{'s' * (seeds > 1)}{bars}. Dashed: chance."
-    task, row = max(((t, row) for row in rows for t in row["accuracy"]), key=lambda x: x[1]["accuracy"][x[0]])
-    title = (
-        f"Long Range Arena: highest accuracy {row['model']} on {task}, {100 * row['accuracy'][task]:.0f} %"
+    task, row = max(
+        ((t, row) for row in rows for t in row["accuracy"]), key=lambda x: x[1]["accuracy"][x[0]]
     )
-    with drawing(file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows),
-                 sharey=True) as panels:  # fmt: skip
+    title = f"Long Range Arena: highest accuracy {row['model']} on {task}, {100 * row['accuracy'][task]:.0f} %"
+    with drawing(
+        file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows), sharey=True
+    ) as panels:
         for panel, (name, level) in zip(panels, arena_chance(rows, tasks).items(), strict=True):
             panel.axvline(100 * level, color=GREY, linestyle="--", linewidth=1)
             for i, row in enumerate(reversed(rows)):  # the first is at the top
                 if name in row["accuracy"]:
                     x, bar = (100 * row[part][name] for part in ("accuracy", "spread"))
                     panel.errorbar(x, i, xerr=bar or None, marker="o", color=COLOURS[0])
-            panel.set(title=name, xlabel="accuracy (%)", xlim=(0, 100), ylim=(-0.5, len(rows) - 0.5))
+            panel.set(
+                title=name, xlabel="accuracy (%)", xlim=(0, 100), ylim=(-0.5, len(rows) - 0.5)
+            )
             panel.set_yticks(range(len(rows)), [row["model"] for row in reversed(rows)])
     return files(file)
 
@@ -364,7 +404,11 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
 
 
 def lra_speed(
-    candidates: list[dict[str, Any]], lengths: Iterable[int], size: str, device: str, rounds: int = 3
+    candidates: list[dict[str, Any]],
+    lengths: Iterable[int],
+    size: str,
+    device: str,
+    rounds: int = 3,
 ) -> list[dict[str, Any]]:
     """Seconds and peak memory of a training step on one row of bytes, at each length, beside softmax (SDPA).
 
@@ -458,9 +502,15 @@ def lra(
     Raises:
         InputError: an unknown name, or files that are missing or have other columns.
     """
-    console, folder, device = Console(emoji=False), output_folder(output, "--output"), choose_device(device)
+    console, folder, device = (
+        Console(emoji=False),
+        output_folder(output, "--output"),
+        choose_device(device),
+    )
     known, size = QUICK_ARENA if quick else ARENA, size or ("quick" if quick else "skyformer")
-    for option, name, names in [("--tasks", t, known) for t in tasks or ()] + [("--size", size, SIZES)]:
+    for option, name, names in [("--tasks", t, known) for t in tasks or ()] + [
+        ("--size", size, SIZES)
+    ]:
         if name not in names:
             raise InputError(f"{option}: unknown name {name!r}{suggest(name, names)}")
     candidates, notes = arena_models(
@@ -469,7 +519,9 @@ def lra(
     if not candidates:
         raise InputError(f"--mixers: none of them can be an encoder: {'; '.join(notes)}")
     if speed:
-        rows = lra_speed(candidates, (256, 512, 1024) if quick else (1024, 2048, 4096, 8192), size, device)
+        rows = lra_speed(
+            candidates, (256, 512, 1024) if quick else (1024, 2048, 4096, 8192), size, device
+        )
         title = "Training step on one row, beside softmax (SDPA): times as fast, and peak MiB of tensors"
         made = [versions()]
         (header, lines), left, name = lengths_table(rows), 1, "speed"

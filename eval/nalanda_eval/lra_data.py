@@ -105,7 +105,9 @@ def text_bytes(text: str) -> bytes:
 def files(task: ArenaTask, data: Path | None) -> dict[str, list[Path]]:
     """The task's files by split, `DATA/TASK/SPLIT*.jsonl` or `.parquet`; validation may have none."""
     if data is None:
-        raise InputError(f"{task.name}: its files are local; name their folder with --data (docs/lra.md)")
+        raise InputError(
+            f"{task.name}: its files are local; name their folder with --data (docs/lra.md)"
+        )
     kinds = (".jsonl", ".parquet")
     parts = {
         split: sorted(f for f in (data / task.name).glob(f"{split}*") if f.suffix in kinds)
@@ -113,7 +115,9 @@ def files(task: ArenaTask, data: Path | None) -> dict[str, list[Path]]:
     }
     for split in ("train", "test"):
         if not parts[split]:
-            raise InputError(f"{data / task.name}: no {split}*.jsonl or {split}*.parquet (docs/lra.md)")
+            raise InputError(
+                f"{data / task.name}: no {split}*.jsonl or {split}*.parquet (docs/lra.md)"
+            )
     return parts
 
 
@@ -147,15 +151,21 @@ def columns(task: ArenaTask, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{path}: cannot be read: {error}") from None
         if missing := [name for name in task.columns if name not in table.column_names]:
-            raise InputError(f"{path}: no column {missing[0]!r}; it has {', '.join(table.column_names)}")
+            raise InputError(
+                f"{path}: no column {missing[0]!r}; it has {', '.join(table.column_names)}"
+            )
         for column, name in zip(inputs, task.columns[:-1], strict=True):
             tokens = [*map(grey if name == "img" else text_bytes, table[name].to_pylist())]
             if name == "img" and {len(row) for row in tokens} != {task.length}:
-                raise InputError(f"{path}: a picture has other than {task.length} pixels; give 32 × 32")
+                raise InputError(
+                    f"{path}: a picture has other than {task.length} pixels; give 32 × 32"
+                )
             column.append(stacked(tokens, task.length))
         labels += table["label"].to_pylist()
         if bad := [x for x in labels if not isinstance(x, int) or not 0 <= x < task.classes]:
-            raise InputError(f"{path}: label {bad[0]!r}: must be an integer from 0 to {task.classes - 1}")
+            raise InputError(
+                f"{path}: label {bad[0]!r}: must be an integer from 0 to {task.classes - 1}"
+            )
     ids = [np.concatenate(column) for column in inputs]
     return ids[0] if len(ids) == 1 else np.stack(ids, 1), np.array(labels)
 
@@ -173,7 +183,9 @@ def grey(image: dict[str, Any]) -> bytes:
 def generated(task: ArenaTask) -> Arrays:
     if task.name == "image":
         return digits(task)
-    make = {"listops": listops, "text": texts, "retrieval": text_pairs, "pathfinder": pathfinder}[task.name]
+    make = {"listops": listops, "text": texts, "retrieval": text_pairs, "pathfinder": pathfinder}[
+        task.name
+    ]
     assert task.rows is not None
     arrays: Arrays = {}
     for split, n in zip(ARENA_SPLITS, task.rows, strict=True):
@@ -190,7 +202,9 @@ def listops(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndarray
     band = (task.length // 4, task.length)
     draw = torch.Generator().manual_seed(ARENA_SPLITS.index(split))
     ids, values = ListOps(bands=(band,)).batch(draw, n, split, band)
-    return ((ids + 1) % len(LISTOPS_TOKENS)).to(torch.uint8).numpy(), values.amax(1).numpy()  # pad is 0
+    return ((ids + 1) % len(LISTOPS_TOKENS)).to(torch.uint8).numpy(), values.amax(
+        1
+    ).numpy()  # pad is 0
 
 
 def digits(task: ArenaTask) -> Arrays:
@@ -210,7 +224,9 @@ def split_documents(split: str) -> list[tuple[int, str]]:
     """(class, text) of the split's documents: a fifth each for validation and test."""
     split_of = {0: "test", 1: "validation"}
     every = python_documents(only=MODULES).items()
-    mine = [(name, text) for name, text in every if split_of.get(hash_text(name) % 5, "train") == split]
+    mine = [
+        (name, text) for name, text in every if split_of.get(hash_text(name) % 5, "train") == split
+    ]
     return [(MODULES.index(name.split("/")[0]), text) for name, text in mine]
 
 
@@ -221,7 +237,11 @@ def passage(draw: random.Random, text: str, length: int) -> bytes:
 
 def texts(task: ArenaTask, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Passages of Python's documents; the class is the module."""
-    draw, labels, every = random.Random(f"text {split}"), np.arange(n) % task.classes, split_documents(split)
+    draw, labels, every = (
+        random.Random(f"text {split}"),
+        np.arange(n) % task.classes,
+        split_documents(split),
+    )
     of = [[text for kind, text in every if kind == wanted] for wanted in range(task.classes)]
     rows = (draw.choices(of[label], [*map(len, of[label])])[0] for label in labels)
     return stacked((passage(draw, text, task.length) for text in rows), task.length), labels
@@ -273,7 +293,9 @@ def picture(draw: random.Random, side: int, joined: bool) -> np.ndarray:
     for path in paths:
         image[[place for i, place in enumerate(path) if i % 3 < 2]] = DASH
     for end in (first[0], first[-1] if joined else second[draw.choice((0, -1))]):
-        image.reshape(side, side)[end // side - 1 : end // side + 2, end % side - 1 : end % side + 2] = CIRCLE
+        image.reshape(side, side)[
+            end // side - 1 : end // side + 2, end % side - 1 : end % side + 2
+        ] = CIRCLE
     return image
 
 
@@ -291,12 +313,15 @@ def walk(draw: random.Random, side: int, dashes: int, taken: int, tries: int = 4
                 down, right = sin(angle + turn), cos(angle + turn)
                 dash = [(round(y + i * down), round(x + i * right)) for i in range(3)]
                 if all(
-                    0 < a < side - 1 and 0 < b < side - 1 and not full >> a * side + b & 1 for a, b in dash
+                    0 < a < side - 1 and 0 < b < side - 1 and not full >> a * side + b & 1
+                    for a, b in dash
                 ):
                     break
             else:
                 break
-            full |= around(side, path[-3:], 2)  # the dash before the last: a path may not meet itself
+            full |= around(
+                side, path[-3:], 2
+            )  # the dash before the last: a path may not meet itself
             path += [a * side + b for a, b in dash]
             angle, y, x = angle + turn, y + 3 * down, x + 3 * right
         else:

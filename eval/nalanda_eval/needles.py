@@ -103,7 +103,9 @@ def needle_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
     from wonderwords import RandomWord  # pyrefly: ignore[missing-import]
 
     words = RandomWord()
-    adjectives, nouns = (words.filter(include_categories=[kind]) for kind in ("adjectives", "nouns"))
+    adjectives, nouns = (
+        words.filter(include_categories=[kind]) for kind in ("adjectives", "nouns")
+    )
     return tuple(adjectives), tuple(nouns)
 
 
@@ -147,7 +149,9 @@ def needle_rows(
         key, value, _ = draw.choice(asked)
         depths = [draw.random() for _ in asked]
         prefix = PREFIX.format(what=task.value, key=key)
-        frame = PROMPT.format(what=task.value, key=key, hay=" ".join(sentence for *_, sentence in asked))
+        frame = PROMPT.format(
+            what=task.value, key=key, hay=" ".join(sentence for *_, sentence in asked)
+        )
         left, body = room - tokens(f"{frame} {prefix}"), []
         for sentence in hay():
             # Sentences joined have about as many tokens as alone; a blank each makes them rather too many.
@@ -166,9 +170,13 @@ def needle_rows(
             if excess <= 0:
                 break
             if not body:
-                raise InputError(f"{task.kind}: its needles alone need more than {task.length} tokens")
+                raise InputError(
+                    f"{task.kind}: its needles alone need more than {task.length} tokens"
+                )
             del body[-max(1, excess // max(map(size, body))) :]
-        rows.append({"input": prompt, "gen_prefix": prefix, "outputs": [value], "max_length": task.length})
+        rows.append(
+            {"input": prompt, "gen_prefix": prefix, "outputs": [value], "max_length": task.length}
+        )
     return rows
 
 

@@ -104,13 +104,17 @@ def perplexity(
                 name, device=device, dtype=dtype, trust_remote_code=trust_remote_code
             )
             if context is not None and not is_ours(model):
-                raise InputError(f"{name}: only models of ours are cut over processes; start one process")
+                raise InputError(
+                    f"{name}: only models of ours are cut over processes; start one process"
+                )
             T = window or _trained_length(model)
             L = length or LONGEST * T
             texts = list(tokenise_documents(model, tokenizer, data, limit=tokens))
             with Progress(name, 0, "tokens") as progress:
                 found = perplexity_by_position(model, texts, min(T, L), L, progress.to, context)
-            if not math.isfinite(found["one_pass"]["bits_per_byte"] + found["windows"]["bits_per_byte"]):
+            if not math.isfinite(
+                found["one_pass"]["bits_per_byte"] + found["windows"]["bits_per_byte"]
+            ):
                 raise InputError(f"{name}: its losses are not finite; its weights may be damaged")
             facts: dict[str, Any] = {
                 "name": name,
@@ -176,7 +180,9 @@ def tokenise_documents(
     joined = data.documents == "joined"
     bos, eos = bos_token(model, tokenizer), [tokenizer.eos_token_id]
     if joined and eos == [None]:
-        raise InputError("--joined: the tokenizer has no eos token to put between documents; read them apart")
+        raise InputError(
+            "--joined: the tokenizer has no eos token to put between documents; read them apart"
+        )
     ids: list[int] = list(eos) if joined else []  # as in training: the first text follows an eos
     sizes = text_bytes(tokenizer)
     words, size, left, empty = 0, 0, limit, True
@@ -238,10 +244,14 @@ def surprisal(
         return _surprisal_together(model, inputs, targets, step * context.size, advance, context)
     for start in range(0, inputs.shape[1], step):
         part, last = slice(start, start + step), start + step >= inputs.shape[1]
-        out = model(input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0))
+        out = model(
+            input_ids=inputs[:, part], past_key_values=cache, use_cache=not (last and start == 0)
+        )
         cache = out.get("past_key_values")
         if cache is None and not last:
-            raise InputError(f"--length: {model.config.model_type} returns no state; take at most {step}")
+            raise InputError(
+                f"--length: {model.config.model_type} returns no state; take at most {step}"
+            )
         found.append(_losses(out.logits, targets[:, part]))
         advance(start, start + inputs[:, part].shape[1])
     return torch.cat(found, 1)
@@ -255,7 +265,12 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _surprisal_together(
-    model: PreTrainedModel, inputs: Tensor, targets: Tensor, step: int, advance: Callable, context: Context
+    model: PreTrainedModel,
+    inputs: Tensor,
+    targets: Tensor,
+    step: int,
+    advance: Callable,
+    context: Context,
 ) -> Tensor:
     """`surprisal`, with `step` columns at once cut over the processes. The last are padded on the right."""
     columns, states, found = inputs.shape[1], None, []
@@ -350,7 +365,10 @@ def perplexity_by_position(
     ]
     longest = max(len(row[0]) for row in rows)
     borders = [0, *(1 << k for k in range(64) if 1 << k < 0.8 * longest), longest]
-    doubled = [(0, window), *((window << k, window << k + 1) for k in range(64) if window << k < longest)]
+    doubled = [
+        (0, window),
+        *((window << k, window << k + 1) for k in range(64) if window << k < longest),
+    ]
     return {
         "window": window,
         "length": length,
@@ -379,11 +397,22 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]
 
 def _between(rows: list[tuple[np.ndarray, np.ndarray]], start: int, stop: int) -> dict[str, Any]:
     """Nats a token at the positions after `start` up to `stop`, over the rows that reach them."""
-    reached = [(whole[start:stop], parts[start:stop]) for whole, parts in rows if len(whole) > start]
+    reached = [
+        (whole[start:stop], parts[start:stop]) for whole, parts in rows if len(whole) > start
+    ]
     counts = np.array([len(whole) for whole, _ in reached], float)
     sums = np.array([(whole.sum(), parts.sum()) for whole, parts in reached]).T
-    point: dict[str, Any] = {"after": start, "up_to": stop, "rows": len(reached), "tokens": int(counts.sum())}
-    for name, values in (("one_pass", sums[0]), ("windows", sums[1]), ("difference", sums[0] - sums[1])):
+    point: dict[str, Any] = {
+        "after": start,
+        "up_to": stop,
+        "rows": len(reached),
+        "tokens": int(counts.sum()),
+    }
+    for name, values in (
+        ("one_pass", sums[0]),
+        ("windows", sums[1]),
+        ("difference", sums[0] - sums[1]),
+    ):
         point[name], point[f"{name}_stderr"] = ratio(values, counts)
     return point
 
@@ -420,7 +449,9 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
     )
     file = directory / "perplexity"
     with drawing(file, title, caption, 2 * len(groups), height=2.5) as panels:
-        for (left, right), (_, mine) in zip(zip(panels[::2], panels[1::2], strict=True), groups, strict=True):
+        for (left, right), (_, mine) in zip(
+            zip(panels[::2], panels[1::2], strict=True), groups, strict=True
+        ):
             for i in mine:
                 model, style = models[i], looks[i]
                 points = [p for p in model["curve"] if p["rows"] > 1] or model["curve"]
@@ -434,7 +465,10 @@ def draw_perplexity(result: dict[str, Any], directory: Path) -> list[Path]:
                 band = [np.exp(values("one_pass") + side * error) for side in (-1, 1)]
                 left.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
                 left.plot(x, np.exp(values("windows")), color=style["color"], linestyle=":")
-                gain, error = 100 * np.expm1(values("difference")), 100 * values("difference_stderr")
+                gain, error = (
+                    100 * np.expm1(values("difference")),
+                    100 * values("difference_stderr"),
+                )
                 right.errorbar(x, gain, error, **style, label=names[i])
             right.axhline(0, color=GREY, linestyle=":", label="windows")
             for axes in (left, right):
@@ -460,7 +494,9 @@ def incomparable(models: list[dict[str, Any]]) -> list[str]:
         *differ("window", "windows of {} tokens", "--window sets one for all"),
         *differ("length", "rows of {} tokens", "--length sets one for all"),
         *differ(
-            "bytes", "{} bytes of text", "their tokenizers differ: name a text that --tokens does not cut"
+            "bytes",
+            "{} bytes of text",
+            "their tokenizers differ: name a text that --tokens does not cut",
         ),
     ]
 
@@ -519,4 +555,8 @@ def print_perplexity(result: dict[str, Any], console: Console | None = None) -> 
 def _cell(value: float | None, error: float | None = None) -> str:
     if value is None or value >= 1e6:
         return "> 1e6" if value is None else f"{value:.3g}"
-    return f"{value:.0f}" if value >= 1e4 else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
+    return (
+        f"{value:.0f}"
+        if value >= 1e4
+        else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
+    )

@@ -7,7 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nalanda.report.figures import COLOURS, MOST, REFERENCE, drawing, files, in_panels, log_axis, look
+from nalanda.report.figures import (
+    COLOURS,
+    MOST,
+    REFERENCE,
+    drawing,
+    files,
+    in_panels,
+    log_axis,
+    look,
+)
 
 
 def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
@@ -35,7 +44,9 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         heads = [(x["layer"], scale * head) for x in weighed for head in x["heads"][metric]]
         mean = [(x["layer"], scale * x[metric]) for x in weighed]
         caption = f"Pale dots: a head. Line: mean of a layer's heads. Means over {read}"
-        with sheet(name, f"{title}, {scale * found[metric]:.3g} {unit.split()[0]}", caption) as [axes]:
+        with sheet(name, f"{title}, {scale * found[metric]:.3g} {unit.split()[0]}", caption) as [
+            axes
+        ]:
             axes.plot(*zip(*heads, strict=True), "o", color=COLOURS[5], markersize=3)
             axes.plot(*zip(*mean, strict=True), **look(0), label="mean of heads")
             if metric in uniform and most is min:
@@ -46,9 +57,9 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         points: dict[str, list[tuple[int, float]]] = {}
         for layer in layers:
             for part, value in layer[section].items():
-                points.setdefault(part.replace("_", " ") if section == "gradients" else part, []).append(
-                    (layer["layer"], value)
-                )
+                points.setdefault(
+                    part.replace("_", " ") if section == "gradients" else part, []
+                ).append((layer["layer"], value))
         groups, looks = in_panels(list(points))
         value, layer, part = max((y, x, part) for part, mine in points.items() for x, y in mine)
         title = f"{quantity}: largest for {part} of layer {layer}, {value:.3g}"
@@ -60,7 +71,9 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
 
     highest, (norms, entropies) = math.log(maps["keys"]), (maps["query_norm"], maps["entropy"])
     spans = {name: max(mine) - min(mine) for name, mine in entropies.items()}
-    groups, looks = in_panels(list(entropies), "softmax", lambda name: "NaLa" if "nala" in name else "others")
+    groups, looks = in_panels(
+        list(entropies), "softmax", lambda name: "NaLa" if "nala" in name else "others"
+    )
     caption = (
         f"Lines: means over queries of random directions and n = {maps['keys']} random keys, K = "
         f"{maps['head_dim']}, seed {result['seed']}; of no trained model."
@@ -70,33 +83,61 @@ def draw_analysis(result: dict[str, Any], directory: Path) -> list[Path]:
         for axes, (kind, mine) in zip(panels, groups, strict=True):
             for name in mine:
                 axes.plot(
-                    norms, [highest - x for x in entropies[name]], **looks[name] | {"marker": ""}, label=name
+                    norms,
+                    [highest - x for x in entropies[name]],
+                    **looks[name] | {"marker": ""},
+                    label=name,
                 )
-            axes.set(title=kind, xlabel="query norm ‖q‖/√K (ratio)", ylabel="entropy below log n (nats)")
+            axes.set(
+                title=kind, xlabel="query norm ‖q‖/√K (ratio)", ylabel="entropy below log n (nats)"
+            )
             log_axis(axes.xaxis)
             log_axis(axes.yaxis)
     if weighed:
         draw_heads("entropy", "entropy", "Entropy of positive weights", "nats")
         draw_heads("negative_share", "negative_share", "Negative weights", "% of a row", 100)
-        draw_heads("effective_rank_weights", "effective_rank", "Effective rank of weights", "dimensions")
+        draw_heads(
+            "effective_rank_weights", "effective_rank", "Effective rank of weights", "dimensions"
+        )
         shown = sorted({round(i * (len(weighed) - 1) / (MOST - 1)) for i in range(MOST)})
         tenth, narrow = windows.index(0.1), [w for w in windows if w <= 0.5]  # beyond, all near 1
         most = max(weighed, key=lambda layer: layer["local_score"][tenth])
         title = f"Weights within a tenth of the length: most in layer {most['layer']}, "
         some = f"{len(shown)} of {len(weighed)} layers. " if len(shown) < len(weighed) else ""
-        with sheet("local_score", f"{title}{100 * most['local_score'][tenth]:.0f} %",
-                   f"Lines: means over heads. {some}Means over {read}") as [axes]:  # fmt: skip
+        with sheet(
+            "local_score",
+            f"{title}{100 * most['local_score'][tenth]:.0f} %",
+            f"Lines: means over heads. {some}Means over {read}",
+        ) as [axes]:
             for i, layer in enumerate(weighed[i] for i in shown):
                 axes.plot(
-                    narrow, layer["local_score"][: len(narrow)], **look(i), label=f"layer {layer['layer']}"
+                    narrow,
+                    layer["local_score"][: len(narrow)],
+                    **look(i),
+                    label=f"layer {layer['layer']}",
                 )
-            axes.plot(narrow, uniform["local_score"][: len(narrow)], **REFERENCE, label="uniform weights")
-            axes.set(xlabel="window (share of the length)", ylabel="accumulated |weight| (share of a row)")
+            axes.plot(
+                narrow, uniform["local_score"][: len(narrow)], **REFERENCE, label="uniform weights"
+            )
+            axes.set(
+                xlabel="window (share of the length)",
+                ylabel="accumulated |weight| (share of a row)",
+            )
             axes.set(xlim=(0, None), ylim=(0, 1.02))
-    draw_names("effective_rank_projections", "projections", "Effective rank of matrices", "dimensions",
-               f"n = 1 matrix each, {one}.")  # fmt: skip
-    draw_names("gradient_relative_std", "gradients", "Spread of gradient norms", "std/mean",
-               f"Over n = {result['gradient_batches']} rows as batches, {one}.")  # fmt: skip
+    draw_names(
+        "effective_rank_projections",
+        "projections",
+        "Effective rank of matrices",
+        "dimensions",
+        f"n = 1 matrix each, {one}.",
+    )
+    draw_names(
+        "gradient_relative_std",
+        "gradients",
+        "Spread of gradient norms",
+        "std/mean",
+        f"Over n = {result['gradient_batches']} rows as batches, {one}.",
+    )
     return written
 
 
@@ -106,7 +147,13 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
     tenth = result["windows"].index(0.1)
     table = Table("layer", "mixer", box=None, pad_edge=False)
     table.columns[1].no_wrap = True
-    for head in ("entropy\nnats", "negative", "within\nT/10", "effective\nrank", "gradient\nstd/mean"):
+    for head in (
+        "entropy\nnats",
+        "negative",
+        "within\nT/10",
+        "effective\nrank",
+        "gradient\nstd/mean",
+    ):
         table.add_column(head, justify="right")
     rows: list[dict] = [*result["layers"], {"layer": "", "mixer": "uniform"} | result["uniform"]]
     for row in rows:
@@ -124,6 +171,8 @@ def print_analysis(result: dict[str, Any], directory: Path, console: Console | N
     console.print(table, markup=False)
     for note in result["notes"]:
         console.print(note, style="dim", markup=False, soft_wrap=True)
-    console.print(f"\nfigures (.png, .pdf) and numbers in {directory}:", markup=False, soft_wrap=True)
+    console.print(
+        f"\nfigures (.png, .pdf) and numbers in {directory}:", markup=False, soft_wrap=True
+    )
     names = [name.removesuffix(".png") for name in result["figures"] if name.endswith(".png")]
     console.print("  " + ", ".join(["analysis.json", *names]), markup=False)

@@ -49,7 +49,9 @@ def cloze(documents: list[str], questions: int, seed: int = 0) -> list[dict]:
                 passages.append((source, text[cut - CONTEXT : cut], ending))
     rows = []
     for source, context, ending in draw.sample(passages, min(questions, len(passages))):
-        others = [other for document, _, other in passages if document != source and other != ending]
+        others = [
+            other for document, _, other in passages if document != source and other != ending
+        ]
         choices = draw.sample(others, 3)
         label = draw.randrange(4)
         choices.insert(label, ending)

@@ -87,11 +87,17 @@ class Reader(nn.Module):
 
     def __init__(self, config: NalandaConfig, task: Task):
         super().__init__()
-        self.read_in = nn.Linear(task.dim, config.hidden_size) if isinstance(task, Regression) else None
+        self.read_in = (
+            nn.Linear(task.dim, config.hidden_size) if isinstance(task, Regression) else None
+        )
         self.decoder = NalandaForCausalLM(config)
 
     def forward(self, inputs: Tensor, asked: Tensor) -> Tensor:
-        given = {"input_ids": inputs} if self.read_in is None else {"inputs_embeds": self.read_in(inputs)}
+        given = (
+            {"input_ids": inputs}
+            if self.read_in is None
+            else {"inputs_embeds": self.read_in(inputs)}
+        )
         h = self.decoder.model(**given, use_cache=False).last_hidden_state
         return self.decoder.lm_head(h[asked])
 
@@ -112,7 +118,11 @@ def asked(labels: Tensor) -> Tensor:
 
 
 def run_recall(
-    model: dict[str, Any], task: Task, seed: int, training: Training | None = None, device: str = "cpu"
+    model: dict[str, Any],
+    task: Task,
+    seed: int,
+    training: Training | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Trains a model on a task and returns a record of JSON values.
 
@@ -197,7 +207,9 @@ def _run_recall(
     return json.loads(json.dumps(record))  # as read from a file: tuples become lists
 
 
-def recall_settings(model: dict[str, Any], task: Task, seed: int, training: Training) -> dict[str, Any]:
+def recall_settings(
+    model: dict[str, Any], task: Task, seed: int, training: Training
+) -> dict[str, Any]:
     """Everything that determines a run; as JSON it is the record's key."""
     return {
         "task": dataclasses.asdict(task),  # pyrefly: ignore[bad-argument-type]
@@ -254,9 +266,12 @@ class RecallTrial:
 
 
 def plan_recall(
-    tasks: Iterable[Task], candidates: list[dict[str, Any]], base: dict[str, Any],
-    match: str, states: Iterable[int],
-) -> tuple[list[RecallTrial], list[str]]:  # fmt: skip
+    tasks: Iterable[Task],
+    candidates: list[dict[str, Any]],
+    base: dict[str, Any],
+    match: str,
+    states: Iterable[int],
+) -> tuple[list[RecallTrial], list[str]]:
     """The trials, all at equal parameters, and notes on what is left out."""
     matches: list[tuple[str, int | None]] = [("parameters", None)] if match != "state" else []
     if match != "parameters":
@@ -286,7 +301,15 @@ def describe_recall(record: dict[str, Any]) -> str:
     return f"{chosen['task']['name']}: {label(chosen['model'])} {record['score']:.3f}"
 
 
-SHARED = ("cases", "parameters", "state_bytes", "state_grows", "flops_per_token", "chance", "reference")
+SHARED = (
+    "cases",
+    "parameters",
+    "state_bytes",
+    "state_grows",
+    "flops_per_token",
+    "chance",
+    "reference",
+)
 
 
 def summary(
@@ -301,7 +324,10 @@ def summary(
     for trial in trials:
         sign = 1 if trial.task.error else -1
         by_lr = {
-            t.lr: [found[key(recall_settings(trial.model, trial.task, seed, t))] for seed in range(seeds)]
+            t.lr: [
+                found[key(recall_settings(trial.model, trial.task, seed, t))]
+                for seed in range(seeds)
+            ]
             for t in trainings
         }
         found_at = {lr: sign * fmean(r["validation"] for r in mine) for lr, mine in by_lr.items()}
@@ -311,8 +337,19 @@ def summary(
         means = [fmean(column) for column in zip(*columns, strict=True)]
         spreads = [stdev(column) if seeds > 1 else 0.0 for column in zip(*columns, strict=True)]
         rows.append(
-            {"task": trial.task.name, "match": trial.match, "model": trial.name, "lr": lr, "seeds": seeds}
-            | {"scores": means[:-1], "spreads": spreads[:-1], "score": means[-1], "spread": spreads[-1]}
+            {
+                "task": trial.task.name,
+                "match": trial.match,
+                "model": trial.name,
+                "lr": lr,
+                "seeds": seeds,
+            }
+            | {
+                "scores": means[:-1],
+                "spreads": spreads[:-1],
+                "score": means[-1],
+                "spread": spreads[-1],
+            }
             | {name: best[0][name] for name in SHARED if name in best[0]}
         )
     return rows
@@ -342,7 +379,12 @@ QUICK_STATES, QUICK_STEPS = (2048, 4096), 500
 QUICK_SWEEP = (
     (["mqar"], ["linear_attention", "deltanet", "softmax"], ["own"], "state"),
     (["parity"], ["deltanet", SIGNED[0]], ["own"], "parameters"),
-    ([name for name in QUICK if name not in ("mqar", "parity")], ["deltanet"], ["own"], "parameters"),
+    (
+        [name for name in QUICK if name not in ("mqar", "parity")],
+        ["deltanet"],
+        ["own"],
+        "parameters",
+    ),
 )
 
 
@@ -396,13 +438,17 @@ def recall(
             raise InputError(f"--tasks: unknown task {name!r}{suggest(name, known)}")
     if match not in (None, "parameters", "state", "both"):
         raise InputError(f"--match: {match!r}: use parameters, state or both")
-    training = dataclasses.replace(training, steps=steps or (QUICK_STEPS if quick else training.steps))
+    training = dataclasses.replace(
+        training, steps=steps or (QUICK_STEPS if quick else training.steps)
+    )
     trainings = [dataclasses.replace(training, lr=lr) for lr in lrs or [training.lr]]
     seeds = seeds or (1 if quick else 3)
     full = [(EVERY, mixers or [*MIXERS, *SIGNED], maps or [*FEATURE_MAPS], "both")]
     trials: list[RecallTrial] = []
     notes: dict[str, None] = {}
-    for every, some_mixers, some_maps, default in QUICK_SWEEP if quick and not (mixers or maps) else full:
+    for every, some_mixers, some_maps, default in (
+        QUICK_SWEEP if quick and not (mixers or maps) else full
+    ):
         asked_for = [known[name] for name in tasks or every if name in every or not quick]
         sizes = states or (QUICK_STATES if quick else STATES)
         candidates, refused = models(some_mixers, some_maps, base)
@@ -410,16 +456,26 @@ def recall(
         trials += found
         notes |= dict.fromkeys(refused + left_out)
     jobs = [
-        (trial.model, trial.task, seed, t) for seed in range(seeds) for trial in trials for t in trainings
+        (trial.model, trial.task, seed, t)
+        for seed in range(seeds)
+        for trial in trials
+        for t in trainings
     ]
     records = follow(recall_jobs(jobs, device), output / "runs.jsonl", workers, describe_recall)
     rows, lines = summary(trials, records, seeds, trainings), list(notes)
-    figures, made = draw_recall(rows, known, output), list_versions(r.get("versions", {}) for r in records)
+    figures, made = (
+        draw_recall(rows, known, output),
+        list_versions(r.get("versions", {}) for r in records),
+    )
     results = {"rows": rows, "notes": lines, "figures": [f.name for f in figures], "versions": made}
-    write_atomically(output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        output / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+    )
     write_atomically(output / "results.md", recall_markdown(rows, known, lines))
     print_recall(rows, known, lines, console)
-    console.print(f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"tables, numbers and figures in {output}", markup=False, highlight=False, soft_wrap=True
+    )
     return rows
 
 
@@ -434,7 +490,9 @@ def override(
         if not equals or not name:
             raise InputError(f"{text}: write SECTION.KEY=VALUE")
         if section not in (*tasks, "model", "training"):
-            raise InputError(f"{section}: no such section{suggest(section, [*tasks, 'model', 'training'])}")
+            raise InputError(
+                f"{section}: no such section{suggest(section, [*tasks, 'model', 'training'])}"
+            )
         changes.setdefault(section, {})[name] = listless(parse_yaml(value, text))
 
     def changed(section: str, thing: Any) -> Any:

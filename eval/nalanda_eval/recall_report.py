@@ -16,7 +16,9 @@ from nalanda_eval.report import markdown_table
 from nalanda_eval.synthetic import Task
 
 
-def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(
+    rows: list[dict], tasks: dict[str, Task]
+) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, header, cells) for each task."""
     found = []
     for name in dict.fromkeys(row["task"] for row in rows):
@@ -50,7 +52,13 @@ def tables(rows: list[dict], tasks: dict[str, Task]) -> list[tuple[str, list[str
         if reference := mine[0].get("reference"):
             blank = ["–"] * 4
             lines.append(
-                ["least squares", mine[-1]["match"], *map(value, reference), value(fmean(reference)), *blank]
+                [
+                    "least squares",
+                    mine[-1]["match"],
+                    *map(value, reference),
+                    value(fmean(reference)),
+                    *blank,
+                ]
             )
         found.append((title, header, lines))
     return found
@@ -68,12 +76,15 @@ def case_name(case: Any) -> str:
 def recall_markdown(rows: list[dict], tasks: dict[str, Task], notes: list[str]) -> str:
     """The tables in Markdown."""
     blocks = [
-        f"## {title}\n\n{markdown_table(header, lines)}" for title, header, lines in tables(rows, tasks)
+        f"## {title}\n\n{markdown_table(header, lines)}"
+        for title, header, lines in tables(rows, tasks)
     ]
     return "\n\n".join(["# Recall", *blocks, *notes]) + "\n"
 
 
-def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console) -> None:
+def print_recall(
+    rows: list[dict], tasks: dict[str, Task], notes: list[str], console: Console
+) -> None:
     """Prints the tables, one for each way of matching, without learning rates."""
     for title, header, lines in tables(rows, tasks):
         console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -81,10 +92,14 @@ def print_recall(rows: list[dict], tasks: dict[str, Task], notes: list[str], con
         for match, group in itertools.groupby(lines, lambda line: line[1]):
             if match:
                 console.print(f"equal {match}", style="dim", highlight=False)
-            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+            table = Table(
+                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1)
+            )
             for i in shown:
                 narrow = i > 0 and not any("±" in line[i] for line in lines)
-                table.add_column(header[i], justify="right" if i else "left", no_wrap=narrow, overflow="fold")
+                table.add_column(
+                    header[i], justify="right" if i else "left", no_wrap=narrow, overflow="fold"
+                )
             for line in group:
                 table.add_row(*(line[i] for i in shown))
             console.print(table, markup=False)
@@ -126,12 +141,16 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
         matches = list(dict.fromkeys(row["match"] for row in mine))
         best = (min if task.error else max)(mine, key=lambda row: row["score"])
         what, score = (
-            ("error", f"{best['score']:.3f}") if task.error else ("accuracy", f"{100 * best['score']:.0f} %")
+            ("error", f"{best['score']:.3f}")
+            if task.error
+            else ("accuracy", f"{100 * best['score']:.0f} %")
         )
         matched = [row for row in mine if row["match"].startswith("state")]
         chance = chance_by_case(task, mine)
         title = f"{task.name}: {'lowest' if task.error else 'highest'} mean {what} {score}, {best['model']}"
-        present = [(kind, group) for kind, group in groups if any(row["model"] in group for row in mine)]
+        present = [
+            (kind, group) for kind, group in groups if any(row["model"] in group for row in mine)
+        ]
         axis = task.axis if "(" in task.axis else f"{task.axis} (number)"
         for page in range(0, len(present), ROWS):
             few = present[page : page + ROWS]
@@ -146,13 +165,23 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
             }
             with drawing(file, title, f"Points: means {over}{bars}.", **shape) as panels:
                 places = range(len(task.cases))  # evenly spaced: cases are doubling sizes or bands
-                for a, ((kind, group), match) in zip(panels, itertools.product(few, matches), strict=True):
-                    for row in (row for row in mine if row["match"] == match and row["model"] in group):
+                for a, ((kind, group), match) in zip(
+                    panels, itertools.product(few, matches), strict=True
+                ):
+                    for row in (
+                        row for row in mine if row["match"] == match and row["model"] in group
+                    ):
                         y, bar = (scaled(task, row[part]) for part in ("scores", "spreads"))
-                        a.errorbar(places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"])
+                        a.errorbar(
+                            places, y, bar, clip_on=False, **looks[row["model"]], label=row["model"]
+                        )
                     if reference := mine[0].get("reference"):
                         a.plot(
-                            places, scaled(task, reference), color=GREY, linestyle="--", label="least squares"
+                            places,
+                            scaled(task, reference),
+                            color=GREY,
+                            linestyle="--",
+                            label="least squares",
                         )
                     a.set_title(f"{kind}, equal {match}".removeprefix(", "))
                     a.set_xticks(places, map(case_name, task.cases))
@@ -170,7 +199,10 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                         if not line:
                             continue
                         x, style = sorted(line), looks[name]
-                        y, bar = (scaled(task, [line[at][part] for at in x]) for part in ("score", "spread"))
+                        y, bar = (
+                            scaled(task, [line[at][part] for at in x])
+                            for part in ("score", "spread")
+                        )
                         if any(row["state_grows"] for row in line.values()):
                             style = style | {
                                 "linestyle": "",
@@ -181,5 +213,7 @@ def draw_recall(rows: list[dict], tasks: dict[str, Task], directory: Path) -> li
                     a.set(title=kind, xlabel="state of a sequence (bytes, fp32)")
                     a.margins(x=0.1)
                     finish(a, task, a.get_xlim(), [fmean(chance)] * 2)
-                    log_axis(a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " "))
+                    log_axis(
+                        a.xaxis, [2**k for k in range(50)], lambda n: size(n).replace(".0 ", " ")
+                    )
     return written

@@ -107,10 +107,14 @@ def suite(
     `avg` is the mean of the shares but those apart, a dash if one is missing.
     """
     table = SUITES[name]
-    if not _named(table) & set(results["left_out"]).union(*(model["tasks"] for model in results["models"])):
+    if not _named(table) & set(results["left_out"]).union(
+        *(model["tasks"] for model in results["models"])
+    ):
         return None
     header = ["model", *(title for _, _, title in table.tasks), "avg"]
-    published = [_suite_row(table, name, list(figures)) for name, figures in table.published.items()]
+    published = [
+        _suite_row(table, name, list(figures)) for name, figures in table.published.items()
+    ]
     ours = []
     for name, model in zip(_titles(results), results["models"], strict=True):
         for kind, title in {"metrics": name, "stderr": ""}.items():
@@ -145,7 +149,9 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
     for (task, metric), row in asked.items():
         for model in results["models"]:
             value, error = (_figure(model, task, metric, kind) for kind in ("metrics", "stderr"))
-            row.append(_cell(metric, value) + (f" ± {_cell(metric, error)}" if error is not None else ""))
+            row.append(
+                _cell(metric, value) + (f" ± {_cell(metric, error)}" if error is not None else "")
+            )
     header = ["task", "metric", *_titles(results)]
     return (header, list(asked.values())) if asked else None
 
@@ -153,12 +159,16 @@ def others(results: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
 def notes(results: dict[str, Any]) -> list[str]:
     """Notes on the tables: sources of the rows, what is left out, a limit, each model's cost."""
     lines = [
-        table.note.format(len(table.published)) for name, table in SUITES.items() if suite(results, name)
+        table.note.format(len(table.published))
+        for name, table in SUITES.items()
+        if suite(results, name)
     ]
     lines.append("±: standard errors.")
     lines += [f"{task} is left out: {reason}." for task, reason in results["left_out"].items()]
     if results["limit"] is not None:
-        lines.append(f"Only {results['limit']:g} of each task's documents: not comparable with other tables.")
+        lines.append(
+            f"Only {results['limit']:g} of each task's documents: not comparable with other tables."
+        )
     for name, model in zip(_titles(results), results["models"], strict=True):
         bits = {
             text: _figure(model, task, "bits_per_byte")
@@ -172,7 +182,11 @@ def notes(results: dict[str, Any]) -> list[str]:
                 f"{model['name']}: {cut} of {model['prompts']} prompts were cut on the left, to fit "
                 f"{model['max_length']} tokens with their answers."
             )
-        long = f"windows of {model['max_length']} tokens" if model["max_length"] else "texts read whole"
+        long = (
+            f"windows of {model['max_length']} tokens"
+            if model["max_length"]
+            else "texts read whole"
+        )
         found = f" ({model['found']} of them kept from before)" if model["found"] else ""
         lines.append(
             f"{model['name']}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}, {long}, "
@@ -204,7 +218,9 @@ def results_markdown(results: dict[str, Any]) -> str:
     for header, published, ours in filter(None, (suite(results, name) for name in SUITES)):
         bold = [[row[0] and f"**{row[0]}**", *row[1:]] for row in ours]
         blocks.append(markdown_table(header, [*published, *bold], left=1))
-    blocks += [markdown_table(*table) for table in (needle_table(results), others(results)) if table]
+    blocks += [
+        markdown_table(*table) for table in (needle_table(results), others(results)) if table
+    ]
     return "\n\n".join([*blocks, *notes(results)]) + "\n"
 
 
@@ -267,7 +283,9 @@ def _suite_row(table: Suite, name: str, figures: list[float | None]) -> list[str
     ]
     known = [value for value in shares if value is not None]
     average = (
-        (sum(known) if name else math.hypot(*known)) / len(shares) if len(known) == len(shares) else None
+        (sum(known) if name else math.hypot(*known)) / len(shares)
+        if len(known) == len(shares)
+        else None
     )
     cells = zip([*metrics, "acc"], [*figures, average], strict=True)
     if name:
@@ -280,7 +298,9 @@ def _figure(model: dict[str, Any], task: str, metric: str, kind: str = "metrics"
     value, whole = found[kind].get(metric), found["metrics"].get(metric)
     if value is None or whole is None or not metric.startswith(SHARES):
         return value
-    percent = any(task.startswith(name) and metric.startswith(IN_PERCENT[name]) for name in IN_PERCENT)
+    percent = any(
+        task.startswith(name) and metric.startswith(IN_PERCENT[name]) for name in IN_PERCENT
+    )
     return value if percent or whole > 1 else 100 * value  # no share is above 1
 
 

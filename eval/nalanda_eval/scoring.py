@@ -75,7 +75,9 @@ def answers(
     alone, shared = [], []
     for context, members in groups.items():
         if share and len(members) > 1:
-            shared.append(Reading(context, [(len(context) - 1, asked[i][1][0], i) for i in members]))
+            shared.append(
+                Reading(context, [(len(context) - 1, asked[i][1][0], i) for i in members])
+            )
         else:
             alone += [_row(context + asked[i][1], len(context), i) for i in members]
     for rows in _batches(alone, batch_size):
@@ -139,15 +141,22 @@ def _resumes_exactly(model: PreTrainedModel) -> bool:
         return True
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return False
-    cache = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True).past_key_values
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    cache = model(
+        torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True
+    ).past_key_values
+    return type(cache) is DynamicCache and all(
+        type(layer) is DynamicLayer for layer in cache.layers
+    )
 
 
 def _keeps_positions(model: PreTrainedModel) -> bool:
     """Whether `logits_to_keep` may be the wanted positions: older code takes only a number, of the last."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return False
-    ids, places = torch.arange(3, device=model.device)[None], torch.tensor([0, 2], device=model.device)
+    ids, places = (
+        torch.arange(3, device=model.device)[None],
+        torch.tensor([0, 2], device=model.device),
+    )
     whole = model(ids, use_cache=False).logits[:, places]
     try:
         some = model(ids, use_cache=False, logits_to_keep=places).logits

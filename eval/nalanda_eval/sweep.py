@@ -36,7 +36,9 @@ def key(settings: dict[str, Any]) -> str:
 
 def records(file: Path) -> dict[str, Record]:
     """The records of a file by key; {} without a file. A torn line of a killed run is skipped."""
-    return {key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())}
+    return {
+        key(record["settings"]): record for record in (read_metrics(file) if file.is_file() else ())
+    }
 
 
 def sweep(jobs: Jobs, file: Path, workers: int) -> Iterator[Record]:

@@ -21,7 +21,11 @@ from torch import Tensor
 from nalanda.common.errors import InputError
 
 IGNORED = -100
-SPLITS = {"test": (0,), "validation": (1,), "train": (2, 3, 4, 5, 6, 7)}  # of eight values of the hash
+SPLITS = {
+    "test": (0,),
+    "validation": (1,),
+    "train": (2, 3, 4, 5, 6, 7),
+}  # of eight values of the hash
 
 
 def hash_rows(rows: Tensor) -> Tensor:
@@ -87,7 +91,9 @@ class Task:
         draw, cases = torch.Generator().manual_seed(seed), self.trained
         for step in itertools.count():
             if curriculum is None:
-                yield self.batch(draw, n, split, cases[int(torch.randint(len(cases), (), generator=draw))])
+                yield self.batch(
+                    draw, n, split, cases[int(torch.randint(len(cases), (), generator=draw))]
+                )
             else:
                 case = cases[min(len(cases) * step // curriculum, len(cases) - 1)]
                 rows = max(1, n * self.length(cases[0]) // self.length(case))
@@ -109,7 +115,9 @@ class Task:
         return torch.cat(found)[:n]
 
     def too_few(self, split: str) -> InputError:
-        return InputError(f"{self.name}: too few different instances for a {split} split; take larger sizes")
+        return InputError(
+            f"{self.name}: too few different instances for a {split} split; take larger sizes"
+        )
 
 
 def distinct(draw: torch.Generator, n: int, count: int, of: int) -> Tensor:
@@ -196,9 +204,13 @@ class Needle(Task):
     def length(self, case: float | None) -> int:
         return self.sequence
 
-    def batch(self, draw: torch.Generator, n: int, split: str, case: float | None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, draw: torch.Generator, n: int, split: str, case: float | None
+    ) -> tuple[Tensor, Tensor]:
         def pairs(m: int) -> Tensor:
-            return torch.randint(self.values, (m, 2), generator=draw) + torch.tensor([0, self.values])
+            return torch.randint(self.values, (m, 2), generator=draw) + torch.tensor(
+                [0, self.values]
+            )
 
         pair, last = self.kept(pairs, n, split), self.sequence - 1
         ids = torch.randint(2 * self.values, 3 * self.values, (n, last + 1), generator=draw)
@@ -298,7 +310,9 @@ def permutations(group: str) -> dict[tuple[int, ...], int]:
     """The number of each permutation in "S5" or "A5"."""
     elements = itertools.permutations(range(int(group[1:])))
     if group[0] == "A":
-        elements = (a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0)
+        elements = (
+            a for a in elements if sum(x > y for x, y in itertools.combinations(a, 2)) % 2 == 0
+        )
     return {element: i for i, element in enumerate(elements)}
 
 
@@ -418,7 +432,9 @@ class Regression(Task):
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: (sorted(values)[(len(values) - 1) // 2] + sorted(values)[len(values) // 2]) // 2,
+    "[MED": lambda values: (
+        (sorted(values)[(len(values) - 1) // 2] + sorted(values)[len(values) // 2]) // 2
+    ),
     "[SM": lambda values: sum(values) % 10,
 }
 LISTOPS_TOKENS = [*"0123456789", *OPERATORS, "]", "pad"]
@@ -447,7 +463,9 @@ class ListOps(Task):
     def length(self, case: tuple[int, int]) -> int:
         return case[1] - 1
 
-    def expression(self, draw: random.Random, depth: int, room: int) -> tuple[list[int], int] | None:
+    def expression(
+        self, draw: random.Random, depth: int, room: int
+    ) -> tuple[list[int], int] | None:
         """(tokens, value) of a node; None as soon as it exceeds `room` tokens."""
         if depth == self.max_depth or draw.random() > 0.25:
             digit = draw.randrange(10)

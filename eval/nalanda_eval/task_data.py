@@ -32,7 +32,11 @@ class LocalData:
 
 
 def _lambada(row: dict) -> dict:
-    return row if "text" in row else {"text": f"{row['context'].rstrip()} {row['continuation'].strip()}"}
+    return (
+        row
+        if "text" in row
+        else {"text": f"{row['context'].rstrip()} {row['continuation'].strip()}"}
+    )
 
 
 def _arc(row: dict, question: str = "question") -> dict:
@@ -68,14 +72,24 @@ _DROP = ("query_id", "passage", "question", "answer", "validated_answers")
 
 LOCAL = {
     "wikitext": LocalData("wikitext/wikitext.yaml", "wikitext_test", "test", ("page",)),
-    "lambada_openai": LocalData("lambada/lambada_openai.yaml", "lambada_test", "test", ("text",), _lambada),
-    "piqa": LocalData("piqa/piqa.yaml", "piqa_val", "validation", ("goal", "sol1", "sol2", "label")),
+    "lambada_openai": LocalData(
+        "lambada/lambada_openai.yaml", "lambada_test", "test", ("text",), _lambada
+    ),
+    "piqa": LocalData(
+        "piqa/piqa.yaml", "piqa_val", "validation", ("goal", "sol1", "sol2", "label")
+    ),
     "hellaswag": LocalData("hellaswag/hellaswag.yaml", "hellaswag_val", "validation", _HELLASWAG),
-    "winogrande": LocalData("winogrande/default.yaml", "winogrande_xl_val", "validation", _WINOGRANDE),
+    "winogrande": LocalData(
+        "winogrande/default.yaml", "winogrande_xl_val", "validation", _WINOGRANDE
+    ),
     "arc_easy": LocalData("arc/arc_easy.yaml", "arc_easy_test", "test", _ARC, _arc),
     "arc_challenge": LocalData("arc/arc_challenge.yaml", "arc_challenge_test", "test", _ARC, _arc),
     "boolq": LocalData(
-        "super_glue/boolq/default.yaml", "boolq_val", "validation", ("passage", "question", "label"), _boolq
+        "super_glue/boolq/default.yaml",
+        "boolq_val",
+        "validation",
+        ("passage", "question", "label"),
+        _boolq,
     ),
     "openbookqa": LocalData(
         "openbookqa/openbookqa.yaml", "openbookqa_test", "test", _OPENBOOKQA, _openbookqa
@@ -83,15 +97,23 @@ LOCAL = {
     "sciq": LocalData("sciq/sciq.yaml", "sciq_val", "validation", _SCIQ),
     "copa": LocalData("super_glue/copa/default.yaml", "copa_val", "validation", _COPA),
     "social_iqa": LocalData("siqa/siqa.yaml", "social_iqa_val", "validation", _SIQA),
-    "commonsense_qa": LocalData("commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC),
+    "commonsense_qa": LocalData(
+        "commonsense_qa/default.yaml", "commonsense_qa_val", "validation", _ARC
+    ),
 }
 _QA = {
-    "triviaqa": LocalData("triviaqa/default.yaml", "triviaqa_val", "validation", ("question", "answer")),
-    "nq_open": LocalData("nq_open/nq_open.yaml", "nq_open_val", "validation", ("question", "answer")),
+    "triviaqa": LocalData(
+        "triviaqa/default.yaml", "triviaqa_val", "validation", ("question", "answer")
+    ),
+    "nq_open": LocalData(
+        "nq_open/nq_open.yaml", "nq_open_val", "validation", ("question", "answer")
+    ),
     "drop": LocalData("drop/default.yaml", "drop_val", "validation", _DROP),
 }
 _IN_CONTEXT = {
-    name: LocalData(str(PACKAGED / "recall" / f"{name}.yaml"), f"{name}_val", "validation", _PASSAGE)
+    name: LocalData(
+        str(PACKAGED / "recall" / f"{name}.yaml"), f"{name}_val", "validation", _PASSAGE
+    )
     if name.startswith("based_")
     else LocalData(f"{name}/{name}.yaml", f"{name}_val", "validation", _COMPLETION)
     for name, _, _ in RECALL
@@ -117,7 +139,9 @@ def _one_of(known: Iterable | Callable[[dict], Iterable]) -> Rule:
         values = {str(each): each for each in (known(row) if callable(known) else known)}
         name = str(int(value) if isinstance(value, bool) else value).strip()
         if name not in values:
-            unlabelled = "; a test split without answers cannot be scored" * (name in ("-1", "", "None"))
+            unlabelled = "; a test split without answers cannot be scored" * (
+                name in ("-1", "", "None")
+            )
             raise ValueError(f"{value!r} is not one of {', '.join(values)}{unlabelled}")
         return values[name]
 
@@ -152,7 +176,9 @@ def _drop_answered(row: dict, answer: Any) -> Any:
     if not answer:
         raise ValueError(UNANSWERED)
     days = [part for date in (answer["date"], *validated["date"]) for part in date.values()]
-    if not any([answer["number"], *answer["spans"], *validated["number"], *validated["spans"], *days]):
+    if not any(
+        [answer["number"], *answer["spans"], *validated["number"], *validated["spans"], *days]
+    ):
         raise ValueError(UNANSWERED)
     return answer
 
@@ -247,7 +273,11 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
         return [TaskSource(name, data=data, needle=NEEDLES[name]) for name in names]
     if task in GROUPS or task in LOCAL:
         return [_official(name, data) for name in GROUPS.get(task, [task])]
-    path = PACKAGED / task if (PACKAGED / task).is_dir() and task.isidentifier() else Path(task).expanduser()
+    path = (
+        PACKAGED / task
+        if (PACKAGED / task).is_dir() and task.isidentifier()
+        else Path(task).expanduser()
+    )
     if path.is_dir():
         files = sorted(path.glob("*.yaml"))
         if not files:
@@ -259,7 +289,9 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
     elif data is not None:
         near = closest(task, (*GROUPS, *NEEDLE_GROUPS, *LOCAL))
         advice = (
-            f"did you mean {near}?" if near else f"local data is for task files and for {', '.join(LOCAL)}"
+            f"did you mean {near}?"
+            if near
+            else f"local data is for task files and for {', '.join(LOCAL)}"
         )
         raise InputError(f"--data {data}: cannot serve {task}; {advice}")
     else:
@@ -269,7 +301,9 @@ def _expand(task: str, data: Path | None) -> list[TaskSource]:
 
 def _official(name: str, data: Path | None) -> TaskSource:
     local = LOCAL[name]
-    candidates = [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []
+    candidates = (
+        [data / (local.file + suffix) for suffix in (".jsonl", ".jsonl.gz")] if data else []
+    )
     return TaskSource(
         name, local=local, documents=next((file for file in candidates if file.is_file()), None)
     )

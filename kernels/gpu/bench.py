@@ -26,13 +26,17 @@ def lift_guard() -> str | None:
         chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
     except ImportError:
         return "no flash-linear-attention"
-    if getattr(chunk_o, "IS_NVIDIA_HOPPER", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True):
+    if getattr(chunk_o, "IS_NVIDIA_HOPPER", False) and not getattr(
+        chunk_o, "TRITON_ABOVE_3_7_1", True
+    ):
         chunk_o.TRITON_ABOVE_3_7_1 = True
         return "fla refuses its gated backward under this Triton: timed with that check lifted"
     return None
 
 
-def torch_map(q: Tensor, k: Tensor, feature_map=None, qk_norm: str | None = None) -> tuple[Tensor, Tensor]:
+def torch_map(
+    q: Tensor, k: Tensor, feature_map=None, qk_norm: str | None = None
+) -> tuple[Tensor, Tensor]:
     """The map's own code, without recomputation in the backward."""
     q_, k_ = q.float(), k.float()
     if feature_map is not None:
@@ -57,7 +61,8 @@ def draw(
 ) -> list[Tensor]:
     generator = torch.Generator(card.device).manual_seed(seed)
     return [
-        torch.randn(s, generator=generator, device=card.device).to(dtype).requires_grad_() for s in shapes
+        torch.randn(s, generator=generator, device=card.device).to(dtype).requires_grad_()
+        for s in shapes
     ]
 
 
@@ -132,7 +137,9 @@ def recurrence(
         H, K, V = 1, 16, 16
     B, delta = card.rows(T), kind.endswith("delta")
     norm = "l2" if delta else None
-    phi: Any = feature_map and build_feature_map(feature_map, num_heads=H, head_dim=K).to(card.device)
+    phi: Any = feature_map and build_feature_map(feature_map, num_heads=H, head_dim=K).to(
+        card.device
+    )
     channels = (K,) if kind == "vector_linear" else ()
 
     def make(seed: int) -> tuple:
@@ -150,7 +157,9 @@ def recurrence(
 
     def theirs(q, k, v, beta, g, normed: bool = False, fused: bool = False) -> Tensor:
         if kind == "delta":
-            return fla("delta_rule").chunk_delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel=normed)[0]
+            return fla("delta_rule").chunk_delta_rule(
+                q, k, v, beta, use_qk_l2norm_in_kernel=normed
+            )[0]
         if kind == "gated_delta":
             rule = fla("gated_delta_rule").chunk_gated_delta_rule
             return rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=normed)[0]
@@ -162,7 +171,9 @@ def recurrence(
         q, k = map_features(q, k, feature_map=phi, qk_norm=norm)
         return theirs(q, k, *rest, **options)
 
-    ahead = partial(theirs, normed=delta) if phi is None else partial(fed, card.kernel("map_features"))
+    ahead = (
+        partial(theirs, normed=delta) if phi is None else partial(fed, card.kernel("map_features"))
+    )
     sides: dict[str, Callable] = {"ours": ours, "peer": ahead}
     if kind in ("linear", "gated_linear"):
         sides["peer_fused"] = partial(ahead, fused=True)
@@ -215,7 +226,9 @@ def conv_case(card: Card, *, T: int) -> Values:
         return card.kernel("short_convs")([x], [weight], activations=["silu"])[0][0]
 
     sides = {"ours": ours, "peer": peer}
-    return compare(card, sides, card.sets(lambda i: tuple(draw(card, i, (B, T, D), (D, 4)))), 8.0 * B * T * D)
+    return compare(
+        card, sides, card.sets(lambda i: tuple(draw(card, i, (B, T, D), (D, 4)))), 8.0 * B * T * D
+    )
 
 
 def block_case(card: Card, *, T: int) -> Values:
@@ -225,7 +238,9 @@ def block_case(card: Card, *, T: int) -> Values:
         "peer": partial(blockwise_attention, block_size=block),
     }
     flops = 2.0 * B * T * H * 2 * K * block / 2
-    return compare(card, sides, card.sets(lambda i: tuple(draw(card, i, *[(B, T, H, K)] * 3))), flops)
+    return compare(
+        card, sides, card.sets(lambda i: tuple(draw(card, i, *[(B, T, H, K)] * 3))), flops
+    )
 
 
 @torch.no_grad()
@@ -275,12 +290,24 @@ def bench_cases(card: Card) -> list[Case]:
     flagship = {"H": 6, "K": 128, "V": 256, "feature_map": "nala"}
     plain = {"H": 8, "K": 128, "V": 128}
     jobs = (
-        ("gated delta rule, K = V = 128", {"kind": "gated_delta", **plain}, {"ratio": 1.2, "qla_ratio": 1.0}),
+        (
+            "gated delta rule, K = V = 128",
+            {"kind": "gated_delta", **plain},
+            {"ratio": 1.2, "qla_ratio": 1.0},
+        ),
         ("delta rule, K = V = 128", {"kind": "delta", **plain}, {"ratio": 1.2}),
-        ("gated delta rule, NaLa 128 → 256, V = 256", {"kind": "gated_delta", **flagship}, {"ratio": 1.2}),
+        (
+            "gated delta rule, NaLa 128 → 256, V = 256",
+            {"kind": "gated_delta", **flagship},
+            {"ratio": 1.2},
+        ),
         ("delta rule, NaLa 128 → 256, V = 256", {"kind": "delta", **flagship}, {"ratio": 1.2}),
         ("linear attention, K = V = 128", {"kind": "linear", **plain}, {}),
-        ("linear attention, NaLa 128 → 256, V = 128", {"kind": "linear", **plain, "feature_map": "nala"}, {}),
+        (
+            "linear attention, NaLa 128 → 256, V = 128",
+            {"kind": "linear", **plain, "feature_map": "nala"},
+            {},
+        ),
         ("retention, K = V = 128", {"kind": "gated_linear", **plain}, {}),
         ("GLA, K = 128, V = 256", {"kind": "vector_linear", "H": 4, "K": 128, "V": 256}, {}),
     )
@@ -299,4 +326,7 @@ def bench_cases(card: Card) -> list[Case]:
         others["convolution and SiLU, D = 1536"] = partial(conv_case, T=T)
         others["attention in blocks of 64 (peer: FlashAttention)"] = partial(block_case, T=T)
         cases += [Case("Other kernels", f"{name}, T = {T}", case) for name, case in others.items()]
-    return [*cases[:2], *sorted(cases[2:], key=lambda case: not case.targets)]  # those with targets first
+    return [
+        *cases[:2],
+        *sorted(cases[2:], key=lambda case: not case.targets),
+    ]  # those with targets first

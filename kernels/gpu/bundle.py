@@ -81,7 +81,9 @@ def unpack(bundle: Path, say: Callable[[str], None]) -> Unpacked:
     if (bundle / "ptxas.xz").exists():
         ptxas = there / "ptxas"
         if not ptxas.exists():
-            ptxas.with_name("part.ptxas").write_bytes(lzma.decompress((bundle / "ptxas.xz").read_bytes()))
+            ptxas.with_name("part.ptxas").write_bytes(
+                lzma.decompress((bundle / "ptxas.xz").read_bytes())
+            )
             ptxas.with_name("part.ptxas").chmod(0o755)
             ptxas.with_name("part.ptxas").rename(ptxas)
         if first_line(str(ptxas), "--version"):
@@ -90,7 +92,9 @@ def unpack(bundle: Path, say: Callable[[str], None]) -> Unpacked:
             found.notes.append("the bundle's ptxas does not run here")
     if (bundle / "cache.tar.xz").exists():
         if manifest["key"] != triton_hash():
-            found.notes.append(f"compiled kernels left out: they are for Triton {manifest['triton']}")
+            found.notes.append(
+                f"compiled kernels left out: they are for Triton {manifest['triton']}"
+            )
         elif not (there / "cache").exists():
             with tarfile.open(bundle / "cache.tar.xz") as files:
                 files.extractall(cache_folder(), filter="data")
@@ -183,7 +187,9 @@ def compile_all(bundle: Path, cache: Path, end: float) -> list[str]:
 
         def job(name: str) -> bool:
             if name in newer:
-                return finished(name, newer[name], environment | {PTXAS: str(Path(folder, "ptxas"))}, end)
+                return finished(
+                    name, newer[name], environment | {PTXAS: str(Path(folder, "ptxas"))}, end
+                )
             return finished(name, programs[name], environment, end)
 
         names = [*programs, *newer]
@@ -202,7 +208,11 @@ def unpack_for_compilation(bundle: Path, folder: Path) -> dict[str, str]:
         (folder / "empty.c").touch()
         library = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
         subprocess.run([compiler, *library, str(folder / "empty.c")], check=True)
-    kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NALANDA_BACKEND", PTXAS)}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("TRITON_INTERPRET", "NALANDA_BACKEND", PTXAS)
+    }
     path = [
         *PATHS,
         str(ROOT / "tests" / "helpers"),

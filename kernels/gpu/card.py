@@ -77,7 +77,11 @@ class Card:
     def smaller(self) -> dict[str, int]:
         """Sizes of models that replace the recipes'."""
         keys = ("hidden_size", "head_dim", "intermediate_size", "vocab_size")
-        return {"num_hidden_layers": 1} | dict(zip(keys, (32, 16, 32, 64), strict=True)) if self.dry else {}
+        return (
+            {"num_hidden_layers": 1} | dict(zip(keys, (32, 16, 32, 64), strict=True))
+            if self.dry
+            else {}
+        )
 
     def chosen(self, sides: dict[str, Callable]) -> dict[str, Callable]:
         """The sides that are measured."""
@@ -102,7 +106,9 @@ class Card:
 
     def clock(self, function: Callable, inputs: list[tuple], calls: int) -> list[float]:
         """Milliseconds of each call. Calls rotate through the inputs, so that caches do not hold them."""
-        torch.cuda._sleep(40_000_000)  # 20 ms for the host to run ahead, so that launches cost no time
+        torch.cuda._sleep(
+            40_000_000
+        )  # 20 ms for the host to run ahead, so that launches cost no time
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
         for i, (start, end) in enumerate(events):
             start.record()
@@ -146,7 +152,10 @@ class Card:
         first = make(0)
         cache_bytes = torch.cuda.get_device_properties().L2_cache_size
         size = sum(x.nbytes for x in first if isinstance(x, Tensor))
-        return [first, *(make(i) for i in range(1, max(2, min(8, math.ceil(4 * cache_bytes / size)))))]
+        return [
+            first,
+            *(make(i) for i in range(1, max(2, min(8, math.ceil(4 * cache_bytes / size))))),
+        ]
 
     @cached_property
     def bandwidth(self) -> float:
@@ -196,7 +205,9 @@ class Card:
             self.write_log("".join(traceback.format_exception(error)))
         return in_a_line(error)
 
-    def python(self, arguments: list[str], *rest: Callable[[], Any], **variables: str) -> tuple[int, str]:
+    def python(
+        self, arguments: list[str], *rest: Callable[[], Any], **variables: str
+    ) -> tuple[int, str]:
         """`command` with this Python."""
         return self.command([sys.executable, *arguments], *rest, **variables)
 

@@ -18,7 +18,10 @@ from gpu.stream import read
 
 GROUP = "Tests, compiled"
 DECISION = Case("Decision", "how to go on")
-FIRST, LAST = "model", "fla"  # files: the whole in the first minute; the peer, which tunes itself, at the end
+FIRST, LAST = (
+    "model",
+    "fla",
+)  # files: the whole in the first minute; the peer, which tunes itself, at the end
 AGAIN = ("block_attention", "readouts", "chunk")  # where products may be assembled wrongly
 PTXAS = "TRITON_PTXAS_PATH"
 DRY = "test_every_mixer and softmax or test_no_tokens or test_zero_rows"  # of a dry run
@@ -43,7 +46,9 @@ def test_cases(card: Card) -> list[Case]:
     return [DECISION, *(row(name(x)) for x in files(card)), *(row(x, "newer") for x in AGAIN)]
 
 
-def run_tests(card: Card, results: Results, minutes: float, only: str = "", newer: str | None = None) -> None:
+def run_tests(
+    card: Card, results: Results, minutes: float, only: str = "", newer: str | None = None
+) -> None:
     """Runs the tests and writes down what is to be done. newer: path of another ptxas."""
     start, compiled = time.monotonic(), []
     for file in files(card):
@@ -80,7 +85,11 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
     bench, the `first` failing test.
     """
     if not bundled:
-        return {"assembler": "bundled", "bench": False, "says": "no test ran: log.txt has the reason"}
+        return {
+            "assembler": "bundled",
+            "bench": False,
+            "says": "no test ran: log.txt has the reason",
+        }
     red, tested = sorted(x for x in bundled if bundled[x]), "chunk" in bundled
     note = "" if tested else "; no test of chunk ended: no bench"
     if not red:
@@ -94,9 +103,7 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
         if sum(map(len, newer.values())) < sum(len(bundled[x]) for x in red):
             assembler, left = "newer", newer
         red = sorted(x for x in left if left[x])
-        says += (
-            f"; with the newer one: {', '.join(x for x in sorted(newer) if newer[x])}; {assembler} is taken"
-        )
+        says += f"; with the newer one: {', '.join(x for x in sorted(newer) if newer[x])}; {assembler} is taken"
     if "chunk" in red:
         says += "; chunk is wrong: no bench"
         return {"assembler": assembler, "bench": False, "says": says, "first": left["chunk"][0]}
@@ -106,7 +113,12 @@ def decide(bundled: Failing, newer: Failing | None) -> Values:
 
 
 def pytest(
-    card: Card, results: Results, chosen: list[Path], assembler: str, end: float, ptxas: str | None = None
+    card: Card,
+    results: Results,
+    chosen: list[Path],
+    assembler: str,
+    end: float,
+    ptxas: str | None = None,
 ) -> None:
     """Runs test files in other processes: a process cannot leave the interpreter."""
     stream = card.output / "tests.jsonl"
@@ -197,7 +209,9 @@ def alone(card: Card, test: str, **variables: str) -> Values:
         found["alone"] = card.python(command, **variables)[1]
         if sanitizer := shutil.which("compute-sanitizer"):
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-            found["sanitizer"] = card.command([sanitizer, sys.executable, *command], list, **variables)[1]
+            found["sanitizer"] = card.command(
+                [sanitizer, sys.executable, *command], list, **variables
+            )[1]
     except subprocess.TimeoutExpired:
         card.say("  out of time")
     return found

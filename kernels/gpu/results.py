@@ -34,38 +34,70 @@ class Case:
 
 
 TIMES = {
-    "forward": "forward ms", "peer_forward": "peer", "both": "forward + backward ms", "peer_both": "peer",
-    "ratio": "peer / ours", "floor": "floor ms", "of_floor": "floor / ours", "difference": "difference",
-}  # fmt: skip
+    "forward": "forward ms",
+    "peer_forward": "peer",
+    "both": "forward + backward ms",
+    "peer_both": "peer",
+    "ratio": "peer / ours",
+    "floor": "floor ms",
+    "of_floor": "floor / ours",
+    "difference": "difference",
+}
 COLUMNS = {  # table → key → heading
     "Decision": {"says": "what the tests say"},
     "Tests, compiled": {
-        "passed": "passed", "failed": "failed", "skipped": "skipped", "left": "not reached",
+        "passed": "passed",
+        "failed": "failed",
+        "skipped": "skipped",
+        "left": "not reached",
         "names": "failing",
     },
     "Ceilings": {"value": "measured"},
-    "Recurrences": TIMES | {
-        "peer_fused": "peer, one kernel", "flash_qla": "FlashQLA", "qla_ratio": "FlashQLA / ours",
-        "fed_torch": "peer, maps in torch", "peer_silu": "peer's SiLU job",
+    "Recurrences": TIMES
+    | {
+        "peer_fused": "peer, one kernel",
+        "flash_qla": "FlashQLA",
+        "qla_ratio": "FlashQLA / ours",
+        "fed_torch": "peer, maps in torch",
+        "peer_silu": "peer's SiLU job",
         "flash_attention": "FlashAttention",
     },
     "Other kernels": TIMES,
     "Decoding": {
-        "tokens_per_second": "tokens/s", "limit": "weight-reading limit", "share": "share",
-        "graphed": "as a CUDA graph", "graphed_share": "share", "limit_with_states": "limit, states too",
+        "tokens_per_second": "tokens/s",
+        "limit": "weight-reading limit",
+        "share": "share",
+        "graphed": "as a CUDA graph",
+        "graphed_share": "share",
+        "limit_with_states": "limit, states too",
     },
     "Training": {
-        "parameters": "parameters", "tokens_per_second": "tokens/s", "mfu": "MFU", "compiled": "compiled",
-        "compiled_mfu": "MFU", "memory": "peak GiB", "peer": "fla's model", "peer_memory": "peak GiB",
-        "ratio": "ours / it", "fed": "fla's kernels, fed", "fed_ratio": "ours / them",
+        "parameters": "parameters",
+        "tokens_per_second": "tokens/s",
+        "mfu": "MFU",
+        "compiled": "compiled",
+        "compiled_mfu": "MFU",
+        "memory": "peak GiB",
+        "peer": "fla's model",
+        "peer_memory": "peak GiB",
+        "ratio": "ours / it",
+        "fed": "fla's kernels, fed",
+        "fed_ratio": "ours / them",
         "fallbacks": "not by Triton",
     },
-    "Profile": {"device": "ms of a step", "launches": "launches of a step", "top": "the longest, ms"},
+    "Profile": {
+        "device": "ms of a step",
+        "launches": "launches of a step",
+        "top": "the longest, ms",
+    },
     "Loss curves": {
-        "steps": "steps", "torch": "torch's last", "triton": "Triton's", "difference": "largest difference",
+        "steps": "steps",
+        "torch": "torch's last",
+        "triton": "Triton's",
+        "difference": "largest difference",
     },
     "Block sizes": {"changes": "changes", "file": "file"},
-}  # fmt: skip
+}
 PERCENT = ("share", "graphed_share", "of_floor", "mfu", "compiled_mfu")
 TIMES_OVER = ("ratio", "qla_ratio", "fed_ratio")
 TARGETS = {  # key → name in the table of targets
@@ -117,7 +149,9 @@ class Results:
         write(self.table, markdown(self))
 
     def latest(self, card: str) -> dict[tuple[str, str], Values]:
-        return {(f["group"], f["name"]): f for f in self.figures if self.runs[f["run"]]["card"] == card}
+        return {
+            (f["group"], f["name"]): f for f in self.figures if self.runs[f["run"]]["card"] == card
+        }
 
     def values(self, group: str, name: str) -> Values:
         return self.latest(self.card).get((group, name), {}).get("values", {})
@@ -158,9 +192,19 @@ def sources() -> str:
 
 
 FACTS = (
-    "date", "driver", "python", "torch", "triton", "transformers", "fla", "flash_qla", "assembler",
-    "revision", "sources", "note",
-)  # fmt: skip
+    "date",
+    "driver",
+    "python",
+    "torch",
+    "triton",
+    "transformers",
+    "fla",
+    "flash_qla",
+    "assembler",
+    "revision",
+    "sources",
+    "note",
+)
 
 
 def facts() -> Values:
@@ -200,10 +244,17 @@ def markdown(results: Results) -> str:
                 continue
             found = [known.get((group, case.name), {}).get("values", {}) for case in cases]
             columns = {
-                key: head for key, head in columns.items() if any(x.get(key) is not None for x in found)
+                key: head
+                for key, head in columns.items()
+                if any(x.get(key) is not None for x in found)
             }
             rows = [cells(case, columns, known) for case in cases]
-            lines += ["", f"### {group}", "", *table(["", *(columns.values() or [""]), "run"], rows)]
+            lines += [
+                "",
+                f"### {group}",
+                "",
+                *table(["", *(columns.values() or [""]), "run"], rows),
+            ]
         lines += error_table(plan, known)
     return "\n".join(lines) + "\n"
 
@@ -227,7 +278,9 @@ def target_table(plan: list[Case], known: dict) -> list[str]:
             if key == "ratio" and case.group == "Training":
                 name = "ours / fla's model"
             verdict = NOT_MEASURED if found is None else "hit" if found >= least else "missed"
-            rows.append([f"{case.name}: {name}", f"≥ {shown(key, least)}", shown(key, found), verdict])
+            rows.append(
+                [f"{case.name}: {name}", f"≥ {shown(key, least)}", shown(key, found), verdict]
+            )
     return ["", "### Targets", "", *table(["", "target", "measured", ""], rows)]
 
 
@@ -235,7 +288,11 @@ def cells(case: Case, columns: dict[str, str], known: dict) -> list[str]:
     row = known.get((case.group, case.name))
     if row is None:
         return [case.name, NOT_MEASURED, *[""] * (len(columns) - 1), ""]
-    return [case.name, *(shown(key, row["values"].get(key)) for key in columns), str(row["run"] + 1)]
+    return [
+        case.name,
+        *(shown(key, row["values"].get(key)) for key in columns),
+        str(row["run"] + 1),
+    ]
 
 
 def shown(key: str, value: Any) -> str:

@@ -43,9 +43,13 @@ def cuda() -> Iterator[None]:
         "CUDAGraph": Graph,
         "current_stream": Stream,
         "get_device_name": lambda *_: NAME,
-        "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=2**10, multi_processor_count=132),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            L2_cache_size=2**10, multi_processor_count=132
+        ),
         "max_memory_allocated": lambda *_: 2**30,
-        **{name: lambda *_: None for name in IDLE},  # a function each: the compiler tells them apart
+        **{
+            name: lambda *_: None for name in IDLE
+        },  # a function each: the compiler tells them apart
         **{name: lambda *_: contextlib.nullcontext() for name in ("stream", "graph")},
     }
     with mock.patch.multiple(torch.cuda, **fakes):

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
-LONGEST, LARGEST = 20_000, 10 * 2**20  # characters of a traceback, bytes of the file with tracebacks
-WITH = {"assembler": os.environ.get("NALANDA_ASSEMBLER"), "sources": os.environ.get("NALANDA_SOURCES")}
+LONGEST, LARGEST = (
+    20_000,
+    10 * 2**20,
+)  # characters of a traceback, bytes of the file with tracebacks
+WITH = {
+    "assembler": os.environ.get("NALANDA_ASSEMBLER"),
+    "sources": os.environ.get("NALANDA_SOURCES"),
+}
 
 
 def file() -> Path:
@@ -52,7 +58,12 @@ def pytest_collection_finish(session):
 def pytest_collectreport(report):
     if report.failed and not worker:
         append(
-            {"id": report.nodeid, "outcome": "failed", "seconds": 0.0, "text": report.longreprtext[-LONGEST:]}
+            {
+                "id": report.nodeid,
+                "outcome": "failed",
+                "seconds": 0.0,
+                "text": report.longreprtext[-LONGEST:],
+            }
         )
 
 

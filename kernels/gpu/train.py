@@ -18,9 +18,21 @@ from gpu.card import ROOT, Card, Values
 from gpu.results import Case, write
 
 RECIPES = (  # those with targets first; Mamba is transformers' own class, without a kernel of ours
-    "nala_gated_deltanet", "gated_deltanet", "transformer", "deltanet", "nala_deltanet", "gla", "retnet",
-    "nala", "linear_attention", "mala", "pola", "soft", "hybrid", "nala_hybrid",
-)  # fmt: skip
+    "nala_gated_deltanet",
+    "gated_deltanet",
+    "transformer",
+    "deltanet",
+    "nala_deltanet",
+    "gla",
+    "retnet",
+    "nala",
+    "linear_attention",
+    "mala",
+    "pola",
+    "soft",
+    "hybrid",
+    "nala_hybrid",
+)
 COMPILED = RECIPES[:3]  # those that are timed under torch.compile too
 GATED_DELTANET = ("GatedDeltaNet", {"num_heads": 6, "head_dim": 128, "expand_v": 2})
 DELTANET = ("DeltaNet", {"num_heads": 8, "expand_k": 1, "expand_v": 1})
@@ -47,7 +59,9 @@ def build(card: Card, recipe: str, T: int) -> tuple[Any, Any]:
     config = load_config(ROOT / "recipes" / f"{recipe}_340m.yaml", overrides)
     torch.manual_seed(0)
     with torch.device(card.device):
-        return AutoModelForCausalLM.from_config(build_model_config(config), dtype=torch.float32), config
+        return AutoModelForCausalLM.from_config(
+            build_model_config(config), dtype=torch.float32
+        ), config
 
 
 def build_peer(card: Card, recipe: str, T: int) -> Any:
@@ -76,7 +90,9 @@ def build_peer(card: Card, recipe: str, T: int) -> Any:
         return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**shape))
 
 
-def training(card: Card, model: Any, config: Any, T: int, ours: bool) -> tuple[Callable[[], None], int]:
+def training(
+    card: Card, model: Any, config: Any, T: int, ours: bool
+) -> tuple[Callable[[], None], int]:
     """A training step like the trainer's, and its tokens: bf16 autocast, packed rows, clipping, AdamW."""
     from nalanda.train.loss import summed_loss
     from nalanda.train.optim import build_optimizer
@@ -94,7 +110,9 @@ def training(card: Card, model: Any, config: Any, T: int, ours: bool) -> tuple[C
             else:
                 loss = model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or float("inf")).item()
+        torch.nn.utils.clip_grad_norm_(
+            model.parameters(), config.optim.max_grad_norm or float("inf")
+        ).item()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -207,7 +225,9 @@ def of_a_step(rows: list[Any], steps: int) -> Values:
     return {
         "device": sum(x.self_device_time_total for x in kernels) / 1e3 / steps,
         "launches": sum(x.count for x in kernels) // steps,
-        "top": ", ".join(f"{x.key[:40]} {x.self_device_time_total / 1e3 / steps:.2f}" for x in kernels[:5]),
+        "top": ", ".join(
+            f"{x.key[:40]} {x.self_device_time_total / 1e3 / steps:.2f}" for x in kernels[:5]
+        ),
     }
 
 
@@ -231,12 +251,27 @@ def curve_case(card: Card, *, precision: str) -> Values:
         curves = {}
         for backend in ("torch", "triton"):
             run = Path(folder) / backend
-            settings = {"train.steps": steps, "train.precision": precision, "output_dir": run, "log.every": 1}
+            settings = {
+                "train.steps": steps,
+                "train.precision": precision,
+                "output_dir": run,
+                "log.every": 1,
+            }
             settings |= {"log.tensorboard": "false", "validation.every": 0, "checkpoint.every": 0}
             if card.dry:
-                settings |= {"schedule.warmup_steps": 1, "data.seq_len": 64, "train.tokens_per_step": 256}
-            command = ["recipes/pretrain.py", "recipes/demo.yaml", *(f"{k}={v}" for k, v in settings.items())]
-            variables = {"NALANDA_BACKEND": "torch" if card.dry else backend}  # a child is not interpreted
+                settings |= {
+                    "schedule.warmup_steps": 1,
+                    "data.seq_len": 64,
+                    "train.tokens_per_step": 256,
+                }
+            command = [
+                "recipes/pretrain.py",
+                "recipes/demo.yaml",
+                *(f"{k}={v}" for k, v in settings.items()),
+            ]
+            variables = {
+                "NALANDA_BACKEND": "torch" if card.dry else backend
+            }  # a child is not interpreted
             code, said = card.python(command, TOKENIZERS_PARALLELISM="false", **variables)
             if code:
                 raise RuntimeError(f"{backend}: {said}")

@@ -101,7 +101,9 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
         return []
     # The interpreter serves only calls that name "triton".
     rest = [
-        n for n, x in known.items() if device_type in x.devices and x.serves(device_type) and n != backend
+        n
+        for n, x in known.items()
+        if device_type in x.devices and x.serves(device_type) and n != backend
     ]
     elsewhere = backend not in known and any(backend in rows for rows in KERNELS.values())
     if backend == "auto" or elsewhere:  # a backend chosen for the process may lack some ops
@@ -109,7 +111,9 @@ def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Calla
     elif backend in known and known[backend].serves(device_type):
         names = [backend, *rest]
     else:
-        there = ", ".join(["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))])
+        there = ", ".join(
+            ["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))]
+        )
         key = ENVIRONMENT if from_environment else "backend"
         raise ValueError(f"{key}={backend!r}: no {op} for {device_type}; choose one of {there}")
     return [(name, known[name].load()) for name in names]
@@ -132,7 +136,11 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
     Warns once for each that cannot, with its reason.
     """
     names = _names(op, backend, device_type)
-    if len(names) > 1 and not _named(backend) and (fastest := _measured(op, *inputs, **options)) in names:
+    if (
+        len(names) > 1
+        and not _named(backend)
+        and (fastest := _measured(op, *inputs, **options)) in names
+    ):
         names = [fastest, *(name for name in names if name != fastest)]
     for name in names:
         try:
@@ -228,7 +236,9 @@ def keep_model_types() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     models = vars(sys.modules["fla.models"]).values()
-    for kind in {str(getattr(model, "model_type", None)) for model in models} & CONFIG_MAPPING_NAMES.keys():
+    for kind in {
+        str(getattr(model, "model_type", None)) for model in models
+    } & CONFIG_MAPPING_NAMES.keys():
         own = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
         transformers.CONFIG_MAPPING.register(kind, own, exist_ok=True)
 
@@ -257,7 +267,9 @@ _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 def _by_device(chosen: Callable, plain: Callable) -> Callable:
-    return lambda x, *args, **kwargs: (plain if x.device.type == "cpu" else chosen)(x, *args, **kwargs)
+    return lambda x, *args, **kwargs: (plain if x.device.type == "cpu" else chosen)(
+        x, *args, **kwargs
+    )
 
 
 @functools.cache

@@ -54,7 +54,12 @@ def delta_rule(
             raise Unsupported(f"K = {q.shape[-1]} features are more than {WIDEST}")
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         options |= {"use_qk_l2norm_in_kernel": theirs}
-        q, k, values, size = q.to(dtype), k.to(dtype), v.to(dtype), {"chunk_size": min(chunk_size, 64)}
+        q, k, values, size = (
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            {"chunk_size": min(chunk_size, 64)},
+        )
         if erase is not None or write is not None:
             from fla.ops.gdn2 import chunk_gdn2
 
@@ -131,7 +136,9 @@ def linear_attention(
 def _common_dtype(q: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in allowed:
-        raise Unsupported(f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}")
+        raise Unsupported(
+            f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}"
+        )
     return dtype
 
 
@@ -157,9 +164,13 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
         raise Unsupported(f"chunk_size={chunk_size} is below 16")
     if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # the fault lies elsewhere
         return
-    wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
+    wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(
+        chunk_o, "TRITON_ABOVE_3_7_1", True
+    )
     if wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False):
-        raise Unsupported("Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1")
+        raise Unsupported(
+            "Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1"
+        )
 
 
 def features_of(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,19 @@ def register_a(ptx: str) -> int:
 # ---------------------------------------------------------------- registers of A written before the wait
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
-_WITHOUT_RESULT = ("ISETP", "FSETP", "DSETP", "HSETP2", "FCHK", "R2P", "BAR", "BR", "CALL", "RET", "WARPSYNC")
+_WITHOUT_RESULT = (
+    "ISETP",
+    "FSETP",
+    "DSETP",
+    "HSETP2",
+    "FCHK",
+    "R2P",
+    "BAR",
+    "BR",
+    "CALL",
+    "RET",
+    "WARPSYNC",
+)
 _TWO_WORDS = re.compile(r"CS2R|D(ADD|MUL|FMA)|[FI]2F\.F64|.*\.(64|WIDE)\b")
 
 
@@ -35,14 +47,19 @@ def machine_code(cubin: bytes) -> str:
 
 def overwritten(text: str) -> int:
     """wgmma instructions in machine code whose registers of A may be written before the wait for them."""
-    code, labels = [], {}  # instructions: predicate, name, operands; the instruction after each label
+    code, labels = (
+        [],
+        {},
+    )  # instructions: predicate, name, operands; the instruction after each label
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif found := _INSTRUCTION.search(line):
             code.append((found[1] or "", found[2], found[3]))
     products = (
-        i for i, (_, name, args) in enumerate(code) if "GMMA." in name and re.match(r"R\d+, R\d", args)
+        i
+        for i, (_, name, args) in enumerate(code)
+        if "GMMA." in name and re.match(r"R\d+, R\d", args)
     )
     return sum(_written_early(code, labels, i) for i in products)
 
@@ -113,7 +130,9 @@ def transposed(ttir: str) -> int:
             if kind == "tt.dot" and turned:
                 return True
             turned |= kind == "transpose"
-            if (value, turned) not in seen and kind.startswith(("transpose", "carried", *_ENTRYWISE)):
+            if (value, turned) not in seen and kind.startswith(
+                ("transpose", "carried", *_ENTRYWISE)
+            ):
                 todo += [(x, turned) for x in sources[value]]
             seen.add((value, turned))
         return False
@@ -126,7 +145,9 @@ def _graph(ttir: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     """By value: the operation that gives it, and that operation's operands."""
     kinds: dict[str, str] = {}
     sources: dict[str, list[str]] = {}
-    regions: list[list[list[str]]] = []  # of open braces: the names of each value that the region carries
+    regions: list[
+        list[list[str]]
+    ] = []  # of open braces: the names of each value that the region carries
     for line in ttir.splitlines():
         line, carried = line.split(" loc(")[0], []
         if found := _RESULT.match(line):
@@ -136,7 +157,9 @@ def _graph(ttir: str) -> tuple[dict[str, str], dict[str, list[str]]]:
                 starts = re.findall(
                     rf"({_VALUE.pattern}) = ({_VALUE.pattern})", rest.partition("iter_args")[2]
                 )
-                for names, (inside, start) in zip(carried, starts, strict=False):  # branches have no starts
+                for names, (inside, start) in zip(
+                    carried, starts, strict=False
+                ):  # branches have no starts
                     names.append(inside)
                     sources[inside] = [start]
                 for inside in itertools.chain(*carried):

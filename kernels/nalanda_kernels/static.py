@@ -93,9 +93,13 @@ CASES = {
     ),
     "gla": Case("linear_attention", K=128, V=256, H=4, gated=True, channels=True),
     "linear_attention sums": Case("normalized_attention", 128, 128, 8, map="elu1"),
-    "mala sums": Case("normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)),
+    "mala sums": Case(
+        "normalized_attention", 128, 128, 8, map="elu1", options=(("magnitude", "code"),)
+    ),
     "nala sums": Case("normalized_attention", 128, 128, 8, map="nala"),
-    "pola sums": Case("normalized_attention", 128, 64, 8, map="pola", options=(("mirrored", True),)),
+    "pola sums": Case(
+        "normalized_attention", 128, 64, 8, map="pola", options=(("mirrored", True),)
+    ),
     "nala map": Case("map_features", 128, 128, 8, map="nala", norm="l2"),
     "pola map": Case("map_features", 128, 128, 8, map="pola"),
     "silu map": Case("map_features", 128, 128, 8, map="silu", norm="l2"),
@@ -113,7 +117,11 @@ CASES = {
     "residual norm": Case("rms_norm", 1024, 1024, 1),
     "head norm": Case("rms_norm", 256, 256, 6, gated=True),
 }  # the calls of the 340 M recipes
-PEERS = ("flagship", "gated_deltanet 128", "deltanet")  # cases also compiled with the peer's kernels
+PEERS = (
+    "flagship",
+    "gated_deltanet 128",
+    "deltanet",
+)  # cases also compiled with the peer's kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +133,13 @@ class StandIn:
 
 
 # Exponents that follow the length of q, as in `nala`.
-NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+NALA = {
+    "name": "nala",
+    "angle": "rms",
+    "power": 2.0,
+    "power_norm": "rms",
+    "direction_scale": "sqrt",
+}
 NALA |= {"query_power": None, "key_power": 2.0}
 
 
@@ -172,12 +186,16 @@ def ours(case: Case, B: int = 2, T: int = 2048) -> Call:
         sizes = [case.H * case.K, case.H * case.K, case.H * case.V]
         product = torch.zeros(B, T, sum(sizes), dtype=case.dtype, requires_grad=True)
         weights = [torch.zeros(D, 4, requires_grad=True) for D in sizes]
-        return lambda: tuple(op(product.split(sizes, -1), weights, activations=[None, None, "silu"])[0])
+        return lambda: tuple(
+            op(product.split(sizes, -1), weights, activations=[None, None, "silu"])[0]
+        )
     if case.op == "step":
         return lambda: _step(op, case, B)
     if case.op == "swiglu":
         return lambda: (op(q, k),)
-    if case.op == "rms_norm":  # of bf16 heads with their gate, or of a fp32 residual stream and a bf16 output
+    if (
+        case.op == "rms_norm"
+    ):  # of bf16 heads with their gate, or of a fp32 residual stream and a bf16 output
         weight = torch.ones(case.V, requires_grad=True)
         around = {"gate": k.flatten(-2)} if case.gated else {"add": k}
         x = q if case.gated else q.float()
@@ -326,7 +344,9 @@ def _patch(arch: str) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             cubin = make_cubin(self, source, metadata, *rest)
-        early = hazards.overwritten(hazards.machine_code(cubin)) if hazards.register_a(source) else 0
+        early = (
+            hazards.overwritten(hazards.machine_code(cubin)) if hazards.register_a(source) else 0
+        )
         # Triton caches metadata with the kernel.
         return metadata.update(ptxas=log.getvalue(), overwritten=early) or cubin
 
@@ -340,7 +360,9 @@ def _patch(arch: str) -> None:
     Autotuner._bench = until_none_spill  # pyrefly: ignore
     JITFunction.run, CUDABackend.make_cubin = compile_only, keep_log  # pyrefly: ignore
     knobs.nvidia.dump_ptxas_log = True
-    knobs.cache.dir = str(Path(knobs.cache.dir, "nalanda_figures"))  # metadata there have what keep_log adds
+    knobs.cache.dir = str(
+        Path(knobs.cache.dir, "nalanda_figures")
+    )  # metadata there have what keep_log adds
     driver.set_active(Card(arch, _fewest_spills))  # pyrefly: ignore
     if importlib.util.find_spec("fla"):
         pretend(arch)
@@ -456,7 +478,9 @@ def violations(rows: list[dict], recorded: dict) -> list[str]:
         limit = recorded.get("limits", {}).get(version, {}).get(arch, {}).get(job, {}).get(kernel)
         name = f"{arch} {job}, {kernel}"
         if row["shared"] > SHARED[arch]:
-            found.append(f"{name}: {row['shared']} bytes of shared memory, the card has {SHARED[arch]}")
+            found.append(
+                f"{name}: {row['shared']} bytes of shared memory, the card has {SHARED[arch]}"
+            )
         if limit is None:
             found.append(f"{name}: no limit is recorded")
             continue
@@ -547,10 +571,16 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--arch", action="append", choices=SHARED, help="default: all")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--check", action="store_true", help=f"fail if figures exceed {LIMITS.name}")
+    parser.add_argument(
+        "--check", action="store_true", help=f"fail if figures exceed {LIMITS.name}"
+    )
     parser.add_argument("--record", action="store_true", help=f"write figures to {LIMITS.name}")
-    parser.add_argument("--peer", action="store_true", help="compile the peer's kernels (many minutes, once)")
-    parser.add_argument("--json", metavar="FILE", help="also write figures to FILE; - prints only them")
+    parser.add_argument(
+        "--peer", action="store_true", help="compile the peer's kernels (many minutes, once)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write figures to FILE; - prints only them"
+    )
     options = parser.parse_args(arguments)
     cases = options.case or (PEERS if options.peer else CASES)
     if options.json == "-":
@@ -568,7 +598,9 @@ def main(arguments: list[str] | None = None) -> None:
     print_figures(rows, {}, "peer") if options.peer else print_figures(rows, recorded)
     broken = violations(rows, recorded) if options.check else []
     if options.check and (version := held_to(recorded)) != triton_version():
-        print(f"Triton {triton_version()} has no limits yet: held to those of {version}, without registers")
+        print(
+            f"Triton {triton_version()} has no limits yet: held to those of {version}, without registers"
+        )
     print(*broken, sep="\n", end="\n" if broken else "")
     sys.exit(1 if broken else 0)
 
@@ -579,7 +611,16 @@ def _in_processes(archs: list[str], cases: Iterable[str], peer: bool) -> list[di
     chosen = [x for case in cases for x in ("--case", case)] + ["--peer"] * peer
 
     def rows_of(arch: str) -> list[dict]:
-        command = [sys.executable, "-m", "nalanda_kernels.static", "--json", "-", "--arch", arch, *chosen]
+        command = [
+            sys.executable,
+            "-m",
+            "nalanda_kernels.static",
+            "--json",
+            "-",
+            "--arch",
+            arch,
+            *chosen,
+        ]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"{arch}: kernels did not compile; see the error above")

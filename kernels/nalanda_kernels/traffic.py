@@ -101,7 +101,11 @@ def _least_bytes(launch: Callable, quantiles=None, **options) -> list[float]:
 def _hooks() -> Iterator[None]:
     Builder, Grid = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, call = Builder.create_masked_load, Builder.create_masked_store, Grid.__call__
-    update, exchange, prune = Builder.create_atomic_rmw, Builder.create_atomic_cas, Autotuner.prune_configs
+    update, exchange, prune = (
+        Builder.create_atomic_rmw,
+        Builder.create_atomic_cas,
+        Autotuner.prune_configs,
+    )
 
     def size(pointers, mask=None) -> int:
         lanes = pointers.data.size if mask is None else np.count_nonzero(mask.data)
@@ -211,7 +215,10 @@ def floor(case: Case) -> dict[str, int]:
     size, decays = case.dtype.itemsize, case.gated * (case.F if case.channels else 1)
     gates = 4 * (1 + decays) + size * case.erase * (case.F + case.V)
     there = size * (2 * case.K + case.V)
-    return {"forward": there + size * case.V + gates, "backward": 2 * (there + gates) + size * case.V}
+    return {
+        "forward": there + size * case.V + gates,
+        "backward": 2 * (there + gates) + size * case.V,
+    }
 
 
 def totals(found: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -265,17 +272,23 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--peer", action="store_true", help="count the peer's kernels, too")
-    parser.add_argument("--record", action="store_true", help="write the peer's counts to limits.json")
+    parser.add_argument(
+        "--record", action="store_true", help="write the peer's counts to limits.json"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write every kernel's bytes to FILE")
     options = parser.parse_args(arguments)
     if options.peer and not importlib.util.find_spec("fla"):
-        parser.exit(1, "--peer: flash-linear-attention is missing; pip install flash-linear-attention\n")
+        parser.exit(
+            1, "--peer: flash-linear-attention is missing; pip install flash-linear-attention\n"
+        )
     rows = measure(options.case or list(CASES), options.peer)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     if options.peer and options.record:
         known = limits()
-        known.setdefault("peer_traffic", {}).update({name: row["peer"] for name, row in rows.items()})
+        known.setdefault("peer_traffic", {}).update(
+            {name: row["peer"] for name, row in rows.items()}
+        )
         write_limits(known)
     print_traffic(rows)
 

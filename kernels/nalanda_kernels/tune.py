@@ -29,7 +29,14 @@ Results = list[Tensor]
 Job = Callable[[], tuple[float, Results]]  # milliseconds and results
 
 LENGTHS = (2048, 8192, 32768)  # of sequences, for the choice of a backend
-SIZES = ((2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (4, 512))  # element's bytes, head's features
+SIZES = (
+    (2, 128),
+    (2, 256),
+    (4, 128),
+    (4, 256),
+    (2, 512),
+    (4, 512),
+)  # element's bytes, head's features
 
 CHOICES = {
     "BT": (16, 32, 64),
@@ -40,9 +47,18 @@ CHOICES = {
     "num_stages": (1, 2, 3, 4),
 }
 GAIN = 0.01  # the least share of the op's time to gain; less is noise
-NALA = {"name": "nala", "angle": "rms", "power": 2.0, "power_norm": "rms", "direction_scale": "sqrt"}
+NALA = {
+    "name": "nala",
+    "angle": "rms",
+    "power": 2.0,
+    "power_norm": "rms",
+    "direction_scale": "sqrt",
+}
 NALA |= {"query_power": None, "key_power": 2.0}
-TOLERANCE = {2: 2e-2, 4: 1e-3}  # ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes
+TOLERANCE = {
+    2: 2e-2,
+    4: 1e-3,
+}  # ‖Δ‖ / ‖x‖ by bytes of an element: some compilers miscompile some sizes
 
 
 def choose(out: str | Path, *, minutes: float) -> None:
@@ -88,15 +104,26 @@ def backend_jobs() -> Iterator[tuple[dict, dict[str, Job]]]:
     from nalanda_kernels import candidates
 
     silu = SimpleNamespace(fused={"name": "silu"}, feature_dim=128)
-    for op, gated, map in itertools.product(("delta_rule", "linear_attention"), (True, False), (None, silu)):
+    for op, gated, map in itertools.product(
+        ("delta_rule", "linear_attention"), (True, False), (None, silu)
+    ):
         backends = [name for name, _ in candidates(op, "auto", "cuda")]
         for length in LENGTHS if len(backends) > 1 else ():
-            row = {"op": op, "gated": gated, "mapped": map is not None, "K": 128, "V": 128, "length": length}
+            row = {
+                "op": op,
+                "gated": gated,
+                "mapped": map is not None,
+                "K": 128,
+                "V": 128,
+                "length": length,
+            }
             options = {"gated": gated, "delta": op == "delta_rule", "feature_map": map}
             yield (
                 row,
                 {
-                    name: timed(KERNELS[op][name].load(), torch.bfloat16, 128, 128, length=length, **options)
+                    name: timed(
+                        KERNELS[op][name].load(), torch.bfloat16, 128, 128, length=length, **options
+                    )
                     for name in backends
                 },
             )
@@ -125,7 +152,9 @@ def fastest_backends(
         if times:
             best = min(times, key=lambda name: times[name])
             shown = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
-            what = " ".join(["gated" * row["gated"], row["op"], "with a map" * row["mapped"]]).strip()
+            what = " ".join(
+                ["gated" * row["gated"], row["op"], "with a map" * row["mapped"]]
+            ).strip()
             yield row | {"backend": best}, f"{what}, {row['length']} tokens: {shown}"
 
 
@@ -146,10 +175,17 @@ def improve(
 
     jobs_of: for an element's bytes and a head's features, the calls that use such rows.
     """
-    order = sorted(kernels, key=lambda name: name != "chunk")  # all other sizes depend on the chunk's length
+    order = sorted(
+        kernels, key=lambda name: name != "chunk"
+    )  # all other sizes depend on the chunk's length
     for itemsize, features in SIZES:
         where = f"{features} features of {itemsize} bytes"
-        rows = [(name, row) for name in order for row in kernels[name] if key(row) == (itemsize, features)]
+        rows = [
+            (name, row)
+            for name in order
+            for row in kernels[name]
+            if key(row) == (itemsize, features)
+        ]
         try:
             jobs = jobs_of(itemsize, features)
             best, expected = total(jobs)
@@ -188,7 +224,10 @@ def jobs(itemsize: int, features: int) -> list[Job]:
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     V = min(features, 256)
-    found = [timed(delta_rule, dtype, features, V), timed(delta_rule, dtype, features, V, length=8192)]
+    found = [
+        timed(delta_rule, dtype, features, V),
+        timed(delta_rule, dtype, features, V, length=8192),
+    ]
     found.append(timed(delta_rule, dtype, features, V, channels=True))
     if features == 256:
         found.append(timed(delta_rule, dtype, 128, V, feature_map=SimpleNamespace(fused=NALA)))
@@ -196,9 +235,17 @@ def jobs(itemsize: int, features: int) -> list[Job]:
 
 
 def timed(
-    op: Callable, dtype: torch.dtype, K: int, V: int, *, length: int = 2048, gated: bool = True,
-    delta: bool = True, channels: bool = False, **options,
-) -> Job:  # fmt: skip
+    op: Callable,
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    *,
+    length: int = 2048,
+    gated: bool = True,
+    delta: bool = True,
+    channels: bool = False,
+    **options,
+) -> Job:
     """Forward and backward of 16 384 tokens or more and six heads; inputs exceed the last-level cache."""
     B, T, H = max(1, 16384 // length), length, 6
     generator = torch.Generator("cuda").manual_seed(0)

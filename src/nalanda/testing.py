@@ -49,7 +49,11 @@ def check_feature_map(name: str, **options: Any) -> None:
 
     options: the map's own, feature_map_options of `NalandaConfig`.
     """
-    _check(f"feature map {name}", MAP_PROPERTIES, lambda: lambda **sizes: build_map(name, **sizes, **options))
+    _check(
+        f"feature map {name}",
+        MAP_PROPERTIES,
+        lambda: lambda **sizes: build_map(name, **sizes, **options),
+    )
     denominator = build_map(name, **options).nonnegative
     mixer = {"mixer_options": {"denominator": denominator}, "feature_map_options": options}
     check_mixer("linear_attention", feature_map=name, **mixer)
@@ -81,7 +85,12 @@ def build(
         feature_map = "nala"
     fields: dict[str, Any] = {
         **{"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2},
-        **{"intermediate_size": 32, "initializer_range": 0.3, "mixer_options": mixer_options, **options},
+        **{
+            "intermediate_size": 32,
+            "initializer_range": 0.3,
+            "mixer_options": mixer_options,
+            **options,
+        },
     }
     config = NalandaConfig(mixer=mixer, feature_map=feature_map, **fields)
     model: Any = (NalandaForCausalLM if config.is_decoder else NalandaForMaskedLM)(config)
@@ -104,7 +113,9 @@ def ids(*shape: int, seed: int = 1) -> Tensor:
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
-    return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return spread * torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @torch.no_grad()
@@ -135,12 +146,16 @@ def norm_awareness(mixer: Mixer, x: Tensor, factor: float = 3.0) -> tuple[float,
 
     def rows(**grown: Tensor) -> Tensor:
         with mock.patch.object(mixer, "heads", return_value=plain | grown):
-            return F.normalize(mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100)  # SOFT's may be tiny
+            return F.normalize(
+                mixer.weights(x)[..., 1:, :], dim=-1, eps=1e-100
+            )  # SOFT's may be tiny
 
     plain, moved = heads(mixer), []
     for name in ("q", "k"):
         longer: Any = copy.deepcopy(mixer)
-        for parameter in (longer.q_proj if mixer.shared_qk else longer.projections()[name]).parameters():
+        for parameter in (
+            longer.q_proj if mixer.shared_qk else longer.projections()[name]
+        ).parameters():
             parameter *= factor
         moved.append(float((rows(**{name: heads(longer)[name]}) - rows()).norm(dim=-1).mean()))
     return moved[0], moved[1]
@@ -237,7 +252,9 @@ def gradients_are_finite_differences(model: Any) -> None:
             for p, d in zip(parameters, towards, strict=True):
                 p -= sign * step * d
     difference = (ends[0] - ends[1]) / (2 * step)
-    assert (slope - difference).abs() < 1e-4 * (1 + slope.abs()), f"{float(slope)} and {float(difference)}"
+    assert (slope - difference).abs() < 1e-4 * (1 + slope.abs()), (
+        f"{float(slope)} and {float(difference)}"
+    )
 
 
 def chunkwise_is_recurrent_is_reference(model: Any) -> None:
@@ -246,7 +263,9 @@ def chunkwise_is_recurrent_is_reference(model: Any) -> None:
     whole = logits(model, tokens)
     for mode in ("recurrent", "reference"):
 
-        def in_mode(*args: Any, _mode: str = mode, _op: Callable = ops._recurrence, **kwargs: Any) -> Any:
+        def in_mode(
+            *args: Any, _mode: str = mode, _op: Callable = ops._recurrence, **kwargs: Any
+        ) -> Any:
             return _op(*args, **{**kwargs, "mode": _mode})
 
         with mock.patch.object(ops, "_recurrence", in_mode):
@@ -264,7 +283,9 @@ def cached_is_uncached(model: Any) -> None:
             for layer, state in zip(layers, cache.states, strict=True):
                 spec = layer.mixer.state_spec(cache.get_seq_length())
                 shapes = {name: shape for name, (shape, _) in spec.items()}
-                assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, "state_spec"
+                assert {name: tuple(x.shape[1:]) for name, x in state.items()} == shapes, (
+                    "state_spec"
+                )
         close(torch.cat(out, 1), whole)
         assert cache.get_seq_length() == 70
 
@@ -275,7 +296,10 @@ def packed_is_separate(model: Any) -> None:
     separate, joined = torch.cat([logits(model, d) for d in docs], 1), torch.cat(docs, 1)
     cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
     close(logits(model, joined, cu_seqlens=cu), separate)
-    close(logits(model, joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None]), separate)
+    close(
+        logits(model, joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None]),
+        separate,
+    )
     # Two rows of one batch, bounds over the flattened tokens.
     rows = logits(model, joined.view(2, 70), cu_seqlens=cu.to(torch.int32))
     close(rows.view(1, 140, VOCAB), separate)
@@ -293,7 +317,9 @@ def cut_rows_are_whole(model: Any) -> None:
 
     def run(tokens: Tensor, bounds: list[int] | None, **options: Any) -> Any:
         cu = None if bounds is None else torch.tensor(bounds)
-        out = model(tokens, labels=tokens, cu_seqlens=cu, use_cache=False, num_items_in_batch=1, **options)
+        out = model(
+            tokens, labels=tokens, cu_seqlens=cu, use_cache=False, num_items_in_batch=1, **options
+        )
         out.loss.backward()
         return out
 
@@ -363,7 +389,9 @@ def in_threads(size: int, run: Callable[[Context], Any]) -> list:
             raise
 
     with ThreadPoolExecutor(size) as threads:
-        tasks = [threads.submit(guarded, _Thread(rank, size, barrier, shown)) for rank in range(size)]
+        tasks = [
+            threads.submit(guarded, _Thread(rank, size, barrier, shown)) for rank in range(size)
+        ]
     failures = [error for task in tasks if (error := task.exception())]
     for error in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
@@ -446,7 +474,11 @@ def nothing_of_a_float64_model_is_fp32(model: Any) -> None:
         model(ids(2, 70), labels=ids(2, 70)).loss.backward()
         model.eval()
         for length in (20, 1):
-            logits(model, ids(2, length), **({"past_key_values": cache} if model.config.is_decoder else {}))
+            logits(
+                model,
+                ids(2, length),
+                **({"past_key_values": cache} if model.config.is_decoder else {}),
+            )
     assert not narrow.seen, narrow.seen
 
 
@@ -473,7 +505,9 @@ def half_precision_agrees(model: Any) -> None:
     for layer, state in zip(cast.model.layers, cache.states, strict=True):
         spec = layer.mixer.state_spec(40).items()
         promised = {name: (shape, own or torch.bfloat16) for name, (shape, own) in spec}
-        assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, "state_spec"
+        assert {name: (tuple(x.shape[1:]), x.dtype) for name, x in state.items()} == promised, (
+            "state_spec"
+        )
 
 
 MIXER_PROPERTIES: list[Callable[[Any], None]] = [
@@ -543,7 +577,9 @@ def gradients_are_the_formulas(make: Callable[..., FeatureMap]) -> None:
 
 def computed_in_fp32(make: Callable[..., FeatureMap]) -> None:
     """Also where the model was cast, and whatever autocast says."""
-    for dtype, spread in itertools.product((torch.float16, torch.bfloat16, torch.float32), (20, 0.5)):
+    for dtype, spread in itertools.product(
+        (torch.float16, torch.bfloat16, torch.float32), (20, 0.5)
+    ):
         q, k = (normal(1, 4, 2, 16, seed=s, spread=spread).to(dtype) for s in (0, 1))
         exact, cast = make()(q.double(), k.double()), make().to(dtype)
         assert all(p.dtype == torch.float32 for p in cast.parameters())

@@ -12,14 +12,17 @@ from nalanda.common.errors import InputError
 def test_all_models_take_turns(tmp_path):
     checkout, file = Path(__file__).parents[2], tmp_path / "figures.json"
     rows = {
-        row["model"]: row for row in bench_train(threads=1, rounds=1, against=checkout, json=file)["rows"]
+        row["model"]: row
+        for row in bench_train(threads=1, rounds=1, against=checkout, json=file)["rows"]
     }
     ours = {f"{name}, {kind}" for name in OURS for kind in KINDS}
     peers = {"Qwen3.5, dense", "Llama, dense", "Llama, packed"}
     assert rows.keys() == ours | peers | {f"earlier {name}" for name in ours}
     for name, row in rows.items():
         assert row["tokens_per_second"] > 0
-        assert row["ratios"].keys() == {"Llama", "Qwen3.5"} | ({"earlier"} if name in ours else set())
+        assert row["ratios"].keys() == {"Llama", "Qwen3.5"} | (
+            {"earlier"} if name in ours else set()
+        )
     assert file.is_file()
 
 

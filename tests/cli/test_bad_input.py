@@ -24,7 +24,11 @@ from nalanda.train import build, loop, memory
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda_cli import main
 
-LEADING = {"outside": "../model/model.safetensors", "absolute": "/etc/passwd", "linked": "link.safetensors"}
+LEADING = {
+    "outside": "../model/model.safetensors",
+    "absolute": "/etc/passwd",
+    "linked": "link.safetensors",
+}
 LEADING |= {"lacking": "none.safetensors"}
 
 
@@ -33,7 +37,12 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     """A folder with a recipe, a model, and what may be wrong with either."""
     place = tmp_path_factory.mktemp("bad")
     config = NalandaConfig(
-        vocab_size=320, hidden_size=16, num_hidden_layers=1, num_heads=2, mixer="gla", intermediate_size=32
+        vocab_size=320,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_heads=2,
+        mixer="gla",
+        intermediate_size=32,
     )
     for name in ("model", "torn", "garbled", *LEADING):
         NalandaForCausalLM(config).save_pretrained(place / name)
@@ -106,7 +115,10 @@ TABLE = [
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
     ("train r.yaml mixer=gla", r"mixer: no such key; did you mean model\.mixer\?"),
-    ("train r.yaml every=1", r"every: .* mean validation\.every or checkpoint\.every or log\.every\?"),
+    (
+        "train r.yaml every=1",
+        r"every: .* mean validation\.every or checkpoint\.every or log\.every\?",
+    ),
     (
         "train r.yaml --steps 10",
         r"No such option: --steps.*; .* are written section\.key=value, .*train\.steps=10",
@@ -126,8 +138,14 @@ TABLE = [
     ("evall model", r"No such command 'evall'.*"),
     ("plot run --x parsecs", r"Invalid value.*choose tokens, steps or hours"),
     # mixers, maps and their options
-    ("train r.yaml model.mixer=gated_delta", r"model: unknown mixer .*, did you mean 'gated_deltanet'\? .*"),
-    ("train r.yaml model.feature_map=nahla", r"model: unknown feature_map .*, did you mean 'nala'\? .*"),
+    (
+        "train r.yaml model.mixer=gated_delta",
+        r"model: unknown mixer .*, did you mean 'gated_deltanet'\? .*",
+    ),
+    (
+        "train r.yaml model.feature_map=nahla",
+        r"model: unknown feature_map .*, did you mean 'nala'\? .*",
+    ),
     (
         "train r.yaml model.mixer_options.num_v_head=2",
         r"model: mixer 'gated_deltanet': no option 'num_v_head', did you mean 'num_v_heads'\?",
@@ -140,7 +158,10 @@ TABLE = [
         "train r.yaml model.feature_map=nala model.feature_map_options.angel=rms",
         r"model: .*feature_map 'nala': no option 'angel', did you mean 'angle'\?",
     ),
-    ("bench recall --output out --mixers deltanets", r"--mixers: unknown mixer .*; did you mean deltanet\?"),
+    (
+        "bench recall --output out --mixers deltanets",
+        r"--mixers: unknown mixer .*; did you mean deltanet\?",
+    ),
     (
         "bench recall --output out --mixers deltanet:allow_neg_eigvl=true",
         r"--mixers: .*: no option 'allow_neg_eigvl', did you mean 'allow_neg_eigval'\?",
@@ -151,16 +172,25 @@ TABLE = [
         "train r.yaml model.hidden_size=500000",
         r"model: .* parameters take .*, .* of memory is free: lower .*",
     ),
-    ("analyze r.yaml model.hidden_size=500000", r"model: .* parameters take .*, .* of memory is free: .*"),
+    (
+        "analyze r.yaml model.hidden_size=500000",
+        r"model: .* parameters take .*, .* of memory is free: .*",
+    ),
     ("train r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
     ("info r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
-    ("train r.yaml model.hidden_size=1000000000000", r"model: hidden_size=.* must be at most 2147483647"),
+    (
+        "train r.yaml model.hidden_size=1000000000000",
+        r"model: hidden_size=.* must be at most 2147483647",
+    ),
     (
         "train r.yaml model.num_hidden_layers=1000000000",
         r"model: num_hidden_layers=.* must be at most 100000",
     ),
     ("train r.yaml seed=-1", r"seed: expected 0 to 4294967295, got -1"),
-    *((f"{command} --seed -1", SEED) for command in ("generate model x", "chat model", "analyze model")),
+    *(
+        (f"{command} --seed -1", SEED)
+        for command in ("generate model x", "chat model", "analyze model")
+    ),
     # what is not there
     *(
         (f"{command.format('runs/none')}", NOT_THERE)
@@ -178,7 +208,10 @@ TABLE = [
         "train r.yaml 'model={init_from: runs/none}'",
         r"model: there is no folder runs/none, and the hub says: .*",
     ),
-    ("train r.yaml 'model={auto: runs/none}'", r"model: there is no folder runs/none, and the hub says: .*"),
+    (
+        "train r.yaml 'model={auto: runs/none}'",
+        r"model: there is no folder runs/none, and the hub says: .*",
+    ),
     ("train r.yaml tokenizer=runs/none", r"tokenizer: 'runs/none' cannot be loaded .*"),
     ("train r.yaml data.source=none.jsonl", r".*none\.jsonl.*"),
     ("runs runs/none", r"runs/none: no such directory; .*"),
@@ -208,8 +241,13 @@ TABLE = [
     ("study run dangling", rf"the study's folder {DANGLING}"),
     # devices
     *(
-        (f"{command} --device {device}", rf"--device {device}: not on this machine, which has cpu.*")
-        for device in (["cuda", "meta", "gpu"] if not torch.cuda.is_available() else ["meta", "gpu"])
+        (
+            f"{command} --device {device}",
+            rf"--device {device}: not on this machine, which has cpu.*",
+        )
+        for device in (
+            ["cuda", "meta", "gpu"] if not torch.cuda.is_available() else ["meta", "gpu"]
+        )
         for command in (
             *("generate model x", "chat model", "eval model --tasks piqa", "perplexity model"),
             *("analyze model", "analyze r.yaml", "bench recall --output out"),
@@ -226,7 +264,9 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("command", "line"), TABLE, ids=lambda text: text[:70])
-def test_bad_input_gets_one_line_and_code_2(place, capsys, monkeypatch, fresh_accelerate, command, line):
+def test_bad_input_gets_one_line_and_code_2(
+    place, capsys, monkeypatch, fresh_accelerate, command, line
+):
     monkeypatch.chdir(place)
     code, text = said(capsys, *shlex.split(command))
     assert re.fullmatch(rf"nalanda[a-z ]*: {line}\n", text), text
@@ -349,13 +389,19 @@ def test_too_little_memory_while_training_says_what_would_fit(
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (MemoryError(), "nalanda: out of memory; take a smaller model, fewer rows at a time or shorter ones"),
+        (
+            MemoryError(),
+            "nalanda: out of memory; take a smaller model, fewer rows at a time or shorter ones",
+        ),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
             "nalanda: out of memory: 20.00 MiB more were asked for; take a smaller model, .*",
         ),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "nalanda: out of memory; take .*"),
-        (RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"), "nalanda: out of memory; .*"),
+        (
+            RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"),
+            "nalanda: out of memory; .*",
+        ),
     ],
 )
 def test_too_little_memory_elsewhere_has_a_code(monkeypatch, capsys, error, line):
@@ -385,7 +431,9 @@ def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate
     run = tmp_path / "run"
     loop.train(configured(recipe, run, "train.steps=5"))
     small_files(50_000)
-    with pytest.raises(DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"):
+    with pytest.raises(
+        DiskFull, match=r"step-10: not saved, step-5 stays: a file may not grow further: .*"
+    ):
         loop.train(configured(recipe, run, "train.steps=10"))
     assert latest_checkpoint(run / "checkpoints").name == "step-5"
     assert not list((run / "checkpoints").glob(".tmp*"))
@@ -394,8 +442,16 @@ def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate
 @pytest.mark.parametrize(
     "command",
     [
-        *("convert model out --to fla", "analyze model --output out", "data prepare r.yaml out --workers 1"),
-        *("plot drawn", "generate model x --save-state state", "perplexity model --text file --output out"),
+        *(
+            "convert model out --to fla",
+            "analyze model --output out",
+            "data prepare r.yaml out --workers 1",
+        ),
+        *(
+            "plot drawn",
+            "generate model x --save-state state",
+            "perplexity model --text file --output out",
+        ),
     ],
 )
 def test_a_limit_of_file_sizes_from_other_commands(
@@ -406,8 +462,12 @@ def test_a_limit_of_file_sizes_from_other_commands(
         (tmp_path / name).symlink_to(place / name)
     (tmp_path / "drawn").mkdir()
     lines = [{"step": step, "tokens": step, "loss": 2.0} for step in (1, 2)]
-    (tmp_path / "drawn" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "drawn" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     small_files(1000)
     code, text = said(capsys, *shlex.split(command))
-    assert re.fullmatch(r"nalanda: .*(the file may not grow further|no space left).*", text.strip()), text
+    assert re.fullmatch(
+        r"nalanda: .*(the file may not grow further|no space left).*", text.strip()
+    ), text
     assert code == 74

@@ -44,7 +44,9 @@ def helps() -> dict[tuple[str, ...], str]:
     """Every command's help as it is printed in 80 columns."""
     found = {}
     for path, command in COMMANDS.items():
-        with command.make_context(" ".join(["nalanda", *path]), [], resilient_parsing=True) as context:
+        with command.make_context(
+            " ".join(["nalanda", *path]), [], resilient_parsing=True
+        ) as context:
             context.terminal_width, context.max_content_width = 80, 80
             found[path] = context.get_help()
     return found
@@ -56,7 +58,9 @@ def test_help_fits_80_columns_of_plain_text(helps):
         assert not re.search("[\x1b─│╭╰]", text), path
 
 
-@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if hasattr(command, "commands")])
+@pytest.mark.parametrize(
+    "path", [path for path, command in COMMANDS.items() if hasattr(command, "commands")]
+)
 def test_every_command_stands_once_in_a_panel_with_a_whole_sentence(helps, path):
     panels = nalanda_cli.PANELS[" ".join(path) or "nalanda"]
     listed = [name for names in panels.values() for name in names]
@@ -83,10 +87,17 @@ def test_every_command_begins_with_an_example_that_it_takes(helps):
 
 
 VALUES = {
-    "run": "a run's folder", "models": ["a b", "c"], "model": "$x", "output": "o p", "set": "s&t",
-    "recipe": "my recipe.yaml", "overrides": ["optim.lr=1", "data.source=a b"], "mirror": "m*",
-    "state": "s;t", "folder": "it's 1",
-}  # fmt: skip
+    "run": "a run's folder",
+    "models": ["a b", "c"],
+    "model": "$x",
+    "output": "o p",
+    "set": "s&t",
+    "recipe": "my recipe.yaml",
+    "overrides": ["optim.lr=1", "data.source=a b"],
+    "mirror": "m*",
+    "state": "s;t",
+    "folder": "it's 1",
+}
 
 
 @pytest.mark.parametrize("done", NEXT)
@@ -116,7 +127,10 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
         """print(Auto.from_pretrained("m"))'"""
     )
     assert "AutoModelForMaskedLM" in next_steps("write an encoder", folder="m")[0]
-    assert next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1] == "nalanda train demo offline=m"
+    assert (
+        next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1]
+        == "nalanda train demo offline=m"
+    )
     monkeypatch.setenv("RANK", "1")
     print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == ""
@@ -136,7 +150,9 @@ def test_a_model_of_python_is_asked_for_python(tmp_path):
     assert all(line.endswith(" --trust-remote-code") for line in loading)
     for done in ("write a model", "write an encoder"):
         python = shlex.split(next_steps(done, of=tmp_path, folder=tmp_path)[-1])
-        assert python[-1].endswith(f"from_pretrained({json.dumps(str(tmp_path))}, trust_remote_code=True))")
+        assert python[-1].endswith(
+            f"from_pretrained({json.dumps(str(tmp_path))}, trust_remote_code=True))"
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,8 +174,12 @@ def test_the_nearest_name_is_suggested(capsys, line, answer):
 
 
 def test_help_imports_nothing_slow():
-    program = "import sys, nalanda_cli\ntry: nalanda_cli.main(['--help'])\nfinally: print(*sys.modules)"
+    program = (
+        "import sys, nalanda_cli\ntry: nalanda_cli.main(['--help'])\nfinally: print(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True
     )
-    assert not {"rich", "torch", "nalanda", "yaml", "numpy"} & set(done.stdout.splitlines()[-1].split())
+    assert not {"rich", "torch", "nalanda", "yaml", "numpy"} & set(
+        done.stdout.splitlines()[-1].split()
+    )

@@ -98,7 +98,9 @@ def test_commands_on_models(command, name, place, tmp_path, capsys, monkeypatch)
     if words[0] != "convert":
         nalanda_cli.main(words)
         return
-    with pytest.raises(SystemExit):  # this mixer is none of llama's: the model is found, and refused for that
+    with pytest.raises(
+        SystemExit
+    ):  # this mixer is none of llama's: the model is found, and refused for that
         nalanda_cli.main(words)
     assert "can become" in capsys.readouterr().err
 
@@ -115,7 +117,9 @@ metric_list: [{metric: byte_perplexity}]
 """
 
 
-@pytest.mark.parametrize("name", ["runs/done", "runs/done/final", "runs/done/checkpoints/step-2", "done"])
+@pytest.mark.parametrize(
+    "name", ["runs/done", "runs/done/final", "runs/done/checkpoints/step-2", "done"]
+)
 def test_commands_on_runs(name, place, tmp_path, capsys):
     assert run_of(name).resolve() == place / "runs" / "done"
     nalanda_cli.main(["plot", name, "--output", str(tmp_path / "loss.png")])

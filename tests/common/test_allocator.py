@@ -24,7 +24,9 @@ print(*(faults() for _ in range(4)))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_large_blocks_are_used_again():
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
     first, *_, last = map(int, done.stdout.split())
     assert first > 10_000  # 64 MiB in pages of 4 KiB
     assert last < 100

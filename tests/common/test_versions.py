@@ -34,5 +34,8 @@ def test_the_command_prints_them(capsys):
 
 
 def test_results_of_several_versions_name_them_all():
-    found = [{"python": "3.11", "torch": "2.12"}, {"python": "3.11", "torch": "2.13", "nalanda": "0.1"}]
+    found = [
+        {"python": "3.11", "torch": "2.12"},
+        {"python": "3.11", "torch": "2.13", "nalanda": "0.1"},
+    ]
     assert list_versions(found) == "python 3.11, torch 2.12 and 2.13, nalanda 0.1"

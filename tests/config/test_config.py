@@ -34,7 +34,12 @@ def refusal(recipe: str, *overrides: str) -> str:
 def test_reads_numbers_that_yaml_takes_for_text(recipe):
     config = load_config(
         recipe,
-        ["schedule.min_lr_ratio=1e-1", "optim.betas=[0.9, 99e-2]", "train.steps=2e2", "model.norm_eps=1e-5"],
+        [
+            "schedule.min_lr_ratio=1e-1",
+            "optim.betas=[0.9, 99e-2]",
+            "train.steps=2e2",
+            "model.norm_eps=1e-5",
+        ],
     )
     assert config.model["norm_eps"] == 1e-5
     assert config.optim.lr == 3e-4
@@ -118,7 +123,10 @@ def test_overrides_reach_every_depth(recipe):
         ("train.steps=0", "train.steps: expected 1 or more"),
         ("optim.eps=-1", "optim.eps: expected a positive number, got -1"),
         ("optim.eps=0", "optim.eps: expected a positive number, got 0"),
-        ("optim.max_grad_norm=1e-30", "optim.max_grad_norm: expected 0, for none, or 1e-15 or more"),
+        (
+            "optim.max_grad_norm=1e-30",
+            "optim.max_grad_norm: expected 0, for none, or 1e-15 or more",
+        ),
         ("output_dir=~no-such-user/x", "output_dir: ~no-such-user/x: there is no such user"),
         ("data.source=[~no-such-user/x]", "data.source: ~no-such-user/x: there is no such user"),
         ("tokenizer=~no-such-user/x", "tokenizer.path: ~no-such-user/x: there is no such user"),
@@ -153,7 +161,9 @@ def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path
     assert at_home(config) == config
 
     assert load_config(recipe, ["data.source=~/text"]).data.source == str(tmp_path / "text")
-    assert load_config(recipe, ["data.source=https://a.b/~c/d.jsonl"]).data.source.endswith("/~c/d.jsonl")
+    assert load_config(recipe, ["data.source=https://a.b/~c/d.jsonl"]).data.source.endswith(
+        "/~c/d.jsonl"
+    )
 
 
 def test_a_path_replaces_a_tokenizer_that_the_recipe_trains_and_the_other_way_round(recipe):
@@ -166,7 +176,9 @@ def test_a_path_replaces_a_tokenizer_that_the_recipe_trains_and_the_other_way_ro
 
     for loaded in ("some/path", "{path: some/path}"):
         Path(recipe).write_text(RECIPE.replace("some/path", loaded))
-        assert load_config(recipe, ["tokenizer.train=bpe"]).tokenizer == TokenizerConfig(train="bpe")
+        assert load_config(recipe, ["tokenizer.train=bpe"]).tokenizer == TokenizerConfig(
+            train="bpe"
+        )
 
 
 def test_missing_keys_and_files_get_one_line(tmp_path, recipe):
@@ -182,7 +194,9 @@ def test_missing_keys_and_files_get_one_line(tmp_path, recipe):
 
 
 def test_what_is_saved_reads_back_equal(tmp_path, recipe):
-    config = load_config(recipe, ["model.mixer_options={allow_neg_eigval: true}", "optim.betas=[0.8, 0.9]"])
+    config = load_config(
+        recipe, ["model.mixer_options={allow_neg_eigval: true}", "optim.betas=[0.8, 0.9]"]
+    )
     config.output_dir, config.data.revision, config.data.name = "1e-3", "31e4567", "1.5e4"  # text
     assert isinstance(config, RunConfig)
     (tmp_path / "saved.yaml").write_text(config.to_yaml())
@@ -190,7 +204,10 @@ def test_what_is_saved_reads_back_equal(tmp_path, recipe):
 
 
 def test_differences_name_the_keys():
-    old, new = {"optim": {"lr": 1, "eps": 2}, "seed": 0}, {"optim": {"lr": 3, "eps": 2}, "seed": 0, "x": 1}
+    old, new = (
+        {"optim": {"lr": 1, "eps": 2}, "seed": 0},
+        {"optim": {"lr": 3, "eps": 2}, "seed": 0, "x": 1},
+    )
     assert differences(old, new) == {"optim.lr": (1, 3), "x": (None, 1)}
 
 

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 import typer.testing
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import nalanda_cli
 from nalanda import NalandaConfig
@@ -31,12 +37,30 @@ from nalanda.train.export import push
 D, I, N, L = 32, 40, 50, 2  # hidden size, GLU, vocabulary, layers
 
 # A config of each kind as flash-linear-attention 0.6.0 saves it, and the shapes of a layer's mixer.
-SIZES = {"hidden_size": D, "num_hidden_layers": L, "intermediate_size": I, "vocab_size": N, "norm_eps": 1e-5}
+SIZES = {
+    "hidden_size": D,
+    "num_hidden_layers": L,
+    "intermediate_size": I,
+    "vocab_size": N,
+    "norm_eps": 1e-5,
+}
 FLA = {
     "delta_net": (
-        {"num_heads": 2, "expand_k": 0.5, "use_gate": True, "qk_activation": "elu", "allow_neg_eigval": True},
         {
-            **{"q_proj": (16, D), "k_proj": (16, D), "v_proj": (32, D), "b_proj": (2, D), "g_proj": (32, D)},
+            "num_heads": 2,
+            "expand_k": 0.5,
+            "use_gate": True,
+            "qk_activation": "elu",
+            "allow_neg_eigval": True,
+        },
+        {
+            **{
+                "q_proj": (16, D),
+                "k_proj": (16, D),
+                "v_proj": (32, D),
+                "b_proj": (2, D),
+                "g_proj": (32, D),
+            },
             **{"q_conv1d": (16, 1, 4), "k_conv1d": (16, 1, 4), "v_conv1d": (32, 1, 4)},
             **{"o_norm": (16,), "o_proj": (D, 32)},
         },
@@ -44,16 +68,34 @@ FLA = {
     "gated_deltanet": (
         {"num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 0.5},
         {
-            **{"A_log": (4,), "dt_bias": (4,), "a_proj": (4, D), "b_proj": (4, D), "g_proj": (24, D)},
+            **{
+                "A_log": (4,),
+                "dt_bias": (4,),
+                "a_proj": (4, D),
+                "b_proj": (4, D),
+                "g_proj": (24, D),
+            },
             **{"q_proj": (24, D), "k_proj": (24, D), "v_proj": (24, D)},
             **{"q_conv1d": (24, 1, 4), "k_conv1d": (24, 1, 4), "v_conv1d": (24, 1, 4)},
             **{"o_norm": (6,), "o_proj": (D, 24)},
         },
     ),
     "kda": (
-        {"num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 0.5, "allow_neg_eigval": True},
         {
-            **{"A_log": (4,), "dt_bias": (48,), "f_proj.0": (6, D), "f_proj.1": (48, 6), "b_proj": (4, D)},
+            "num_heads": 2,
+            "num_v_heads": 4,
+            "head_dim": 12,
+            "expand_v": 0.5,
+            "allow_neg_eigval": True,
+        },
+        {
+            **{
+                "A_log": (4,),
+                "dt_bias": (48,),
+                "f_proj.0": (6, D),
+                "f_proj.1": (48, 6),
+                "b_proj": (4, D),
+            },
             **{"g_proj.0": (6, D), "g_proj.1": (24, 6), "g_proj.1.bias": (24,)},
             **{"q_proj": (24, D), "k_proj": (24, D), "v_proj": (24, D)},
             **{"q_conv1d": (24, 1, 4), "k_conv1d": (24, 1, 4), "v_conv1d": (24, 1, 4)},
@@ -61,9 +103,21 @@ FLA = {
         },
     ),
     "gated_deltaproduct": (
-        {"num_heads": 2, "head_dim": 12, "expand_v": 0.5, "num_householder": 2, "use_forget_gate": True},
         {
-            **{"A_log": (2,), "dt_bias": (2,), "a_proj": (2, D), "b_proj": (4, D), "g_proj": (12, D)},
+            "num_heads": 2,
+            "head_dim": 12,
+            "expand_v": 0.5,
+            "num_householder": 2,
+            "use_forget_gate": True,
+        },
+        {
+            **{
+                "A_log": (2,),
+                "dt_bias": (2,),
+                "a_proj": (2, D),
+                "b_proj": (4, D),
+                "g_proj": (12, D),
+            },
             **{"q_proj": (24, D), "k_proj": (48, D), "v_proj": (24, D)},
             **{"q_conv1d": (24, 1, 4), "k_conv1d": (48, 1, 4), "v_conv1d": (24, 1, 4)},
             **{"o_norm": (6,), "o_proj": (D, 12)},
@@ -116,7 +170,10 @@ def tensors_of(kind, seed=0):
         layer |= {"attn_norm": (D,), "mlp_norm": (D,)}
         layer |= {"mlp.gate_proj": (I, D), "mlp.up_proj": (I, D), "mlp.down_proj": (D, I)}
         bare = ("A_log", "dt_bias", "bias")
-        shapes |= {f"model.layers.{i}.{n}" + ".weight" * (not n.endswith(bare)): s for n, s in layer.items()}
+        shapes |= {
+            f"model.layers.{i}.{n}" + ".weight" * (not n.endswith(bare)): s
+            for n, s in layer.items()
+        }
     if not FLA[kind][0].get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (N, D)
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +203,9 @@ def read(folder):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
 
 
 # ------------------------------ reference models, token by token
@@ -159,14 +218,18 @@ def rms(x, weight, eps):
 def conv(x, weight):
     """Causal and depthwise: x `[T, C]`, weight `[C, 1, W]`."""
     past = torch.cat([x.new_zeros(weight.shape[-1] - 1, x.shape[1]), x])
-    return torch.stack([(past[t : t + weight.shape[-1]].T * weight[:, 0]).sum(1) for t in range(len(x))])
+    return torch.stack(
+        [(past[t : t + weight.shape[-1]].T * weight[:, 0]).sum(1) for t in range(len(x))]
+    )
 
 
 def rope(x, theta):
     """x `[T, H, K]`; a pair is a feature and the one K/2 after it."""
     half = x.shape[-1] // 2
     angle = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None] * torch.complex(x[..., :half], x[..., half:])
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None] * torch.complex(
+        x[..., :half], x[..., half:]
+    )
     return torch.cat([turn.real, turn.imag], -1)
 
 
@@ -190,8 +253,13 @@ def mixed(kind, c, w, x):
     delta = "delta" in kind or kind == "kda"
     if delta:
         activation = (lambda p: F.elu(p) + 1) if kind == "delta_net" else F.silu
-        q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in map(activation, (q, k)))
-        v, beta = F.silu(v), (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1)
+        q, k = (
+            p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in map(activation, (q, k))
+        )
+        v, beta = (
+            F.silu(v),
+            (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1),
+        )
     if kind == "kda":
         a = (x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]).view(T, HV, -1)
         g = -w["A_log"].exp()[:, None] * F.softplus(a)
@@ -225,7 +293,9 @@ def logits_of(kind, c, tensors, ids):
     w = {name: t.double() for name, t in tensors.items()}
     x, eps = w["model.embeddings.weight"][ids], c["norm_eps"]
     for i in range(L):
-        layer = {n.removeprefix(p): t for n, t in w.items() if n.startswith(p := f"model.layers.{i}.")}
+        layer = {
+            n.removeprefix(p): t for n, t in w.items() if n.startswith(p := f"model.layers.{i}.")
+        }
         mixer = {n.removeprefix("attn."): t for n, t in layer.items() if n.startswith("attn.")}
         y = rms(x, layer["attn_norm.weight"], eps)
         here = parts_of(kind)[1][i]
@@ -235,13 +305,18 @@ def logits_of(kind, c, tensors, ids):
         o = o.flatten(1)
         o = o * F.silu(y @ mixer["g_proj.weight"].T) if "g_proj.weight" in mixer else o
         if "g_proj.0.weight" in mixer:
-            gate = y @ mixer["g_proj.0.weight"].T @ mixer["g_proj.1.weight"].T + mixer["g_proj.1.bias"]
+            gate = (
+                y @ mixer["g_proj.0.weight"].T @ mixer["g_proj.1.weight"].T + mixer["g_proj.1.bias"]
+            )
             o = o * gate.sigmoid()
         x = x + o @ mixer["o_proj.weight"].T
         y = rms(x, layer["mlp_norm.weight"], eps)
         gate, up = (y @ layer[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
-    return rms(x, w["model.norm.weight"], eps) @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
+    return (
+        rms(x, w["model.norm.weight"], eps)
+        @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
+    )
 
 
 @kinds
@@ -292,15 +367,36 @@ def test_what_we_train_goes_out_and_comes_back(tmp_path):
     """Sizes that their config expresses differently, such as heads that do not divide the hidden size."""
     for i, fields in enumerate(
         [
-            {"mixer": "deltanet", "head_dim": 6, "expand_v": 2.0, "conv_size": 0, "feature_map": "identity"},
-            {"mixer": "gated_deltanet", "head_dim": 6, "expand_k": 2.0, "conv_size": 2, "use_gate": False},
+            {
+                "mixer": "deltanet",
+                "head_dim": 6,
+                "expand_v": 2.0,
+                "conv_size": 0,
+                "feature_map": "identity",
+            },
+            {
+                "mixer": "gated_deltanet",
+                "head_dim": 6,
+                "expand_k": 2.0,
+                "conv_size": 2,
+                "use_gate": False,
+            },
             {"mixer": "kda", "head_dim": 6, "expand_v": 2.0, "mixer_options": {"num_v_heads": 4}},
             {"mixer": "delta_product", "head_dim": 6, "mixer_options": {"num_householder": 3}},
             {"mixer": "gla", "hidden_size": 30, "num_heads": 4, "head_dim": 6, "use_gate": False},
-            {"mixer": ["retention"] * 2, "expand_v": 2.0, "bos_token_id": None, "eos_token_id": [3, 4]},
+            {
+                "mixer": ["retention"] * 2,
+                "expand_v": 2.0,
+                "bos_token_id": None,
+                "eos_token_id": [3, 4],
+            },
             {"mixer": "softmax", "mixer_options": {"window": 9}, "tie_word_embeddings": True},
             {"mixer": "softmax", "mixer_options": {"qk_norm": True}, "norm_eps": 1e-5},
-            {"mixer": ["softmax", "gla"], "expand_k": 0.5, "mixer_options": {"softmax": {"head_dim": 12}}},
+            {
+                "mixer": ["softmax", "gla"],
+                "expand_k": 0.5,
+                "mixer_options": {"softmax": {"head_dim": 12}},
+            },
             {
                 "mixer": ["gated_deltanet", "softmax"],
                 "mixer_options": {
@@ -330,14 +426,18 @@ def test_the_gate_and_up_projections_that_were_one(tmp_path):
         gate, up = (f"model.layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up"))
         tensors[gate] = torch.cat([tensors[gate], tensors.pop(up)])
     a = convert(str(write(tmp_path / "old", config_of("retnet"), tensors)), str(tmp_path / "a"))
-    b = convert(str(write(tmp_path / "new", config_of("retnet"), tensors_of("retnet"))), str(tmp_path / "b"))
+    b = convert(
+        str(write(tmp_path / "new", config_of("retnet"), tensors_of("retnet"))), str(tmp_path / "b")
+    )
     assert same(read(a), read(b))
 
 
 def test_decays_of_a_half_precision_checkpoint_are_fp32_in_use(tmp_path):
     tensors = {name: t.bfloat16() for name, t in tensors_of("gated_deltanet").items()}
     source = write(tmp_path / "theirs", config_of("gated_deltanet", dtype="bfloat16"), tensors)
-    model = AutoModelForCausalLM.from_pretrained(convert(str(source), str(tmp_path / "ours")), dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        convert(str(source), str(tmp_path / "ours")), dtype="auto"
+    )
     assert model.dtype == torch.bfloat16
     decay = model.model.layers[1].mixer.decay
     assert decay.A_log.dtype == torch.float32
@@ -355,8 +455,16 @@ LLAMA = {"vocab_size": N, "hidden_size": D, "intermediate_size": I, "num_hidden_
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
-        {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        },
+        {
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
         {"num_key_value_heads": 1, "head_dim": 12, "eos_token_id": [3, 4], "pad_token_id": 0},
     ],
 )
@@ -381,7 +489,9 @@ def test_llama_both_ways(fields, tmp_path):
             assert not any(report.values())
             found = model.eval()(ids, attention_mask=mask).logits[mask == 1]
             assert (found - expected).abs().max() < 1e-4, folder
-    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (back, tmp_path / "llama")]
+    configs = [
+        AutoConfig.from_pretrained(folder).to_dict() for folder in (back, tmp_path / "llama")
+    ]
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
 
 
@@ -389,7 +499,12 @@ LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_
 LLAMA3["original_max_position_embeddings"] = 16
 PUBLISHED = {  # settings as in configs of the hub, and the keys among them that no model reads
     "smollm2": (
-        {"rope_theta": 100000, "rope_scaling": None, "rope_interleaved": False, "tie_word_embeddings": True},
+        {
+            "rope_theta": 100000,
+            "rope_scaling": None,
+            "rope_interleaved": False,
+            "tie_word_embeddings": True,
+        },
         {
             "is_llama_config": True,
             "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
@@ -404,7 +519,12 @@ PUBLISHED = {  # settings as in configs of the hub, and the keys among them that
     ),
     "qwen3": (
         {
-            **{"model_type": "qwen3", "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1000000},
+            **{
+                "model_type": "qwen3",
+                "head_dim": 12,
+                "num_key_value_heads": 2,
+                "rope_theta": 1000000,
+            },
             **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28},
             **{"eos_token_id": 4, "rope_scaling": None, "attention_bias": False},
         },
@@ -427,11 +547,15 @@ def test_published_configs(name, tmp_path, capsys):
     ours = convert(str(tmp_path / "theirs"), str(tmp_path / "ours"))
     back = convert(str(ours), str(tmp_path / "back"), config["model_type"])
     for folder in (ours, back):
-        assert "| greedy tokens equal | 32 of 32, with a cache |" in (folder / "README.md").read_text()
+        assert (
+            "| greedy tokens equal | 32 of 32, with a cache |" in (folder / "README.md").read_text()
+        )
     line = f"not read: {', '.join(unread)}: no effect on the model"
     assert (line in capsys.readouterr().err.splitlines()) == bool(unread)
     assert same(read(back), read(tmp_path / "theirs"))
-    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "theirs", back))
+    before, after = (
+        AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "theirs", back)
+    )
     changed = {key for key in before if before[key] != after.get(key)}
     assert changed <= {*unread, "_name_or_path", "architectures", "dtype", "rope_interleaved"}
 
@@ -459,15 +583,21 @@ def test_tokenizer_and_generation_config_go_along(tokenizer, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(ours).generation_config.max_new_tokens == 17
     assert not (ours / "optimizer.pt").exists()
     assert (ours / "modeling.py").is_file()
-    assert json.loads((ours / "config.json").read_text())["bos_token_id"] == 0  # it is put in front of a text
+    assert (
+        json.loads((ours / "config.json").read_text())["bos_token_id"] == 0
+    )  # it is put in front of a text
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
     tokenizer.save_pretrained(tmp_path / "llama")
     ours = convert(str(tmp_path / "llama"), str(tmp_path / "none"))
-    assert json.loads((ours / "config.json").read_text())["bos_token_id"] is None  # although Llama's has one
+    assert (
+        json.loads((ours / "config.json").read_text())["bos_token_id"] is None
+    )  # although Llama's has one
     (tmp_path / "llama" / "tokenizer.json").write_text("{}")
     ours = convert(str(tmp_path / "llama"), str(tmp_path / "torn"))
-    assert json.loads((ours / "config.json").read_text())["bos_token_id"] == LlamaConfig().bos_token_id
+    assert (
+        json.loads((ours / "config.json").read_text())["bos_token_id"] == LlamaConfig().bos_token_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -517,11 +647,23 @@ def refused(source, tmp_path, to=None):
             ("retnet", {"attn": {"layers": [1], "num_heads": 2} | changes})
             for changes in (
                 *({"qkv_bias": True}, {"qk_norm": True}, {"rope_theta": None}),
-                *({"layers": [0, 1]}, {"layers": [2]}, {"layers": [1, 1]}, {"layers": 1}, {"num_heads": 0}),
+                *(
+                    {"layers": [0, 1]},
+                    {"layers": [2]},
+                    {"layers": [1, 1]},
+                    {"layers": 1},
+                    {"num_heads": 0},
+                ),
             )
         ),
         ("retnet", {"attn": [1]}),
-        ("retnet", {"attn": [{"layers": [i], "num_heads": i + 1} for i in range(2)], "num_hidden_layers": 3}),
+        (
+            "retnet",
+            {
+                "attn": [{"layers": [i], "num_heads": i + 1} for i in range(2)],
+                "num_hidden_layers": 3,
+            },
+        ),
         ("delta_net", {"share_conv_kernel": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("gated_deltanet", {"attnres_block_size": 2}),
@@ -575,7 +717,11 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
         ("fla", {"mixer": "kda", "mixer_options": {"gate_bias": False}}, "gate_bias=False"),
         ("fla", {"mixer": "kda", "mixer_options": {"norm_write": True}}, "norm_write=True"),
         ("fla", {"mixer": "delta_product", "mixer_options": {"num_v_heads": 4}}, "num_v_heads=4"),
-        ("fla", {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}}, "gate_temperature=8.0"),
+        (
+            "fla",
+            {"mixer": "gla", "mixer_options": {"gate_temperature": 8.0}},
+            "gate_temperature=8.0",
+        ),
         ("fla", {"mixer": "retention", "mixer_options": {"rope_theta": 9.0}}, "rope_theta=9.0"),
         ("fla", {"mixer": "retention", "dropout": 0.1}, "dropout=0.1"),
         ("fla", {"mixer": "softmax", "head_dim": 6}, "head_dim=6"),
@@ -601,7 +747,11 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
         ("qwen3", {"mixer": "softmax"}, "qk_norm=False"),
         ("fla", {"mixer": "softmax", "mixer_options": {"rope_scaling": LLAMA3}}, "rope_scaling={"),
         (None, {"mixer": "softmax"}, "can become fla or llama: choose one with --to"),
-        (None, {"mixer": "softmax", "mixer_options": {"qk_norm": True}}, "nalanda to qwen3: tensor"),
+        (
+            None,
+            {"mixer": "softmax", "mixer_options": {"qk_norm": True}},
+            "nalanda to qwen3: tensor",
+        ),
         (
             None,
             {"mixer": "softmax", "use_bias": True, "expand_v": 2.0},
@@ -610,12 +760,24 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
         (None, {"mixer": "gated_deltanet", "conv_size": 3}, "fla or qwen3_5 or mlx: choose"),
         (
             None,
-            {"mixer": ["softmax", *["gated_deltanet"] * 3], "num_hidden_layers": 4, "mixer_options": QWEN3_5},
+            {
+                "mixer": ["softmax", *["gated_deltanet"] * 3],
+                "num_hidden_layers": 4,
+                "mixer_options": QWEN3_5,
+            },
             "nalanda to qwen3_5_text: tensor",
         ),
         (None, {"mixer": "nala"}, "mixer 'nala' can become nothing else"),
-        (None, {"mixer": "gated_deltanet"}, "can become fla or qwen3_5 or mlx or gguf: choose one with --to"),
-        ("fla", {"mixer": ["gla", "retention"]}, "mixer ['gla', 'retention'] can become nothing else"),
+        (
+            None,
+            {"mixer": "gated_deltanet"},
+            "can become fla or qwen3_5 or mlx or gguf: choose one with --to",
+        ),
+        (
+            "fla",
+            {"mixer": ["gla", "retention"]},
+            "mixer ['gla', 'retention'] can become nothing else",
+        ),
         ("nalanda", {"mixer": "gla"}, "can become fla: not nalanda"),
         ("gguf", {"mixer": "gla"}, "can become fla: not gguf"),
     ],
@@ -623,7 +785,9 @@ QWEN3_5 = {"gated_deltanet": {}, "softmax": {"qk_norm": True, "gate": "channel"}
 def test_options_that_they_lack(to, fields, message, tmp_path):
     sizes = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "intermediate_size": 12}
     config = NalandaConfig(**(sizes | fields))
-    assert message in refused(write(tmp_path / "ours", config.to_dict(), {"x": torch.zeros(1)}), tmp_path, to)
+    assert message in refused(
+        write(tmp_path / "ours", config.to_dict(), {"x": torch.zeros(1)}), tmp_path, to
+    )
 
 
 def test_tensors_that_do_not_fit(tmp_path):
@@ -633,7 +797,8 @@ def test_tensors_that_do_not_fit(tmp_path):
         f"tensor {name} is missing": {n: t for n, t in tensors.items() if n != name},
         "1 tensors have no counterpart, model.x for one": tensors | {"model.x": torch.zeros(1)},
         f"tensor {name} is [15], the config says [16]": tensors | {name: tensors[name][:15]},
-        "lm_head.weight and model.embeddings.weight differ": tensors | {"lm_head.weight": torch.zeros(N, D)},
+        "lm_head.weight and model.embeddings.weight differ": tensors
+        | {"lm_head.weight": torch.zeros(N, D)},
     }
     for i, (message, changed) in enumerate(cases.items()):
         assert message in refused(write(tmp_path / str(i), config_of("gla"), changed), tmp_path)
@@ -685,7 +850,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         }
         if "preupload" in self.path:
             files = [f["path"] for f in json.loads(body)["files"]]
-            found["files"] = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]
+            found["files"] = [
+                {"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files
+            ]
         text = json.dumps(found if self.server.status == 200 else {"error": "no"}).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Type", "application/json")
@@ -722,7 +889,10 @@ def evaluated(whole, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     tasks = {"copa": {"metrics": {"acc": 0.625, "ppl": None}, "stderr": {"acc": 0.0625}}}
     mine = {"name": "x", "fingerprint": fingerprint(model), "tasks": tasks}
-    other = mine | {"fingerprint": "0" * 16, "tasks": {"piqa": {"metrics": {"acc": 0.5}, "stderr": {}}}}
+    other = mine | {
+        "fingerprint": "0" * 16,
+        "tasks": {"piqa": {"metrics": {"acc": 0.5}, "stderr": {}}},
+    }
     (run / "eval").mkdir()
     (run / "eval" / "results.json").write_text(json.dumps({"models": [mine, other]}))
     return run
@@ -831,7 +1001,9 @@ def test_what_is_not_sent_at_all(hub, whole, tmp_path, monkeypatch):
 def test_a_model_of_the_hub_is_converted(monkeypatch, tmp_path):
     source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
     asked = []
-    monkeypatch.setattr(converting, "snapshot_download", lambda name, **_: asked.append(name) or str(source))
+    monkeypatch.setattr(
+        converting, "snapshot_download", lambda name, **_: asked.append(name) or str(source)
+    )
     monkeypatch.chdir(tmp_path)
     assert len(read(convert("fla-hub/gla", "ours"))) == len(tensors_of("gla"))
     assert asked == ["fla-hub/gla"]
@@ -839,12 +1011,18 @@ def test_a_model_of_the_hub_is_converted(monkeypatch, tmp_path):
 
 def test_the_commands(tmp_path, monkeypatch):
     source = write(tmp_path / "theirs", config_of("gla"), tensors_of("gla"))
-    run = typer.testing.CliRunner().invoke(nalanda_cli.app, ["convert", str(source), str(tmp_path / "ours")])
+    run = typer.testing.CliRunner().invoke(
+        nalanda_cli.app, ["convert", str(source), str(tmp_path / "ours")]
+    )
     assert run.stdout.strip() == str(tmp_path / "ours")
     assert "not compared: flash-linear-attention's models compute on GPUs only" in run.stderr
     asked = []
-    monkeypatch.setattr("nalanda.train.checkpoint_dir.find_checkpoint", lambda *args, **options: None)
-    monkeypatch.setattr(exporting, "push", lambda *args, **options: asked.append((args, options)) or "url")
+    monkeypatch.setattr(
+        "nalanda.train.checkpoint_dir.find_checkpoint", lambda *args, **options: None
+    )
+    monkeypatch.setattr(
+        exporting, "push", lambda *args, **options: asked.append((args, options)) or "url"
+    )
     command = ["export", "a", "b", "--push", "me/small", "--private", "--step", "3"]
     assert typer.testing.CliRunner().invoke(nalanda_cli.app, command).stdout == "url\n"
     assert asked == [((Path("a"), Path("b"), "me/small"), {"step": 3, "private": True})]

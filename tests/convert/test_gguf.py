@@ -24,7 +24,13 @@ from nalanda.data.tokenizer import _load_sentencepiece
 gguf = pytest.importorskip("gguf")
 write_gguf = functools.partial(writing.write_gguf, check=False)
 
-SIZES = {"vocab_size": 272, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 96}
+SIZES = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+}
 SIZES |= {"num_hidden_layers": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
 SOFTMAX = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "rotary_dim": 10, "rope_theta": 500.0}
 SOFTMAX |= {"qk_norm": True, "gate": "channel"}
@@ -57,7 +63,9 @@ def tokenizer(tokenizer):
 def save(folder, tokenizer, **changes):
     """A model folder with random weights, norms near 1."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(NalandaConfig(**SIZES | changes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        NalandaConfig(**SIZES | changes), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -94,7 +102,11 @@ def logits(file, ids):
     eps, t = file["attention.layer_norm_rms_epsilon"], file.tensors
     x = t["token_embd.weight"][ids]
     for i in range(file["block_count"]):
-        w = {n.removeprefix(f"blk.{i}.").removesuffix(".weight"): v for n, v in t.items() if f"blk.{i}." in n}
+        w = {
+            n.removeprefix(f"blk.{i}.").removesuffix(".weight"): v
+            for n, v in t.items()
+            if f"blk.{i}." in n
+        }
         mix = delta if (i + 1) % file["full_attention_interval"] else attention
         x = x + mix(file, w, rms(x, w["attn_norm"], eps), eps)
         h = rms(x, w["post_attention_norm"], eps)
@@ -127,7 +139,9 @@ def attention(file, w, h, eps):
     assert sum(file["rope.dimension_sections"]) == R // 2
     q, gate = (h @ w["attn_q"].T).view(T, H, 2 * K).split(K, -1)
     k, v = ((h @ w[f"attn_{n}"].T).view(T, HK, K) for n in "kv")
-    angles = torch.arange(T)[:, None] * file["rope.freq_base"] ** (-torch.arange(0, R, 2).double() / R)
+    angles = torch.arange(T)[:, None] * file["rope.freq_base"] ** (
+        -torch.arange(0, R, 2).double() / R
+    )
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
     def rotated(x, weight):
@@ -163,7 +177,9 @@ def test_the_file_computes_the_model(shape, tokenizer, tmp_path):
 @pytest.mark.parametrize(("dtype", "error"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)])
 def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
     save(tmp_path / "m", tokenizer, **HYBRID, intermediate_size=100)
-    exact, file = (File(write_gguf(tmp_path / "m", tmp_path / f"{d}.gguf", d)) for d in ("f32", dtype))
+    exact, file = (
+        File(write_gguf(tmp_path / "m", tmp_path / f"{d}.gguf", d)) for d in ("f32", dtype)
+    )
     assert set(exact.types.values()) == {"F32"}
     assert exact.tensors["blk.0.ffn_down.weight"].shape[-1] == 100
     for name, x in exact.tensors.items():
@@ -190,7 +206,10 @@ def test_matrices_have_the_dtype(dtype, error, tokenizer, tmp_path):
             ({"mixer_options": {name: True}}, name)
             for name in ("allow_neg_eigval", "norm_write", "norm_read")
         ),
-        ({"mixer": ["softmax", "gated_deltanet"], "mixer_options": {"softmax": SOFTMAX}}, "order of mixers"),
+        (
+            {"mixer": ["softmax", "gated_deltanet"], "mixer_options": {"softmax": SOFTMAX}},
+            "order of mixers",
+        ),
         *(
             (
                 HYBRID | {"mixer_options": {"softmax": SOFTMAX | {name: value}}},
@@ -256,7 +275,9 @@ def test_byte_level_bpe(tokenizer, tmp_path):
 
 def test_a_model_of_the_hub(tokenizer, tmp_path, monkeypatch):
     save(tmp_path / "m", tokenizer, num_hidden_layers=1)
-    monkeypatch.setattr(converting, "snapshot_download", lambda name, **_: {"me/small": tmp_path / "m"}[name])
+    monkeypatch.setattr(
+        converting, "snapshot_download", lambda name, **_: {"me/small": tmp_path / "m"}[name]
+    )
     monkeypatch.chdir(tmp_path)
     file = File(write_gguf("me/small", tmp_path / "small.gguf"))
     assert file.fields["general.name"] == "small"
@@ -290,7 +311,9 @@ def test_sentencepiece_bpe(tmp_path):
         symbols = list("▁" + text.replace(" ", "▁"))
         rank = dict(zip(tokens, scores, strict=True))
         while pairs := [
-            (rank[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in rank
+            (rank[a + b], -i)
+            for i, (a, b) in enumerate(itertools.pairwise(symbols))
+            if a + b in rank
         ]:
             i = -max(pairs)[1]
             symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
@@ -319,7 +342,11 @@ BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
     [
         (models.WordLevel({"a": 0}, "a"), pre_tokenizers.WhitespaceSplit(), "like this WordLevel"),
         (models.BPE({"a": 0}, []), pre_tokenizers.WhitespaceSplit(), "like this BPE"),
-        (models.BPE({"a": 0}, []), pre_tokenizers.ByteLevel(add_prefix_space=True), "add_prefix_space"),
+        (
+            models.BPE({"a": 0}, []),
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+            "add_prefix_space",
+        ),
         (models.BPE({"a": 0}, []), pre_tokenizers.ByteLevel(add_prefix_space=False), "no merges"),
         (
             models.BPE({"a": 0}, [], byte_fallback=True),
@@ -328,7 +355,8 @@ BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
         ),
         (  # "abc" may come from "a" and "bc" too
             models.BPE(
-                BYTES | {piece: 256 + i for i, piece in enumerate(("a", "b", "c", "ab", "bc", "abc"))},
+                BYTES
+                | {piece: 256 + i for i, piece in enumerate(("a", "b", "c", "ab", "bc", "abc"))},
                 [("a", "b"), ("b", "c"), ("ab", "c")],
                 byte_fallback=True,
             ),
@@ -352,7 +380,9 @@ def test_refuses_other_tokenizers(model, step, said, tmp_path):
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 def test_refuses_flags_of_added_tokens(flag, special, tokenizer, tmp_path):
     tokenizer.add_tokens([AddedToken("<call>", special=special, **{flag: True})])
-    with pytest.raises(InputError, match=f"no {flag}, which '<call>' has: set it to false in tokenizer.json"):
+    with pytest.raises(
+        InputError, match=f"no {flag}, which '<call>' has: set it to false in tokenizer.json"
+    ):
         written(tmp_path, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -360,7 +390,9 @@ def test_refuses_flags_of_added_tokens(flag, special, tokenizer, tmp_path):
 @pytest.mark.parametrize("step", ["NFC", "NFKC", "Lowercase", "StripAccents"])
 def test_refuses_normalizers(step, tokenizer, tmp_path):
     tokenizer.backend_tokenizer.normalizer = getattr(normalizers, step)()
-    with pytest.raises(InputError, match=f'no step {{"type": "{step}"}}: .* remove it from tokenizer.json'):
+    with pytest.raises(
+        InputError, match=f'no step {{"type": "{step}"}}: .* remove it from tokenizer.json'
+    ):
         written(tmp_path, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -373,7 +405,9 @@ def facts(path):
     return dict(line.split(": ", 1) for line in lines)
 
 
-TAME = {"initializer_range": 0.05}  # rounding errors grow in a random model, in a trained one they do not
+TAME = {
+    "initializer_range": 0.05
+}  # rounding errors grow in a random model, in a trained one they do not
 
 
 @pytest.mark.parametrize(
@@ -381,7 +415,9 @@ TAME = {"initializer_range": 0.05}  # rounding errors grow in a random model, in
 )
 def test_llama_cpp_computes_the_same(shape, dtype, tokenizer, tmp_path, capfd):
     pytest.importorskip("xllamacpp")
-    tokenizer.add_tokens([AddedToken("<call>"), AddedToken("<|end|>", special=True, normalized=True)])
+    tokenizer.add_tokens(
+        [AddedToken("<call>"), AddedToken("<|end|>", special=True, normalized=True)]
+    )
     save(tmp_path / "m", tokenizer, **SHAPES[shape] | TAME)
     capfd.readouterr()
     found = facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype))
@@ -414,7 +450,9 @@ def test_llama_cpp_computes_the_same(shape, dtype, tokenizer, tmp_path, capfd):
         ("q8_0", "blk.0.ssm_a", lambda x: x * 1.01),
     ],
 )
-def test_a_wrong_tensor_leaves_nothing(dtype, broken, change, files, tokenizer, tmp_path, monkeypatch):
+def test_a_wrong_tensor_leaves_nothing(
+    dtype, broken, change, files, tokenizer, tmp_path, monkeypatch
+):
     pytest.importorskip("xllamacpp")
     save(tmp_path / "m", tokenizer, **HYBRID | TAME)
     right, write, written = writing._tensors, writing._write, []
@@ -425,7 +463,11 @@ def test_a_wrong_tensor_leaves_nothing(dtype, broken, change, files, tokenizer, 
 
     monkeypatch.setattr(writing, "_write", lambda *args: written.append(args[2]) or write(*args))
     monkeypatch.setattr(writing, "_tensors", wrong)
-    said = "log-probabilities by" if files == "both files" or dtype == "f32" else rf"\S*{broken}\S* is not"
+    said = (
+        "log-probabilities by"
+        if files == "both files" or dtype == "f32"
+        else rf"\S*{broken}\S* is not"
+    )
     with pytest.raises(InputError, match=f"source and target differ: {said}"):
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf", dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -434,11 +476,23 @@ def test_a_wrong_tensor_leaves_nothing(dtype, broken, change, files, tokenizer, 
 @pytest.mark.parametrize(
     ("method", "key", "change", "said"),
     [
-        ("merges", "merges", lambda merges: merges[:1], "their tokenizers cut 'Naming.*…' into other tokens"),
-        ("types", "token_type", lambda types: [1 if x == 4 else x for x in types], "cut '<call> word' into"),
+        (
+            "merges",
+            "merges",
+            lambda merges: merges[:1],
+            "their tokenizers cut 'Naming.*…' into other tokens",
+        ),
+        (
+            "types",
+            "token_type",
+            lambda types: [1 if x == 4 else x for x in types],
+            "cut '<call> word' into",
+        ),
     ],
 )
-def test_a_wrong_tokenizer_leaves_nothing(method, key, change, said, tokenizer, tmp_path, monkeypatch):
+def test_a_wrong_tokenizer_leaves_nothing(
+    method, key, change, said, tokenizer, tmp_path, monkeypatch
+):
     pytest.importorskip("xllamacpp")
     tokenizer.add_tokens(["<call>"])
     save(tmp_path / "m", tokenizer, num_hidden_layers=1)
@@ -457,7 +511,9 @@ def test_another_end_of_text_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     save(tmp_path / "m", tokenizer, num_hidden_layers=1)
     right = gguf.GGUFWriter.add_eos_token_id
     monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda writer, i: right(writer, i + 1))
-    with pytest.raises(InputError, match=r"differ: the list of ids that end a text is \[0\] and \[1\]"):
+    with pytest.raises(
+        InputError, match=r"differ: the list of ids that end a text is \[0\] and \[1\]"
+    ):
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
 
 
@@ -497,7 +553,9 @@ def test_short_contexts(context, tokenizer, tmp_path):
     pytest.importorskip("xllamacpp")
     save(tmp_path / "m", tokenizer, max_position_embeddings=context, num_hidden_layers=1, **TAME)
     if context >= 96:
-        assert facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf"))["compared on"].startswith("96")
+        assert facts(writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf"))[
+            "compared on"
+        ].startswith("96")
         return
     with pytest.raises(InputError) as refused:
         writing.write_gguf(tmp_path / "m", tmp_path / "m.gguf")
@@ -511,10 +569,21 @@ def test_says_why_it_was_not_compared(check, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     run = typer.testing.CliRunner().invoke(
         nalanda_cli.app,
-        ["convert", str(tmp_path / "m"), str(tmp_path / "m.gguf"), "--to", "gguf", *["--no-check"][check:]],
+        [
+            "convert",
+            str(tmp_path / "m"),
+            str(tmp_path / "m.gguf"),
+            "--to",
+            "gguf",
+            *["--no-check"][check:],
+        ],
     )
     assert run.exit_code == 0
-    why = "xllamacpp: not installed; pip install 'nalanda[deploy]'" if check else "asked for with --no-check"
+    why = (
+        "xllamacpp: not installed; pip install 'nalanda[deploy]'"
+        if check
+        else "asked for with --no-check"
+    )
     assert facts(tmp_path / "m.gguf") == {"source and target": f"not compared: {why}"}
 
 
@@ -525,12 +594,16 @@ def test_llama_cpp_answers_with_the_same_text(shape, tokenizer, tmp_path):
     params = engine.CommonParams()
     params.model.path = str(write_gguf(tmp_path / "m", tmp_path / "m.gguf"))
     params.port, params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 0, 256, 1, 1
-    params.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # its sums are fp16
+    params.flash_attn_type = (
+        engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )  # its sums are fp16
     params.cache_type_k = params.cache_type_v = engine.ggml_type.GGML_TYPE_F32
     prompt = "The state of a recurrent layer:\n  def f(x): return x + 1"
     answer = engine.Server(params).handle_completions(
         {"prompt": prompt, "n_predict": 24, "temperature": 0, "ignore_eos": True}
     )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    new = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    new = model.generate(
+        **inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert answer["choices"][0]["text"] == tokenizer.decode(new[0, inputs.input_ids.shape[1] :])

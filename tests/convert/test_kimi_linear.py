@@ -30,13 +30,17 @@ def read(folder):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back(dtype, tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(NalandaConfig(**SIZES, **OURS, conv_size=3, norm_eps=1e-3))
+    model = AutoModelForCausalLM.from_config(
+        NalandaConfig(**SIZES, **OURS, conv_size=3, norm_eps=1e-3)
+    )
     model.to(dtype).save_pretrained(tmp_path / "ours")
     theirs = convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), "kimi_linear")
     card = (theirs / "README.md").read_text()
@@ -48,7 +52,10 @@ def test_there_and_back(dtype, tmp_path):
     back = convert(str(theirs), str(tmp_path / "back"), "nalanda", check=False)
     assert same(read(back), read(tmp_path / "ours"))
     before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "ours", back))
-    assert {name for name in before if before[name] != after[name]} <= {"feature_map", "use_gate"}  # defaults
+    assert {name for name in before if before[name] != after[name]} <= {
+        "feature_map",
+        "use_gate",
+    }  # defaults
 
 
 def test_what_transformers_saves(tmp_path):
@@ -103,8 +110,14 @@ def refused(source, to=None):
         ({}, "full_attn_layers=[4]"),
         ({"layer_types": ["linear_attention"] * 4}, "num_experts=8"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers"),
-        ({"layer_types": ["linear_attention"] * 4, "mlp_layer_types": ["sparse"] * 4}, "num_experts=8"),
-        ({"linear_attn_config": {"full_attn_layers": [], "gate_lower_bound": -5.0}}, "gate_lower_bound=-5.0"),
+        (
+            {"layer_types": ["linear_attention"] * 4, "mlp_layer_types": ["sparse"] * 4},
+            "num_experts=8",
+        ),
+        (
+            {"linear_attn_config": {"full_attn_layers": [], "gate_lower_bound": -5.0}},
+            "gate_lower_bound=-5.0",
+        ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ({"some_new_option": 3}, "some_new_option=3"),
     ],
@@ -121,13 +134,19 @@ def test_what_we_lack(changes, message, tmp_path):
     [
         ({"mixer_options": {}}, "gate_bias=True"),
         ({"mixer_options": {"gate_bias": False, "num_v_heads": 6}}, "num_v_heads=6"),
-        ({"mixer_options": {"gate_bias": False, "allow_neg_eigval": True}}, "allow_neg_eigval=True"),
+        (
+            {"mixer_options": {"gate_bias": False, "allow_neg_eigval": True}},
+            "allow_neg_eigval=True",
+        ),
         ({"expand_v": 2.0}, "value_dim=16"),
         ({"conv_size": 0}, "conv_size=0"),
         ({"feature_map": "nala"}, "feature_map='nala'"),
         ({"use_bias": True}, "use_bias=True"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ({"mixer": ["kda", "softmax"], "mixer_options": {}}, "can become nothing else: not kimi_linear"),
+        (
+            {"mixer": ["kda", "softmax"], "mixer_options": {}},
+            "can become nothing else: not kimi_linear",
+        ),
     ],
 )
 def test_what_they_lack(changes, message, tmp_path):

@@ -45,7 +45,10 @@ HYBRID: dict[str, typing.Any] = {
     "num_hidden_layers": 4,
     "mixer": {"pattern": ["gated_deltanet"] * 3 + ["softmax"]},
 }
-HYBRID["mixer_options"] = {"gated_deltanet": {"num_v_heads": 4}, "softmax": FULL | {"rope_theta": 100.0}}
+HYBRID["mixer_options"] = {
+    "gated_deltanet": {"num_v_heads": 4},
+    "softmax": FULL | {"rope_theta": 100.0},
+}
 MODELS = {
     "pure": {},
     "grouped": {"mixer_options": {"num_v_heads": 4}, "expand_v": 2.0, "tie_word_embeddings": True},
@@ -73,7 +76,9 @@ def read(folder):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
 
 
 def rows(folder):
@@ -100,7 +105,9 @@ def test_there_and_back(fields, dtype, tmp_path):
     back = convert(str(theirs), str(tmp_path / "back"), "nalanda", check=False)
     assert same(read(back), read(ours))
     config = json.loads((back / "config.json").read_text())
-    assert {k: config[k] for k in ("mixer", "num_hidden_layers", "num_heads", "head_dim", "dtype")} == {
+    assert {
+        k: config[k] for k in ("mixer", "num_hidden_layers", "num_heads", "head_dim", "dtype")
+    } == {
         k: json.loads((ours / "config.json").read_text())[k]
         for k in ("mixer", "num_hidden_layers", "num_heads", "head_dim", "dtype")
     }
@@ -132,9 +139,24 @@ def multimodal(tmp_path_factory):
         "num_hidden_layers": 4,
         "head_dim": 16,
     }
-    text |= linear | {"linear_value_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text |= {"eos_token_id": 7, "initializer_range": 0.2, "full_attention_interval": 4, "layer_types": None}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    text |= linear | {
+        "linear_value_head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    text |= {
+        "eos_token_id": 7,
+        "initializer_range": 0.2,
+        "full_attention_interval": 4,
+        "layer_types": None,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     config = Qwen3_5Config(
         text_config=text, vision_config=vision | {"patch_size": 2, "num_position_embeddings": 4}
     )
@@ -154,7 +176,9 @@ def test_the_text_model_of_a_multimodal_one(multimodal, tmp_path, capsys):
     assert config.eos_token_id == 7
     assert config.layer_mixers == ["gated_deltanet"] * 3 + ["softmax"]
     theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5", check=False)
-    text = {n.replace(".language_model", ""): t for n, t in read(multimodal).items() if "language" in n}
+    text = {
+        n.replace(".language_model", ""): t for n, t in read(multimodal).items() if "language" in n
+    }
     found = read(theirs)
     assert found.keys() == text.keys() | {"lm_head.weight"}
     for name, tensor in text.items():  # norms have lost the bits of w below those of w + 1
@@ -168,14 +192,22 @@ def test_a_tokenizer_stays_what_transformers_made_of_it(multimodal, tokenizer, t
     before = AutoTokenizer.from_pretrained(folder)
     ours = convert(str(folder), str(tmp_path / "ours"))
     after = AutoTokenizer.from_pretrained(ours)
-    assert tokenizer.encode("cafe\u0301") != before.encode("cafe\u0301") == after.encode("cafe\u0301")
+    assert (
+        tokenizer.encode("cafe\u0301") != before.encode("cafe\u0301") == after.encode("cafe\u0301")
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": {"layer_types": ["sliding_attention"] * 4}}, "layer_types='sliding_attention'"),
-        ({"text_config": {"layer_types": ["full_attention"] * 4}}, "layer_types=['full_attention',"),
+        (
+            {"text_config": {"layer_types": ["sliding_attention"] * 4}},
+            "layer_types='sliding_attention'",
+        ),
+        (
+            {"text_config": {"layer_types": ["full_attention"] * 4}},
+            "layer_types=['full_attention',",
+        ),
         ({"text_config": {"attention_bias": True}}, "attention_bias=True"),
         ({"text_config": {"attn_output_gate": False}}, "attn_output_gate=False"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
@@ -219,7 +251,13 @@ def test_what_we_lack(changes, message, multimodal, tmp_path):
         ({"mixer": ["gated_deltanet", "gla"]}, "can become nothing else"),
         ({"mixer": "softmax"}, "not qwen3_5"),
         *(
-            ({"mixer": ["gated_deltanet", "softmax"], "mixer_options": {"softmax": FULL | options}}, message)
+            (
+                {
+                    "mixer": ["gated_deltanet", "softmax"],
+                    "mixer_options": {"softmax": FULL | options},
+                },
+                message,
+            )
             for options, message in (
                 ({"window": 3}, "window=3"),
                 ({"gate": "head"}, "gate='head'"),
@@ -280,7 +318,9 @@ def test_a_wrong_tensor_leaves_nothing(broken, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     run = typer.testing.CliRunner().invoke(nalanda_cli.app, [*command, "--no-check"])
     assert run.exit_code == 0
-    assert rows(tmp_path / "out") == {"source and target": "not compared: asked for with --no-check"}
+    assert rows(tmp_path / "out") == {
+        "source and target": "not compared: asked for with --no-check"
+    }
 
 
 def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
@@ -309,17 +349,29 @@ def test_a_cache_that_goes_wrong_is_found(monkeypatch, tmp_path):
     [
         ("config.json", '"eos_token_id": 2', '"eos_token_id": 3', "config.eos_token_id is 2 and 3"),
         ("config.json", '"bos_token_id": 1', '"bos_token_id": 3', "config.bos_token_id is 1 and 3"),
-        ("config.json", '"pad_token_id": null', '"pad_token_id": 1', "config.pad_token_id is None and 1"),
+        (
+            "config.json",
+            '"pad_token_id": null',
+            '"pad_token_id": 1',
+            "config.pad_token_id is None and 1",
+        ),
         (
             "tokenizer_config.json",
             '"eos_token": "<|endoftext|>"',
             '"eos_token": "<call>"',
             "tokenizer.eos_token",
         ),
-        ("tokenizer.json", '"lstrip": true', '"lstrip": false', "cut 'a <call> b' into other tokens"),
+        (
+            "tokenizer.json",
+            '"lstrip": true',
+            '"lstrip": false',
+            "cut 'a <call> b' into other tokens",
+        ),
     ],
 )
-def test_a_wrong_token_leaves_nothing(file, right, wrong, message, tokenizer, monkeypatch, tmp_path):
+def test_a_wrong_token_leaves_nothing(
+    file, right, wrong, message, tokenizer, monkeypatch, tmp_path
+):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken("<call>", lstrip=True)])
     ours, load = write(tmp_path / "ours", {"vocab_size": len(tokenizer)}), certificate.compute
@@ -342,7 +394,10 @@ def test_text_of_the_tokenizer_is_compared(tokenizer, tmp_path):
     theirs = convert(str(ours), str(tmp_path / "theirs"), "qwen3_5")
     assert "English" in rows(theirs)["compared on"]
     model, _ = load_model(str(theirs), device="cpu")  # although flash-linear-attention is installed
-    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=None).shape == (1, 7)
+    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=None).shape == (
+        1,
+        7,
+    )
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -358,7 +413,12 @@ def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, t
     tokenizer.save_pretrained(tmp_path / "published")
     ours = convert(str(tmp_path / "published"), str(tmp_path / "ours"))
 
-    settings = (f"model={{init_from: {ours}}}", f"tokenizer={ours}", "train.steps=10", "validation.every=0")
+    settings = (
+        f"model={{init_from: {ours}}}",
+        f"tokenizer={ours}",
+        "train.steps=10",
+        "validation.every=0",
+    )
     run = train(configured(recipe, tmp_path / "run", *settings))
     losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     assert losses[0] == pytest.approx(math.log(260), abs=0.1)  # that of the random weights
@@ -367,7 +427,9 @@ def test_pretraining_continues_from_an_import_and_goes_back(recipe, tokenizer, t
     back = convert(str(run / "final"), str(tmp_path / "back"), "qwen3_5")
     assert rows(back)["greedy tokens equal"].startswith("32 of 32")
     assert "English" in rows(back)["compared on"]
-    before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "published", back))
+    before, after = (
+        json.loads((f / "config.json").read_text()) for f in (tmp_path / "published", back)
+    )
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
     tokens = {"bos_token_id", "eos_token_id", "pad_token_id"}  # training takes the tokenizer's
     assert changed <= tokens | {"rope_parameters"}  # which names an image's axes too
@@ -421,7 +483,9 @@ def test_mlx_computes_the_same(source, dtype, stored, tokenizer, tmp_path, capfd
         ("q8", "0.linear_attn.A_log", lambda x: x + 0.1),
     ],
 )
-def test_a_wrong_tensor_of_mlx_leaves_nothing(dtype, broken, change, inner, tokenizer, tmp_path, monkeypatch):
+def test_a_wrong_tensor_of_mlx_leaves_nothing(
+    dtype, broken, change, inner, tokenizer, tmp_path, monkeypatch
+):
     """In the exact model, which is rounded, or in the rounded one alone."""
     pytest.importorskip("mlx_lm")
     write(tmp_path / "ours", TAME | {"initializer_range": 0.1})
@@ -444,12 +508,16 @@ def test_a_wrong_tensor_of_mlx_leaves_nothing(dtype, broken, change, inner, toke
 
 
 @pytest.mark.parametrize(("dtype", "finer"), [("q8", "f16"), ("bf16", "f32")])
-def test_rounding_that_moves_too_much_names_a_finer_dtype(dtype, finer, tokenizer, tmp_path, monkeypatch):
+def test_rounding_that_moves_too_much_names_a_finer_dtype(
+    dtype, finer, tokenizer, tmp_path, monkeypatch
+):
     pytest.importorskip("mlx_lm")
     write(tmp_path / "ours", TAME)
     tokenizer.save_pretrained(tmp_path / "ours")
     monkeypatch.setitem(certificate.ROUNDED, dtype, 1e-6)
-    said = rf"^rounding to {dtype} moves log-probabilities by \S+, more than .*: take --dtype {finer}$"
+    said = (
+        rf"^rounding to {dtype} moves log-probabilities by \S+, more than .*: take --dtype {finer}$"
+    )
     with pytest.raises(InputError, match=said):
         convert(str(tmp_path / "ours"), str(tmp_path / "out"), "mlx", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -460,7 +528,9 @@ def test_a_folder_of_mlx_is_a_target_only(tokenizer, tmp_path):
     write(tmp_path / "ours", TAME)
     tokenizer.save_pretrained(tmp_path / "ours")
     mlx_folder = convert(str(tmp_path / "ours"), str(tmp_path / "mlx"), "mlx", check=False)
-    said = "mlx: a folder of mlx-lm, which is a target only; convert the model that it was made from"
+    said = (
+        "mlx: a folder of mlx-lm, which is a target only; convert the model that it was made from"
+    )
     with pytest.raises(InputError, match=said):
         convert(str(mlx_folder), str(tmp_path / "back"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlx", "ours"]
@@ -470,7 +540,11 @@ def test_a_folder_of_mlx_is_a_target_only(tokenizer, tmp_path):
     ("fields", "dtype", "message"),
     [
         ({}, "q4", "dtype 'q4' is not one of f32"),
-        (HYBRID | {"mixer": ["softmax", *["gated_deltanet"] * 3]}, "f32", "softmax must be every n-th layer"),
+        (
+            HYBRID | {"mixer": ["softmax", *["gated_deltanet"] * 3]},
+            "f32",
+            "softmax must be every n-th layer",
+        ),
         ({"feature_map": "nala"}, "f32", "feature_map='nala'"),
         ({}, None, "pip install 'nalanda[mlx]'"),
     ],

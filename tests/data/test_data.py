@@ -27,12 +27,26 @@ from nalanda.config.schema import Component, DataConfig, TokenizerConfig
 from nalanda.data import corpus, documents, packing, readers
 from nalanda.data import loader as data
 from nalanda.data.corpus import DocumentStream, held_out, open_corpora, open_corpus
-from nalanda.data.documents import Document, Fields, FileShard, Left, hash_text, not_blank, split_lines
+from nalanda.data.documents import (
+    Document,
+    Fields,
+    FileShard,
+    Left,
+    hash_text,
+    not_blank,
+    split_lines,
+)
 from nalanda.data.hold_out import NONE, PIECE, cut_text
 from nalanda.data.loader import PackedBatches, validation_batches
 from nalanda.data.packing import StreamRows
 from nalanda.data.prepare import begin, prepare
-from nalanda.data.python_docs import PASSAGE, _passages, python_documents, split_families, without_copies
+from nalanda.data.python_docs import (
+    PASSAGE,
+    _passages,
+    python_documents,
+    split_families,
+    without_copies,
+)
 from nalanda.data.readers import read_blocks
 from nalanda.data.tokenizer import build_tokenizer, check_vocabulary
 
@@ -43,7 +57,10 @@ def ragged_texts(count: int, seed: int = 0) -> list[str]:
     """Distinct texts of 5 to 90 bytes, some of them several rows long."""
     rng = random.Random(seed)
     lengths = [rng.choice([5, 6, 7, 8, 12, 30, 90]) for _ in range(count)]
-    return [f"{i:04d}" + "".join(rng.choices("abc é漢", k=length - 4)) for i, length in enumerate(lengths)]
+    return [
+        f"{i:04d}" + "".join(rng.choices("abc é漢", k=length - 4))
+        for i, length in enumerate(lengths)
+    ]
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
@@ -68,7 +85,9 @@ def write_parquet(path: Path, texts: list[str]) -> Path:
 
 def read_all(source, split: str = "train", **settings) -> list[str]:
     config = DataConfig(source=str(source), validation_share=1e-9, **settings)
-    return sorted(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
+    return sorted(
+        DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +96,9 @@ def byte_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "a.txt").write_text("some text")
     config = DataConfig(source=str(folder / "a.txt"), validation_share=1e-9)
-    return build_tokenizer(TokenizerConfig(train="bpe", vocab_size=257), config, folder / "tokenizer")
+    return build_tokenizer(
+        TokenizerConfig(train="bpe", vocab_size=257), config, folder / "tokenizer"
+    )
 
 
 @pytest.fixture
@@ -86,7 +107,9 @@ def shards(tmp_path) -> DataConfig:
     texts = ragged_texts(60)
     for i, part in enumerate((texts[:17], texts[17:20], texts[20:])):
         write_jsonl(tmp_path / "shards" / f"{i}.jsonl", part)
-    return DataConfig(source=str(tmp_path / "shards"), validation_share=1e-9, seq_len=16, shuffle_buffer=7)
+    return DataConfig(
+        source=str(tmp_path / "shards"), validation_share=1e-9, seq_len=16, shuffle_buffer=7
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +132,9 @@ def reading_threads() -> list[threading.Thread]:
 
 
 def same(batch: dict, other: dict) -> bool:
-    return batch.keys() == other.keys() and all(torch.equal(batch[key], other[key]) for key in batch)
+    return batch.keys() == other.keys() and all(
+        torch.equal(batch[key], other[key]) for key in batch
+    )
 
 
 # ------------------------------ packing
@@ -122,9 +147,15 @@ def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, byte_to
     bos, eos = bool(seed & 1), bool(seed & 2)
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     config = DataConfig(
-        source=str(source), validation_source=str(source), seq_len=rng.randint(2, 40), bos=bos, eos=eos
+        source=str(source),
+        validation_source=str(source),
+        seq_len=rng.randint(2, 40),
+        bos=bos,
+        eos=eos,
     )
-    batches = PackedBatches(config, byte_tokenizer, split="validation", batch_size=rng.randint(1, 5))
+    batches = PackedBatches(
+        config, byte_tokenizer, split="validation", batch_size=rng.randint(1, 5)
+    )
     ids = byte_tokenizer(texts, add_special_tokens=False)["input_ids"]
     documents = [[0] * bos + tokens + [0] * eos for tokens in ids]
     assert any(len(d) > config.seq_len for d in documents)
@@ -138,7 +169,9 @@ def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, byte_to
             == batch["labels"].shape
             == batch["position_ids"].shape
         )
-        assert {batch[key].dtype for key in ("input_ids", "labels", "position_ids")} == {torch.int64}
+        assert {batch[key].dtype for key in ("input_ids", "labels", "position_ids")} == {
+            torch.int64
+        }
         assert batch["cu_seqlens"].dtype == torch.int32
         bounds = batch["cu_seqlens"].tolist()
         assert bounds == sorted(set(bounds))
@@ -158,7 +191,9 @@ def test_rows_are_the_documents_in_order_with_their_boundaries(tmp_path, byte_to
         range(0, total, config.seq_len)
     )
     assert {start for start in starts if start <= total} == expected
-    assert unlabelled == sorted({start for start in starts if start < total} | set(range(total, len(tokens))))
+    assert unlabelled == sorted(
+        {start for start in starts if start < total} | set(range(total, len(tokens)))
+    )
 
 
 def test_single_leftover_token_is_a_segment_without_label(tmp_path, byte_tokenizer):
@@ -185,7 +220,9 @@ def test_every_document_once_an_epoch_in_a_new_order(byte_tokenizer, shards):
 
 def test_every_token_once_an_epoch(byte_tokenizer, shards):
     batches = PackedBatches(shards, byte_tokenizer, split="train", batch_size=1, epochs=2)
-    counted = sum((np.bincount(b["input_ids"].view(-1), minlength=257) for b in batches), np.zeros(257, int))
+    counted = sum(
+        (np.bincount(b["input_ids"].view(-1), minlength=257) for b in batches), np.zeros(257, int)
+    )
     ids = byte_tokenizer(ragged_texts(60), add_special_tokens=False)["input_ids"]
     expected = 2 * np.bincount([*itertools.chain(*ids), *[0] * 120], minlength=257)
     missing = expected - counted
@@ -198,10 +235,14 @@ def test_rows_of_a_long_document_do_not_fill_a_batch(tmp_path, byte_tokenizer, m
     monkeypatch.setattr(packing, "PERMUTED_GROUP", 1 << 20)
     for letter in "abcd":
         (tmp_path / f"{letter}.txt").write_text(letter * 800)
-    config = DataConfig(source=str(tmp_path), validation_share=1e-9, seq_len=16, bos=False, eos=False)
+    config = DataConfig(
+        source=str(tmp_path), validation_share=1e-9, seq_len=16, bos=False, eos=False
+    )
 
     def batches(seed: int) -> list[list[int]]:
-        packed = PackedBatches(config, byte_tokenizer, split="train", batch_size=4, seed=seed, epochs=1)
+        packed = PackedBatches(
+            config, byte_tokenizer, split="train", batch_size=4, seed=seed, epochs=1
+        )
         return [batch["input_ids"][:, 0].tolist() for batch in packed]
 
     seen = batches(0)
@@ -269,7 +310,13 @@ def test_a_special_token_written_in_a_text_stays_text(tmp_path, byte_tokenizer):
 
 # ------------------------------ one text in rows
 
-LINES = ["", " = Title = \n", "", *(f" the {i} word of line {i} , <unk> .\n" for i in range(40)), ""]
+LINES = [
+    "",
+    " = Title = \n",
+    "",
+    *(f" the {i} word of line {i} , <unk> .\n" for i in range(40)),
+    "",
+]
 
 
 @pytest.fixture
@@ -309,7 +356,8 @@ def test_joined_rows_of_training_are_the_same_text_in_another_order(lines, word_
     text = [word for line in LINES for word in (*line.split(), "</s>")]
     batches = PackedBatches(lines, word_tokenizer, split="train", batch_size=1, epochs=2, seed=5)
     rows = [
-        " ".join(word_tokenizer.convert_ids_to_tokens(batch["labels"][0, 1:].tolist())) for batch in batches
+        " ".join(word_tokenizer.convert_ids_to_tokens(batch["labels"][0, 1:].tolist()))
+        for batch in batches
     ]
     both = text * 2
     expected = [" ".join(both[i : i + 5]) for i in range(0, len(both) - 4, 5)]
@@ -339,7 +387,10 @@ def test_a_joined_file_holds_out_its_last_share(tmp_path):
     assert train + validation == text
     assert 0.02 <= len(validation) / len(text) <= 0.04
     assert train.endswith("\n\n")
-    assert open_corpus(data, "train").note == "book.txt: one text, its last 2 % are held out for validation"
+    assert (
+        open_corpus(data, "train").note
+        == "book.txt: one text, its last 2 % are held out for validation"
+    )
     assert texts_of(open_corpus(data, "train", validation=False)) == [text]
 
 
@@ -371,11 +422,15 @@ def through_torch(state: dict) -> dict:
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 7, 1000])
 @pytest.mark.parametrize("trip", [through_json, through_torch])
-def test_resume_at_every_batch_is_the_uninterrupted_run(byte_tokenizer, shards, shuffle_buffer, trip):
+def test_resume_at_every_batch_is_the_uninterrupted_run(
+    byte_tokenizer, shards, shuffle_buffer, trip
+):
     shards.shuffle_buffer = shuffle_buffer
 
     def new(**kwargs):
-        return PackedBatches(shards, byte_tokenizer, split="train", batch_size=5, seed=9, epochs=2, **kwargs)
+        return PackedBatches(
+            shards, byte_tokenizer, split="train", batch_size=5, seed=9, epochs=2, **kwargs
+        )
 
     batches, states = new(), []
     whole = []
@@ -409,7 +464,9 @@ def test_resume_of_a_resumed_run_and_of_the_same_object(byte_tokenizer, shards):
 
 def test_resume_on_another_number_of_ranks(byte_tokenizer, shards):
     one = PackedBatches(shards, byte_tokenizer, split="train", batch_size=4, epochs=1)
-    two = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2, epochs=1, rank=1, world_size=2)
+    two = PackedBatches(
+        shards, byte_tokenizer, split="train", batch_size=2, epochs=1, rank=1, world_size=2
+    )
     steps = [next(one) for _ in range(5)]
     two.load_state_dict(one.state_dict())
     rest, half = list(one), list(two)
@@ -467,7 +524,9 @@ def test_a_state_of_other_data_is_refused(byte_tokenizer, shards, change):
     if change == "tokenizer":
         byte_tokenizer = copy.deepcopy(byte_tokenizer)
         byte_tokenizer.add_tokens(["abc"])
-    other = PackedBatches(shards, byte_tokenizer, split="train", batch_size=2, seed=change == "seed")
+    other = PackedBatches(
+        shards, byte_tokenizer, split="train", batch_size=2, seed=change == "seed"
+    )
     with pytest.raises(InputError, match=f"changed since the checkpoint was saved: {change} was"):
         other.load_state_dict(state)
 
@@ -495,7 +554,10 @@ def write_with_sources(path: Path, how: str, texts: list[str]) -> Path:
     """`meta.redpajama_set_name` names the source; where SOURCES is blank, the field is missing."""
     sources = itertools.cycle(SOURCES)
     records = [
-        {"text": text, **({"meta": {"redpajama_set_name": name}} if (name := next(sources)) else {})}
+        {
+            "text": text,
+            **({"meta": {"redpajama_set_name": name}} if (name := next(sources)) else {}),
+        }
         for text in texts
     ]
     if how == "parquet":
@@ -573,7 +635,9 @@ def test_a_damaged_shard_is_named_with_its_line(tmp_path, byte_tokenizer, suffix
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)]
+)
 def test_a_shard_cut_between_two_lines_is_not_taken_for_a_short_one(tmp_path, suffix, compress):
     path = tmp_path / f"a.jsonl{suffix}"
     whole = [compress(json.dumps({"text": text}).encode() + b"\n") for text in ("one", "two")]
@@ -603,11 +667,15 @@ def test_the_line_of_a_broken_record(tmp_path):
 
 def test_a_missing_field_is_named_with_those_that_exist(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one"], field="content")
-    with pytest.raises(InputError, match=r"a\.jsonl, line 1: no field 'text' \(there are: content, meta\)"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl, line 1: no field 'text' \(there are: content, meta\)"
+    ):
         read_all(path)
     assert read_all(path, text_field="content") == ["one"]
     table = write_parquet(tmp_path / "b.parquet", ["one"])
-    with pytest.raises(InputError, match=r"b\.parquet, row 1: no field 'body' \(there are: text, n\)"):
+    with pytest.raises(
+        InputError, match=r"b\.parquet, row 1: no field 'body' \(there are: text, n\)"
+    ):
         read_all(table, text_field="body")
 
 
@@ -638,7 +706,11 @@ def test_sources_that_cannot_work(tmp_path, byte_tokenizer, source, message):
     chosen = source.format(tmp=tmp_path) if source != "{tmp}" else str(tmp_path / "void")
     (tmp_path / "void").mkdir()
     with pytest.raises(InputError, match=message):
-        next(PackedBatches(DataConfig(source=chosen, seq_len=8), byte_tokenizer, split="train", batch_size=1))
+        next(
+            PackedBatches(
+                DataConfig(source=chosen, seq_len=8), byte_tokenizer, split="train", batch_size=1
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -653,7 +725,9 @@ def test_sources_that_cannot_work(tmp_path, byte_tokenizer, source, message):
 )
 def test_settings_that_cannot_work(byte_tokenizer, settings):
     with pytest.raises(InputError, match=f"data.{next(iter(settings))} is"):
-        PackedBatches(DataConfig(source="python", **settings), byte_tokenizer, split="train", batch_size=1)
+        PackedBatches(
+            DataConfig(source="python", **settings), byte_tokenizer, split="train", batch_size=1
+        )
 
 
 # ------------------------------ oversized documents
@@ -692,7 +766,9 @@ def test_a_bomb_takes_little_memory(tmp_path):
     os.truncate(tmp_path / "one.jsonl", size)
     files = [str(path) for path in sorted(tmp_path.iterdir(), key=lambda path: path.name)]
     package = str(Path(corpus.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", PEAK, package, *files], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, package, *files], capture_output=True, text=True
+    )
     *said, grown = done.stdout.splitlines()
     assert done.stderr == ""
     for i, kind in enumerate((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -747,7 +823,11 @@ def test_what_was_left_out_is_counted_over_a_resume(tmp_path, byte_tokenizer):
     texts = ["x" * (500 if i % 7 == 3 else 30) for i in range(50)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     config = DataConfig(
-        source=str(source), validation_share=1e-9, seq_len=16, max_document_bytes=200, oversized="skip"
+        source=str(source),
+        validation_share=1e-9,
+        seq_len=16,
+        max_document_bytes=200,
+        oversized="skip",
     )
 
     def new() -> PackedBatches:
@@ -770,7 +850,9 @@ def test_what_was_left_out_is_counted_over_a_resume(tmp_path, byte_tokenizer):
 def test_a_value_that_many_rows_share_is_held_once(tmp_path):
     """600 rows of 1 MB in a parquet file of a few kilobytes, and one row among them that is small."""
     values = pyarrow.array(["x" * (1 << 20), "small"])
-    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600 + [1], pyarrow.int32()), values)
+    rows = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 600 + [1], pyarrow.int32()), values
+    )
     path = tmp_path / "a.parquet"
     options = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
     parquet.write_table(pyarrow.table({"text": rows}), path, **options)
@@ -850,7 +932,9 @@ def test_slimpajamas_layout(tmp_path):
 def test_a_split_is_told_by_a_folder_or_a_files_name(tmp_path, names):
     for i, name in enumerate(names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (write_parquet if name.endswith("parquet") else write_jsonl)(tmp_path / name, [f"{i} a", f"{i} b"])
+        (write_parquet if name.endswith("parquet") else write_jsonl)(
+            tmp_path / name, [f"{i} a", f"{i} b"]
+        )
     assert [read_all(tmp_path, split) for split in ("train", "validation")] == [
         ["0 a", "0 b"],
         ["1 a", "1 b"],
@@ -858,7 +942,13 @@ def test_a_split_is_told_by_a_folder_or_a_files_name(tmp_path, names):
 
 
 def test_what_is_left_out_is_said(tmp_path, byte_tokenizer):
-    names = ("train/a.jsonl", "train/b.JSONL", "train/train-1/c.jsonl", "val/a.jsonl", "test/a.jsonl")
+    names = (
+        "train/a.jsonl",
+        "train/b.JSONL",
+        "train/train-1/c.jsonl",
+        "val/a.jsonl",
+        "test/a.jsonl",
+    )
     for name in (*names, "more/a.jsonl", "val/a.json", "README"):
         write_jsonl(tmp_path / name, ["some text"])
 
@@ -867,10 +957,14 @@ def test_what_is_left_out_is_said(tmp_path, byte_tokenizer):
         return PackedBatches(config, byte_tokenizer, split="train", batch_size=1).describe_files()
 
     files, rest = f"{tmp_path}: 3 files for training", "1 of a test split, 1 of no split"
-    assert said() == [f"{files}, 1 for validation; left out: 1 without suffix, 1 that end in .json, {rest}"]
+    assert said() == [
+        f"{files}, 1 for validation; left out: 1 without suffix, 1 that end in .json, {rest}"
+    ]
     (tmp_path / "val/a.json").unlink()
     (tmp_path / "README").unlink()
-    assert said(validation_source="python") == [f"{files}; left out: {rest}, 1 of a validation split"]
+    assert said(validation_source="python") == [
+        f"{files}; left out: {rest}, 1 of a validation split"
+    ]
 
 
 def texts_of(corpus) -> list[str]:
@@ -949,7 +1043,9 @@ def test_a_small_corpus_holds_something_out(tmp_path):
     train, validation, note = splits_of(tmp_path / "a", validation_share=1e-9)
     assert validation == by_hash[:1]
     assert sorted(train) == sorted(by_hash[1:])
-    assert note == "50 documents, 1 held out for validation (none fell under validation_share 1e-09)"
+    assert (
+        note == "50 documents, 1 held out for validation (none fell under validation_share 1e-09)"
+    )
 
     train, validation, note = splits_of(tmp_path / "a", validation_share=1 - 1e-9)
     assert train == by_hash[-1:]
@@ -974,7 +1070,9 @@ def test_without_validation_the_share_alone_decides(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-@pytest.mark.parametrize("text", ["one\ntwo\nthree\n", " \n\n some words on one line", "ab", "wörd " * 300])
+@pytest.mark.parametrize(
+    "text", ["one\ntwo\nthree\n", " \n\n some words on one line", "ab", "wörd " * 300]
+)
 def test_of_a_single_document_the_end_is_held_out(tmp_path, name, text):
     file = tmp_path / name
     file.write_bytes(text.encode()) if name == "a.txt" else write_jsonl(file, [text, " \n", text])
@@ -992,7 +1090,10 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path, name, text):
 def test_components_of_a_mixture_hold_something_out(tmp_path, byte_tokenizer):
     write_jsonl(tmp_path / "few" / "a.jsonl", ["first text", "second text", "third text"])
     (tmp_path / "book.txt").write_text("some words of a book\n" * 20)
-    parts = [Component("few", str(tmp_path / "few"), 1), Component("book", str(tmp_path / "book.txt"), 1)]
+    parts = [
+        Component("few", str(tmp_path / "few"), 1),
+        Component("book", str(tmp_path / "book.txt"), 1),
+    ]
     data = DataConfig(mixture=parts, seq_len=8, validation_share=1e-5, workers=0)
     batches = PackedBatches(data, byte_tokenizer, split="train", batch_size=1)
     assert batches.describe_files() == [
@@ -1024,7 +1125,9 @@ def test_both_splits_take_one_walk(tmp_path, monkeypatch, parts):
     for part in parts:
         write_jsonl(tmp_path / f"{part}a.jsonl", [f"{part}{i}" for i in range(200)])
     walks, walk = [], os.walk
-    monkeypatch.setattr(os, "walk", lambda *where, **how: walks.append(where) or walk(*where, **how))
+    monkeypatch.setattr(
+        os, "walk", lambda *where, **how: walks.append(where) or walk(*where, **how)
+    )
     found = open_corpora(DataConfig(source=str(tmp_path)))
     assert len(walks) == 1
     assert (found["train"].shards is found["validation"].shards) == (parts == ("",))
@@ -1036,7 +1139,9 @@ def test_held_out_share_is_disjoint_complete_and_stable(tmp_path):
 
     def part(split: str) -> list[str]:
         config = DataConfig(source=str(tmp_path), validation_share=0.2)
-        return list(DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts())
+        return list(
+            DocumentStream(open_corpus(config, split), seed=0, buffer_size=0, epochs=1).texts()
+        )
 
     train, validation = part("train"), part("validation")
     assert len(train) + len(validation) == 500
@@ -1062,7 +1167,12 @@ def test_linked_folders_are_read_once(tmp_path):
     write_jsonl(tmp_path / "in" / "v2" / "a.jsonl", texts[:10])
     write_jsonl(tmp_path / "elsewhere" / "b.jsonl", texts[10:])
     write_jsonl(tmp_path / "in" / ".hidden" / "c.jsonl", ["c"])
-    for name, target in (("latest", "v2"), ("again", "."), ("v2/up", ".."), ("more", "../elsewhere")):
+    for name, target in (
+        ("latest", "v2"),
+        ("again", "."),
+        ("v2/up", ".."),
+        ("more", "../elsewhere"),
+    ):
         (tmp_path / "in" / name).symlink_to(target)
     assert read_all(tmp_path / "in") == texts
 
@@ -1134,10 +1244,14 @@ def test_a_validation_source_that_is_trained_on_is_refused(tmp_path, byte_tokeni
         {"mixture": [part, Component("b", "python", 1)]},
     ):
         config = DataConfig(seq_len=8, **settings)
-        with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
+        with pytest.raises(
+            InputError, match=f"data.validation_source: {held} is a training file too"
+        ):
             data.validation_batches(config, byte_tokenizer, batch_size=1)
         if not config.mixture and config.documents == "apart":
-            with pytest.raises(InputError, match=f"data.validation_source: {held} is a training file too"):
+            with pytest.raises(
+                InputError, match=f"data.validation_source: {held} is a training file too"
+            ):
                 begin(config, TokenizerConfig(train="bpe", vocab_size=257), tmp_path / "set")
 
 
@@ -1149,13 +1263,17 @@ def test_hub_datasets_resume_exactly(tmp_path, byte_tokenizer, monkeypatch, stre
     import datasets
 
     texts = ragged_texts(60)
-    files = [str(write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20])) for i in range(3)]
+    files = [
+        str(write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20])) for i in range(3)
+    ]
     load = datasets.load_dataset
 
     def load_dataset(path, name, split, streaming):
         assert (path, name, split) == ("someone/texts", "tiny", "train")
         cache = str(tmp_path / "cache")
-        return load("json", data_files={"train": files}, split=split, streaming=streaming, cache_dir=cache)
+        return load(
+            "json", data_files={"train": files}, split=split, streaming=streaming, cache_dir=cache
+        )
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, name: ["train"])
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -1403,9 +1521,13 @@ def test_words_from_the_most_frequent_on(tmp_path, lines):
     corpus = DataConfig(source=str(tmp_path / "t"), bos=False)
 
     def vocabulary(name: str, data: DataConfig = corpus, **settings) -> list[str]:
-        tokenizer = build_tokenizer(TokenizerConfig(train="words", **settings), data, tmp_path / name)
+        tokenizer = build_tokenizer(
+            TokenizerConfig(train="words", **settings), data, tmp_path / name
+        )
         entries = tokenizer.get_vocab()
-        assert sorted(entries.values()) == list(range(len(tokenizer))), "an id without a word, or with two"
+        assert sorted(entries.values()) == list(range(len(tokenizer))), (
+            "an id without a word, or with two"
+        )
         return sorted(entries, key=entries.get)
 
     words = ["a", "b", "a\x1cb", "c", "d", "é"]
@@ -1432,7 +1554,9 @@ def test_word_tokenizer_in_use(tmp_path, lines, monkeypatch):
     build_tokenizer(config, lines, tmp_path / "again")
     saved = [(tmp_path / p / "tokenizer.json").read_bytes() for p in ("run/tokenizer", "again")]
     assert saved[0] == saved[1]
-    assert len(tokenizer) == len({word for line in LINES for word in line.split()} | {"<unk>", "</s>"})
+    assert len(tokenizer) == len(
+        {word for line in LINES for word in line.split()} | {"<unk>", "</s>"}
+    )
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.bos_token is tokenizer.pad_token is None
 
@@ -1454,7 +1578,11 @@ def test_word_tokenizer_puts_bos_in_front_where_the_data_does(tmp_path, lines):
     lines.documents, lines.bos = "apart", True
     tokenizer = build_tokenizer(TokenizerConfig(train="words"), lines, tmp_path / "bos")
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 2)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("the word")["input_ids"]) == ["<s>", "the", "word"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the word")["input_ids"]) == [
+        "<s>",
+        "the",
+        "word",
+    ]
     batches = PackedBatches(lines, tokenizer, split="validation", batch_size=1)
     ids = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
     assert ids.count(2) == 41  # blank lines are no documents
@@ -1464,7 +1592,9 @@ def test_word_tokenizer_puts_bos_in_front_where_the_data_does(tmp_path, lines):
 def test_sentencepiece_models(tmp_path, prose):
     import sentencepiece
 
-    texts = list(DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1).texts())
+    texts = list(
+        DocumentStream(open_corpus(prose, "train"), seed=0, buffer_size=0, epochs=1).texts()
+    )
 
     def train(name: str, **options) -> str:
         sentencepiece.SentencePieceTrainer.train(
@@ -1489,7 +1619,9 @@ def test_sentencepiece_models(tmp_path, prose):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     assert tokenizer("a")["input_ids"][0] == 1
     tokenizer.save_pretrained(tmp_path / "saved")
-    saved = build_tokenizer(TokenizerConfig(path=str(tmp_path / "saved")), prose, tmp_path / "unused")
+    saved = build_tokenizer(
+        TokenizerConfig(path=str(tmp_path / "saved")), prose, tmp_path / "unused"
+    )
     assert saved(texts[0]) == tokenizer(texts[0])
 
 
@@ -1534,7 +1666,9 @@ def test_a_tokenizer_without_bos(byte_tokenizer, shards):
 
 
 def test_an_error_in_the_thread_comes_after_the_good_batches(byte_tokenizer, shards, monkeypatch):
-    expected = list(itertools.islice(PackedBatches(shards, byte_tokenizer, split="train", batch_size=1), 3))
+    expected = list(
+        itertools.islice(PackedBatches(shards, byte_tokenizer, split="train", batch_size=1), 3)
+    )
 
     def fail_after_three(*arguments, rows=StreamRows.rows):
         yield from itertools.islice(rows(*arguments), 3)

@@ -69,7 +69,8 @@ def test_a_set_comes_back_byte_for_byte(tokenizer, saved, tmp_path):
     for i in (0, 7, 49):
         np.testing.assert_array_equal(found.document(i)[0], documents[i][0])
     assert write_megatron(tmp_path / "set", tmp_path / "back") == {
-        split: (index[split]["documents"], index[split]["tokens"]) for split in ("train", "validation")
+        split: (index[split]["documents"], index[split]["tokens"])
+        for split in ("train", "validation")
     }
     for name in ("train.idx", "train.bin", "validation.idx", "validation.bin"):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes(), name
@@ -160,7 +161,9 @@ def test_a_large_vocabulary_is_int32(saved, tmp_path, monkeypatch, tokenizer):
     read_megatron(DataConfig(source=str(source), validation_share=1e-9), saved, tmp_path / "read")
     write_megatron(tmp_path / "read", tmp_path / "back")
     for end in (".idx", ".bin"):
-        assert (tmp_path / "back" / f"train{end}").read_bytes() == source.with_suffix(end).read_bytes()
+        assert (tmp_path / "back" / f"train{end}").read_bytes() == source.with_suffix(
+            end
+        ).read_bytes()
 
 
 def damage(idx: bytes, bin: bytes, how: str) -> tuple[bytes, bytes]:
@@ -196,13 +199,18 @@ def damage(idx: bytes, bin: bytes, how: str) -> tuple[bytes, bytes]:
         ("documents", r"set\.idx: damaged"),
         ("place", r"set\.idx: damaged"),
         ("short", r"set\.bin: [\d,]+ bytes, and its index says [\d,]+; copy it again"),
-        ("foreign ids", r"set\.bin: holds token 257, and the tokenizer has 257 tokens; name the tokenizer"),
+        (
+            "foreign ids",
+            r"set\.bin: holds token 257, and the tokenizer has 257 tokens; name the tokenizer",
+        ),
     ],
 )
 def test_damage_is_one_line(tokenizer, saved, tmp_path, how, message):
     prefix = write_by_hand(tmp_path / "set", tokens_of(tokenizer))
     idx, bin = (prefix.with_suffix(end) for end in (".idx", ".bin"))
-    for file, content in zip((idx, bin), damage(idx.read_bytes(), bin.read_bytes(), how), strict=True):
+    for file, content in zip(
+        (idx, bin), damage(idx.read_bytes(), bin.read_bytes(), how), strict=True
+    ):
         file.write_bytes(content)
     with pytest.raises(InputError, match=message) as raised:
         read_megatron(DataConfig(source=str(prefix)), saved, tmp_path / "read")
@@ -232,7 +240,9 @@ def test_the_command(tokenizer, saved, tmp_path):
         return str(done.exception) if done.exception else done.stdout
 
     assert "name the tokenizer" in run(f"{prefix}.idx", read)
-    with pytest.raises(InputError, match=r"is a Megatron set; make a token set of it: nalanda data prepare"):
+    with pytest.raises(
+        InputError, match=r"is a Megatron set; make a token set of it: nalanda data prepare"
+    ):
         open_corpus(DataConfig(source=f"{prefix}.idx"), "train")
     assert "leave it out" in run(f"{prefix}.bin", read, "--tokenizer", saved.path, "--eos")
     assert "there are nalanda and megatron" in run(f"{prefix}.idx", read, "--format", "arrow")
@@ -240,6 +250,11 @@ def test_the_command(tokenizer, saved, tmp_path):
     assert "exists" in run(f"{prefix}.idx", read, "--tokenizer", saved.path)
     assert "not a token set" in run(str(prefix), back, "--format", "megatron")
     assert "documents" in run(read, back, "--format", "megatron")
-    assert {p.name for p in Path(back).iterdir()} >= {"train.idx", "train.bin", "tokenizer", "manifest.json"}
+    assert {p.name for p in Path(back).iterdir()} >= {
+        "train.idx",
+        "train.bin",
+        "tokenizer",
+        "manifest.json",
+    }
     (Path(back) / "train.bin").write_bytes((Path(back) / "train.bin").read_bytes()[::-1])
     assert "train.bin does not have the bytes" in run(back, f"{back}2", "--tokenizer", saved.path)

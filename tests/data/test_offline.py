@@ -60,7 +60,10 @@ def hub(tmp_path, tokenizer, monkeypatch):
 
     home = tmp_path / "hub"
     calls = Calls()
-    files = {"train": ["train/b.jsonl", "train/chunk1/a.json.gz"], "validation": ["validation/c.jsonl"]}
+    files = {
+        "train": ["train/b.jsonl", "train/chunk1/a.json.gz"],
+        "validation": ["validation/c.jsonl"],
+    }
     for path in [path for paths in files.values() for path in paths]:
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         body = jsonl(path, 20)
@@ -166,7 +169,9 @@ def test_a_run_without_a_network_reads_the_mirror(recipe, hub, tmp_path, tokeniz
     assert tokenizer_fingerprint(found) == tokenizer_fingerprint(tokenizer)
     assert len(texts_of(config, found, "train")) > 5
     assert "validation/c." in "".join(texts_of(config, found, "validation"))
-    assert all("someone" not in call.removeprefix(f"tokenizer {root}/tokenizers/someone") for call in hub)
+    assert all(
+        "someone" not in call.removeprefix(f"tokenizer {root}/tokenizers/someone") for call in hub
+    )
     assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1"
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     assert huggingface_hub.is_offline_mode()
@@ -175,7 +180,9 @@ def test_a_run_without_a_network_reads_the_mirror(recipe, hub, tmp_path, tokeniz
         huggingface_hub.HfApi().dataset_info("someone/texts")
 
 
-def test_a_full_mirror_asks_for_nothing_and_an_interrupted_one_resumes(recipe, hub, tmp_path, monkeypatch):
+def test_a_full_mirror_asks_for_nothing_and_an_interrupted_one_resumes(
+    recipe, hub, tmp_path, monkeypatch
+):
     root = tmp_path / "cluster"
     import huggingface_hub
 
@@ -213,7 +220,9 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
     whole = file.read_bytes()
     for damage in (lambda: file.write_bytes(whole[:-1]), file.unlink):
         damage()
-        with pytest.raises(InputError, match=r"b\.jsonl is missing or of another size; with a network"):
+        with pytest.raises(
+            InputError, match=r"b\.jsonl is missing or of another size; with a network"
+        ):
             use_mirror(recipe(f"offline={root}"))
         hub.clear()
         fill_mirror(recipe(), root)
@@ -223,7 +232,9 @@ def test_a_damaged_file_is_named_and_fetched_again(recipe, hub, tmp_path):
 
 
 def test_missing_things_are_named(recipe, hub, tmp_path, no_network):
-    with pytest.raises(InputError, match=r"has no fetched\.json; .* nalanda data fetch RECIPE --to"):
+    with pytest.raises(
+        InputError, match=r"has no fetched\.json; .* nalanda data fetch RECIPE --to"
+    ):
         use_mirror(recipe(f"offline={tmp_path}"))
     root = fill_mirror(recipe(), tmp_path / "cluster")
     for override, message in {
@@ -257,7 +268,10 @@ def test_local_paths_are_unchanged(recipe, tmp_path, no_network):
 def test_a_part_of_a_large_dataset(recipe, hub, tmp_path):
     root = fill_mirror(recipe(), tmp_path / "cluster", max_shards=1)
     files = [path for path in tree(root) if path.startswith("datasets")]
-    assert files == ["datasets/someone--texts/train/b.jsonl", "datasets/someone--texts/validation/c.jsonl"]
+    assert files == [
+        "datasets/someone--texts/train/b.jsonl",
+        "datasets/someone--texts/validation/c.jsonl",
+    ]
     fill_mirror(recipe(), root)
     assert len([path for path in tree(root) if path.startswith("datasets")]) == 3
 
@@ -287,9 +301,14 @@ def test_models(recipe, hub, tmp_path):
         ("model.init_from", "models/some--model"),
     ]
     root = fill_mirror(config, tmp_path / "cluster")
-    assert tree(root / "models/some--model") == ["config.json", "model.safetensors"]  # no pickle, no code
+    assert tree(root / "models/some--model") == [
+        "config.json",
+        "model.safetensors",
+    ]  # no pickle, no code
     assert tree(root / "configs/some--config") == ["config.json"]
-    config = use_mirror(recipe("model={init_from: some/model, auto: some/config}", f"offline={root}"))
+    config = use_mirror(
+        recipe("model={init_from: some/model, auto: some/config}", f"offline={root}")
+    )
     assert config.model == {
         "init_from": str(root / "models/some--model"),
         "auto": str(root / "configs/some--config"),
@@ -297,7 +316,10 @@ def test_models(recipe, hub, tmp_path):
     assert [need.path for need in needs(recipe("model={init_from: a/b, auto: a/b}"))][-2:] == [
         "models/a--b"
     ] * 2
-    assert [need.key for need in needs(recipe("model={auto: llama}"))] == ["tokenizer.path", "data.source"]
+    assert [need.key for need in needs(recipe("model={auto: llama}"))] == [
+        "tokenizer.path",
+        "data.source",
+    ]
 
 
 def test_mixtures_and_urls(recipe, hub, server, tmp_path, tokenizer, monkeypatch):
@@ -345,7 +367,9 @@ def test_a_server_that_keeps_failing(recipe, hub, server, tmp_path):
 def test_the_command(tmp_path, hub, recipe):
     run = CliRunner().invoke
     arguments = ["data", "fetch", str(tmp_path / "recipe.yaml"), "data.seq_len=8"]
-    done = run(nalanda_cli.app, [*arguments, "--to", str(tmp_path / "cluster"), "--max-shards", "1"])
+    done = run(
+        nalanda_cli.app, [*arguments, "--to", str(tmp_path / "cluster"), "--max-shards", "1"]
+    )
     assert done.exit_code == 0, done.output
     assert (tmp_path / "cluster/fetched.json").is_file()
     assert run(nalanda_cli.app, arguments).exit_code == 2
@@ -358,7 +382,12 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
     import datasets
     from nalanda_eval.task_data import _official, read_rows
 
-    arc = {"question": "?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "id": "x"}
+    arc = {
+        "question": "?",
+        "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+        "answerKey": "A",
+        "id": "x",
+    }
     rows = {
         ("EleutherAI/lambada_openai", "default", "test"): [{"text": "a b c é"}] * 2,
         ("allenai/ai2_arc", "ARC-Challenge", "test"): [arc],
@@ -372,18 +401,31 @@ def test_tasks_are_fetched_in_the_form_that_eval_reads(tmp_path, monkeypatch):
         return datasets.Dataset.from_list(rows[path, name, split])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    arguments = ["eval", "--fetch", str(tmp_path / "tasks"), "--tasks", "lambada_openai,arc_challenge,piqa"]
+    arguments = [
+        "eval",
+        "--fetch",
+        str(tmp_path / "tasks"),
+        "--tasks",
+        "lambada_openai,arc_challenge,piqa",
+    ]
     done = CliRunner().invoke(nalanda_cli.app, arguments)
     assert done.exit_code == 0, done.output
     names = ["arc_challenge_test", "lambada_test", "piqa_val"]
     assert tree(tmp_path / "tasks") == [f"{name}.jsonl.gz" for name in names]
-    for name, expected in zip(("arc_challenge", "lambada_openai", "piqa"), (arc, {}, {}), strict=True):
+    for name, expected in zip(
+        ("arc_challenge", "lambada_openai", "piqa"), (arc, {}, {}), strict=True
+    ):
         found = read_rows(_official(name, tmp_path / "tasks"))
-        assert found[0] == {key: expected[key] for key in expected if key != "id"} or name != "arc_challenge"
+        assert (
+            found[0] == {key: expected[key] for key in expected if key != "id"}
+            or name != "arc_challenge"
+        )
     assert read_rows(_official("lambada_openai", tmp_path / "tasks")) == [{"text": "a b c é"}] * 2
     monkeypatch.setattr(datasets, "load_dataset", None)
     assert "exists already" in CliRunner().invoke(nalanda_cli.app, arguments).output
-    with pytest.raises(InputError, match="mmlu: no data to fetch; choose from table4, recall, all, wikitext"):
+    with pytest.raises(
+        InputError, match="mmlu: no data to fetch; choose from table4, recall, all, wikitext"
+    ):
         CliRunner().invoke(nalanda_cli.app, [*arguments[:-1], "mmlu"], catch_exceptions=False)
 
 
@@ -425,7 +467,8 @@ def test_the_fingerprint_depends_on_what_decides_tokens(tokenizer, tmp_path):
     assert (
         changed(
             lambda state: (
-                state["model"]["merges"].append(["a", "b"]) or state["model"]["vocab"].update(ab=257)
+                state["model"]["merges"].append(["a", "b"])
+                or state["model"]["vocab"].update(ab=257)
             )
         )
         != first
@@ -454,7 +497,12 @@ def test_mistral_out_of_its_package(recipe, tmp_path):
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_file=str(mistral_model()))
-    for text in ("def f(x):\n\n    return  x  # Größe 漢字\t", "  leading", "🦜🦜 \u200d", "½ e\u0301 \n \n"):
+    for text in (
+        "def f(x):\n\n    return  x  # Größe 漢字\t",
+        "  leading",
+        "🦜🦜 \u200d",
+        "½ e\u0301 \n \n",
+    ):
         assert found(text).input_ids == [1, *model.encode(text)]
 
 

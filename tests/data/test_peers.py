@@ -55,7 +55,10 @@ def config(folder: Path, kind: str, workers: int) -> DataConfig:
     settings = {"seq_len": 16, "shuffle_buffer": 7, "validation_share": 1e-9, "workers": workers}
     if kind != "mixture":
         return DataConfig(source=str(folder / kind), **settings)
-    mixture = [Component(name, str(folder / name), weight) for name, weight in (("web", 0.6), ("files", 0.4))]
+    mixture = [
+        Component(name, str(folder / name), weight)
+        for name, weight in (("web", 0.6), ("files", 0.4))
+    ]
     return DataConfig(mixture=mixture, **settings)
 
 
@@ -83,10 +86,14 @@ def encode(texts: list[str]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["web", "files", "mixture"])
-def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_resume(folder, tokenizer, kind):
+def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_resume(
+    folder, tokenizer, kind
+):
     def reader(workers: int, peers: Peers | None = None, **rank) -> PackedBatches:
         settings = config(folder, kind, workers)
-        return PackedBatches(settings, tokenizer, split="train", seed=5, epochs=3, peers=peers, **rank)
+        return PackedBatches(
+            settings, tokenizer, split="train", seed=5, epochs=3, peers=peers, **rank
+        )
 
     expected = list(reader(0, batch_size=1))
     assert len(expected) > 150
@@ -96,7 +103,12 @@ def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_res
     for processes, workers, steps in ((3, 1, 5), (2, 0, 4), (1, 1, 5), (2, many, 3), (3, 0, None)):
 
         def read(
-            rank: int, gather: Callable, processes=processes, workers=workers, steps=steps, before=state
+            rank: int,
+            gather: Callable,
+            processes=processes,
+            workers=workers,
+            steps=steps,
+            before=state,
         ) -> tuple[list, dict, dict]:
             peers = meet(gather)
             assert (peers is None) == (processes == 1)
@@ -114,7 +126,9 @@ def test_rows_and_states_are_those_of_one_process_for_any_number_and_after_a_res
                 for batch in step:
                     assert torch.equal(batch["input_ids"][row], expected[rows]["input_ids"][0])
                     assert torch.equal(batch["labels"][row], expected[rows]["labels"][0])
-                    assert torch.equal(batch["position_ids"][row], expected[rows]["position_ids"][0])
+                    assert torch.equal(
+                        batch["position_ids"][row], expected[rows]["position_ids"][0]
+                    )
                     rows += 1
         state = results[0][1]
     assert rows > len(expected) - 6
@@ -134,7 +148,8 @@ def test_each_text_is_tokenised_once_on_a_machine(count):
 
         tokenisers = Tokenisers(count_and_encode, 0, meet(gather))
         return [
-            (key, [ids.tolist() for ids in tokens]) for key, tokens in tokenisers.in_order(iter(groups))
+            (key, [ids.tolist() for ids in tokens])
+            for key, tokens in tokenisers.in_order(iter(groups))
         ], given
 
     for rank, (found, given) in enumerate(together(count, read)):
@@ -206,14 +221,18 @@ def test_processes_that_read_other_documents_are_told():
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_close_ends_the_others_and_each_goes_on_alone(folder, tokenizer, workers):
     expected = list(
-        PackedBatches(config(folder, "web", 0), tokenizer, split="train", batch_size=2, seed=1, epochs=2)
+        PackedBatches(
+            config(folder, "web", 0), tokenizer, split="train", batch_size=2, seed=1, epochs=2
+        )
     )
     closed = threading.Event()
 
     def read(rank: int, gather: Callable) -> tuple[list, str]:
         share = {"rank": rank, "world_size": 2, "peers": meet(gather)}
         settings = config(folder, "web", workers)
-        batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, seed=1, epochs=2, **share)
+        batches = PackedBatches(
+            settings, tokenizer, split="train", batch_size=1, seed=1, epochs=2, **share
+        )
         taken, message = [next(batches), next(batches)], ""
         if rank == 0:
             batches.close()
@@ -281,7 +300,8 @@ def test_the_others_stop_when_a_process_is_killed():
     program = textwrap.dedent(PROGRAM).format(source=str(SOURCE))
     command = [sys.executable, "-c", program]
     running = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
     ]
     try:
         addresses = [json.loads(process.stdout.readline()) for process in running]

@@ -66,7 +66,9 @@ ROWS = [suffix for suffix in FORMATS if suffix != ".txt"]
 def byte_tokenizer(tmp_path_factory) -> TokenizerConfig:
     """Each token is a byte."""
     path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer = Tokenizer(
+        models.BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, [])
+    )
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
@@ -76,12 +78,16 @@ def byte_tokenizer(tmp_path_factory) -> TokenizerConfig:
 def records(documents: list[Document]) -> list[dict]:
     sets = [int(d.source) if d.source.isdigit() else d.source for d in documents]
     return [
-        {"doc": {"text": d.text, "n": 1}, "meta": {"set": s}} for d, s in zip(documents, sets, strict=True)
+        {"doc": {"text": d.text, "n": 1}, "meta": {"set": s}}
+        for d, s in zip(documents, sets, strict=True)
     ]
 
 
 def table(documents: list[Document]) -> pyarrow.Table:
-    rows = [{"doc": {"text": d.text, "n": 1}, "meta": {"set": d.source}, "other": "x"} for d in documents]
+    rows = [
+        {"doc": {"text": d.text, "n": 1}, "meta": {"set": d.source}, "other": "x"}
+        for d in documents
+    ]
     return pyarrow.Table.from_pylist(rows)
 
 
@@ -157,7 +163,9 @@ def test_any_format_in_any_compression_from_any_row(tmp_path, form, compression)
 
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_a_text_file_is_one_document(tmp_path, compression):
-    path = write(tmp_path / f"a.txt{compression}", COMPRESS[compression]("\ufeffone\n\ntwo é\n".encode()))
+    path = write(
+        tmp_path / f"a.txt{compression}", COMPRESS[compression]("\ufeffone\n\ntwo é\n".encode())
+    )
     assert read(path) == [(Document("one\n\ntwo é\n"), 1)]
     assert read(path, 1) == []
     assert is_single(path.name)
@@ -218,7 +226,9 @@ def test_an_archive_or_stream_cut_between_its_parts(tmp_path):
     with pytest.raises(InputError, match=r"a\.tar, row 7: corrupt or truncated"):
         read(path)
     path = write(tmp_path / "a.arrow", content(".arrow", DOCUMENTS)[:-8])
-    with pytest.raises(InputError, match=r"a\.arrow, row 8: corrupt or truncated \(the stream has no end"):
+    with pytest.raises(
+        InputError, match=r"a\.arrow, row 8: corrupt or truncated \(the stream has no end"
+    ):
         read(path)
 
 
@@ -257,7 +267,9 @@ def test_blocks_may_end_anywhere(size):
 
 
 def test_a_table_as_other_programs_write_it(tmp_path):
-    path = write(tmp_path / "a.csv", b'\xef\xbb\xbftext,n\r\n"a ""b"", c\r\nd",1\r\n\r\n5" disk,2\r\n"last"')
+    path = write(
+        tmp_path / "a.csv", b'\xef\xbb\xbftext,n\r\n"a ""b"", c\r\nd",1\r\n\r\n5" disk,2\r\n"last"'
+    )
     fields = Fields("text", "n")
     found = [Document('a "b", c\r\nd', "1"), Document('5" disk', "2"), Document("last")]
     assert read(path, fields=fields) == list(zip(found, (1, 3, 4), strict=True))
@@ -320,7 +332,9 @@ def bomb(form: str, size: int) -> bytes:
 def test_a_bomb_takes_little_memory(tmp_path, form, compression):
     size = 6 << 20
     compress = partial(lzma.compress, preset=0) if compression == ".xz" else COMPRESS[compression]
-    path = write(tmp_path / f"a{form}{compression}", compress(bomb(form, size)))  # a small dictionary
+    path = write(
+        tmp_path / f"a{form}{compression}", compress(bomb(form, size))
+    )  # a small dictionary
     before = pyarrow.total_allocated_bytes()
     for skip in (False, True):
         fields = Fields("text", "", max_bytes=1 << 16, skip=skip)
@@ -329,7 +343,9 @@ def test_a_bomb_takes_little_memory(tmp_path, form, compression):
             if skip:
                 assert [document for document, _ in read(path, fields=fields)] == [Left.OVERSIZED]
             else:
-                with pytest.raises(InputError, match=r"a document of .* data.max_document_bytes is 65,536"):
+                with pytest.raises(
+                    InputError, match=r"a document of .* data.max_document_bytes is 65,536"
+                ):
                     read(path, fields=fields)
             peak = tracemalloc.get_traced_memory()[1] + pyarrow.total_allocated_bytes() - before
         finally:
@@ -400,11 +416,15 @@ def test_a_source_with_half_a_surrogate_is_prepared(tmp_path, byte_tokenizer):
 @pytest.mark.parametrize("form", [".parquet", ".arrow"])
 def test_a_table_names_its_columns(tmp_path, form):
     path = write(tmp_path / f"a{form}", content(form, DOCUMENTS))
-    with pytest.raises(InputError, match=rf"a{form}, row 1: no field 'text' \(there are: doc, meta, other\)"):
+    with pytest.raises(
+        InputError, match=rf"a{form}, row 1: no field 'text' \(there are: doc, meta, other\)"
+    ):
         read(path, fields=Fields("text", ""))
     fields = Fields("text", "", skip_unusable=True)
     assert read(path, 4, fields) == [(Left.UNUSABLE, row) for row in (5, 6, 7)]
-    assert [d.source for d, _ in read(path, fields=Fields("other", "doc.n"))] == ["1"] * len(DOCUMENTS)
+    assert [d.source for d, _ in read(path, fields=Fields("other", "doc.n"))] == ["1"] * len(
+        DOCUMENTS
+    )
 
 
 # ------------------------------ records that cannot be used
@@ -423,7 +443,9 @@ UNUSABLE = {
 @pytest.mark.parametrize("line", UNUSABLE)
 def test_an_unusable_record_is_refused_or_left_out(tmp_path, line):
     write(tmp_path / "a.jsonl", b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    with pytest.raises(InputError, match=rf"a\.jsonl, line 2: {UNUSABLE[line]}.*; set data.unusable: skip"):
+    with pytest.raises(
+        InputError, match=rf"a\.jsonl, line 2: {UNUSABLE[line]}.*; set data.unusable: skip"
+    ):
         held_in(tmp_path)
     config = DataConfig(source=str(tmp_path), validation_share=1e-9, unusable="skip")
     stream = DocumentStream(open_corpus(config, "train"), seed=0, buffer_size=0, epochs=2)
@@ -434,7 +456,9 @@ def test_an_unusable_record_is_refused_or_left_out(tmp_path, line):
 
 def test_rows_of_tables_that_are_not_text(tmp_path):
     raw = pyarrow.array([b"one", b"\xff", None, b"two"], pyarrow.binary()).view(pyarrow.binary())
-    texts = pyarrow.StringArray.from_buffers(4, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], 1)
+    texts = pyarrow.StringArray.from_buffers(
+        4, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], 1
+    )
     rows = pyarrow.table({"text": texts})
     fields = Fields("text", "", skip_unusable=True)
     found = [Document("one"), Left.UNUSABLE, Left.UNUSABLE, Document("two")]
@@ -514,7 +538,11 @@ def test_a_file_and_a_link_to_it_are_read_once(tmp_path):
     for name in ("c.jsonl", "d.jsonl"):
         (tmp_path / "in" / name).symlink_to(tmp_path / "other" / "x")
     (tmp_path / "in" / "e.jsonl").symlink_to("nowhere")
-    for source in (tmp_path / "in", f"{tmp_path}/in/*.jsonl", [f"{tmp_path}/in/*.jsonl", f"{tmp_path}/in"]):
+    for source in (
+        tmp_path / "in",
+        f"{tmp_path}/in/*.jsonl",
+        [f"{tmp_path}/in/*.jsonl", f"{tmp_path}/in"],
+    ):
         assert held_in(source) == ["one", "two"]
         assert "that are second names of a file" in said(source)
     corpus = open_corpus(DataConfig(source=str(tmp_path / "in")), "train")
@@ -554,7 +582,9 @@ def test_a_list_of_local_files(tmp_path):
         held_in([*given, f"{tmp_path}/nowhere.jsonl"])
 
 
-@pytest.mark.parametrize("source", ["~no-such-user/x", "~no-such-user/*.jsonl", ["~no-such-user/x.jsonl"]])
+@pytest.mark.parametrize(
+    "source", ["~no-such-user/x", "~no-such-user/*.jsonl", ["~no-such-user/x.jsonl"]]
+)
 def test_a_user_that_does_not_exist(tmp_path, byte_tokenizer, source):
     with pytest.raises(InputError, match=r"~no-such-user/.*: there is no such user here"):
         prepare(DataConfig(source=source), byte_tokenizer, tmp_path / "out")
@@ -582,7 +612,10 @@ def test_a_saved_dataset_is_a_source(tmp_path):
 def test_splits_of_a_saved_dataset(tmp_path):
     parts = {name: Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     DatasetDict(parts).save_to_disk(tmp_path / "in")
-    assert [texts(tmp_path / "in", split) for split in ("train", "validation")] == [["train"], ["validation"]]
+    assert [texts(tmp_path / "in", split) for split in ("train", "validation")] == [
+        ["train"],
+        ["validation"],
+    ]
     assert said(tmp_path / "in") == "1 of a test split"
 
 

@@ -47,7 +47,13 @@ def folder(tmp_path) -> Path:
 
 
 def settings(source: Path, **others) -> DataConfig:
-    keys = {"source": str(source), "validation_share": 1e-9, "seq_len": 8, "shuffle_buffer": 0, "workers": 0}
+    keys = {
+        "source": str(source),
+        "validation_share": 1e-9,
+        "seq_len": 8,
+        "shuffle_buffer": 0,
+        "workers": 0,
+    }
     return DataConfig(**keys | others)
 
 
@@ -58,7 +64,9 @@ def opened(data: DataConfig, tokenizer, **others) -> PackedBatches:
 
 def given(batches: PackedBatches, tokenizer, count: int | None = None) -> list[str]:
     """The documents of the next rows."""
-    rows = [row for batch in itertools.islice(batches, count) for row in batch["input_ids"].tolist()]
+    rows = [
+        row for batch in itertools.islice(batches, count) for row in batch["input_ids"].tolist()
+    ]
     return [tokenizer.decode(row[1:-1]) for row in rows]
 
 
@@ -112,7 +120,9 @@ def test_files_that_come_later_may_change_go_and_join(folder, tokenizer, buffer,
     resumed = opened(data, tokenizer)
     resumed.load_state_dict(state)
     removed = ", 1 removed" * len(gone)
-    assert resumed.changes == [f"data: 1 file changed, 2 added{removed} ahead of where the run stopped"]
+    assert resumed.changes == [
+        f"data: 1 file changed, 2 added{removed} ahead of where the run stopped"
+    ]
     rest = given(resumed, tokenizer)
     old = [text for name in [*read, *begun] for text in texts(name[0])]
     kept = [text for name in ahead[2:] for text in texts(name[0])]
@@ -204,7 +214,9 @@ def test_files_of_one_document_each(tmp_path, tokenizer):
     assert rest.count("new---") == 2
     assert not set(first) & set(rest[:34])
     (tmp_path / read[0]).write_text("other-")
-    with pytest.raises(InputError, match=f"{read[0]}: other content than when the checkpoint was saved"):
+    with pytest.raises(
+        InputError, match=f"{read[0]}: other content than when the checkpoint was saved"
+    ):
         opened(data, tokenizer).load_state_dict(state)
 
 
@@ -244,7 +256,9 @@ def test_what_was_read_must_be_there(folder, tokenizer):
     ):
         opened(data, tokenizer).load_state_dict(state)
     path.unlink()
-    with pytest.raises(InputError, match=f"{read[0]}: is missing, and was read before the checkpoint"):
+    with pytest.raises(
+        InputError, match=f"{read[0]}: is missing, and was read before the checkpoint"
+    ):
         opened(data, tokenizer).load_state_dict(state)
     path.write_text(before)
     (folder / begun[0]).unlink()
@@ -288,7 +302,8 @@ def test_the_file_in_use_may_change_after_the_rows_that_were_read(folder, tokeni
 
     write(folder, name[0], ["edited", *lines[1:]])  # of equal size
     with pytest.raises(
-        InputError, match=f"{path}: other content .* was saved, in rows 1 to {row}, which were read; restore"
+        InputError,
+        match=f"{path}: other content .* was saved, in rows 1 to {row}, which were read; restore",
     ):
         opened(data, tokenizer).load_state_dict(state)
     write(folder, name[0], lines[: row - 1])
@@ -331,12 +346,16 @@ def test_files_that_were_moved_are_known_by_their_content(tmp_path, folder, toke
     name = Path(epoch_order(moved, state)[1][0]).name
     path = tmp_path / "moved" / name
     path.write_text(path.read_text().replace("0001", "1000", 1))
-    with pytest.raises(InputError, match=f"moved/{name}: other content than when the checkpoint was saved"):
+    with pytest.raises(
+        InputError, match=f"moved/{name}: other content than when the checkpoint was saved"
+    ):
         opened(data, tokenizer).load_state_dict(state)
 
 
 def test_validation_files_stay_as_they_were(folder, tmp_path, tokenizer):
-    data = settings(folder, validation_source=str(write(tmp_path / "v", "v", ["one", "two"]).parent))
+    data = settings(
+        folder, validation_source=str(write(tmp_path / "v", "v", ["one", "two"]).parent)
+    )
 
     def new(**others) -> PackedBatches:
         batches, kept = opened(data, tokenizer, **others), FileHashes()
@@ -367,7 +386,9 @@ def earlier(state: dict) -> dict:
         state["documents"].pop(key)
     for key in ("bos_id", "eos_id"):
         state["identity"].pop(key)
-    contents = {part: [text.rpartition(":")[2] for text in found["hashes"]] for part, found in files.items()}
+    contents = {
+        part: [text.rpartition(":")[2] for text in found["hashes"]] for part, found in files.items()
+    }
     state["identity"]["contents"] = contents
     return state
 
@@ -390,7 +411,9 @@ def test_a_checkpoint_of_an_earlier_version_needs_all_files_as_they_were(
     path = folder / "c.jsonl"
     before = path.read_text()
     path.write_text(before.replace("0000", "1000", 1))
-    with pytest.raises(InputError, match=r"c\.jsonl: other content than when the checkpoint was saved"):
+    with pytest.raises(
+        InputError, match=r"c\.jsonl: other content than when the checkpoint was saved"
+    ):
         opened(data, tokenizer).load_state_dict(state)
     path.write_text(before)
     write(folder, "x", texts("x"))
@@ -400,7 +423,9 @@ def test_a_checkpoint_of_an_earlier_version_needs_all_files_as_they_were(
     del state["identity"]["contents"]
     opened(data, tokenizer).load_state_dict(state)
     write(folder, "x", texts("x"))
-    with pytest.raises(InputError, match="data: changed since the checkpoint was saved: corpus was"):
+    with pytest.raises(
+        InputError, match="data: changed since the checkpoint was saved: corpus was"
+    ):
         opened(data, tokenizer).load_state_dict(state)
 
 
@@ -450,7 +475,9 @@ def test_a_resume_hashes_what_was_read(folder, tokenizer, tmp_path, monkeypatch)
     for i in range(60):  # the policy takes smaller samples now
         write(folder, f"x{i}", texts("x"))
     seen, make = [], hashes.hash_file
-    monkeypatch.setattr(hashes, "hash_file", lambda path, *rest: seen.append(path.name) or make(path, *rest))
+    monkeypatch.setattr(
+        hashes, "hash_file", lambda path, *rest: seen.append(path.name) or make(path, *rest)
+    )
     opened(data, tokenizer, hashes=FileHashes(record)).load_state_dict(state)
     assert seen == []
     opened(data, tokenizer).load_state_dict(state)

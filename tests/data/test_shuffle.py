@@ -35,7 +35,10 @@ SETS = ["Book", "Github", ""]
 def texts(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
     lengths = [draw.choice([5, 6, 12, 30, 90]) for _ in range(count)]
-    return [f"{seed}.{i:03d}" + "".join(draw.choices("abc é", k=length)) for i, length in enumerate(lengths)]
+    return [
+        f"{seed}.{i:03d}" + "".join(draw.choices("abc é", k=length))
+        for i, length in enumerate(lengths)
+    ]
 
 
 def write(path: Path, documents: list[str], sources=("",)) -> Path:
@@ -93,7 +96,9 @@ def take(batches: PackedBatches, count: int | None = None) -> list[dict]:
 
 
 def same(batch: dict, other: dict) -> bool:
-    return batch.keys() == other.keys() and all(torch.equal(batch[key], other[key]) for key in batch)
+    return batch.keys() == other.keys() and all(
+        torch.equal(batch[key], other[key]) for key in batch
+    )
 
 
 def through_json(state: dict) -> dict:
@@ -130,7 +135,10 @@ def test_permutations_are_even_and_of_any_size():
 
 def test_every_component_has_its_share_to_within_one_row():
     draw = random.Random(0)
-    drawn = [[draw.choice([0.1, 0.7, 1, 3, 1e-3, 17.3]) for _ in range(n)] for n in (1, 2, 2, 3, 3, 5, 8, 13)]
+    drawn = [
+        [draw.choice([0.1, 0.7, 1, 3, 1e-3, 17.3]) for _ in range(n)]
+        for n in (1, 2, 2, 3, 3, 5, 8, 13)
+    ]
     for weights in map(whole_weights, [[1, 1, 4], *drawn]):
         counts = [0] * len(weights)
         for number in range(1, 600):
@@ -138,7 +146,10 @@ def test_every_component_has_its_share_to_within_one_row():
             assert chosen == next_source(weights, list(counts))
             counts[chosen] += 1
             shares = [weight * number / sum(weights) for weight in weights]
-            assert max(abs(c - s) for c, s in zip(counts, shares, strict=True)) < 1, (weights, number)
+            assert max(abs(c - s) for c, s in zip(counts, shares, strict=True)) < 1, (
+                weights,
+                number,
+            )
     assert whole_weights([0.7, 0.3]) == [7, 3]
     assert whole_weights([2, 1e-2]) == [200, 1]
 
@@ -150,7 +161,9 @@ READERS = [(1, 3, 5), (4, 0, 4), (2, 1, 6), (1, 0, 1), (1, 2, 9), (1, 1, 3)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_order_state_and_batches_for_any_processes_workers_and_interruptions(folder, tokenizer, kind):
+def test_order_state_and_batches_for_any_processes_workers_and_interruptions(
+    folder, tokenizer, kind
+):
     def reader(batch_size: int, workers: int, **rank) -> PackedBatches:
         settings = config(folder, kind, workers=workers)
         return PackedBatches(
@@ -161,10 +174,13 @@ def test_order_state_and_batches_for_any_processes_workers_and_interruptions(fol
     whole = [(batch, through_json(alone.state_dict())) for batch in alone]
     assert len(whole) > 30
     state, step = reader(4, 0).state_dict(), 0
-    cheap = itertools.cycle([(world_size, workers, 9) for world_size, workers, _ in READERS if workers < 2])
+    cheap = itertools.cycle(
+        [(world_size, workers, 9) for world_size, workers, _ in READERS if workers < 2]
+    )
     for world_size, workers, length in itertools.chain(READERS, cheap):
         ranks = [
-            reader(4 // world_size, workers, rank=rank, world_size=world_size) for rank in range(world_size)
+            reader(4 // world_size, workers, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         ]
         for batches in ranks:
             batches.load_state_dict(through_json(state))
@@ -202,7 +218,10 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
         )
         if state:
             batches.load_state_dict(through_json(state))
-        seen += [b["input_ids"][0].numpy().astype(np.int32).tobytes() for b in itertools.islice(batches, 17)]
+        seen += [
+            b["input_ids"][0].numpy().astype(np.int32).tobytes()
+            for b in itertools.islice(batches, 17)
+        ]
         state = batches.state_dict()
         assert state.keys() == {"rows", "identity"}  # the position is one number
         batches.close()
@@ -210,7 +229,9 @@ def test_every_row_of_a_token_set_once_an_epoch(folder, tokenizer, kind):
     assert Counter(epochs[0]) == Counter(epochs[1]) == rows
     orders = [list(map(bytes, windows)), *epochs]
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    other = PackedBatches(config(folder, kind), tokenizer, split="train", batch_size=1, seed=2, epochs=1)
+    other = PackedBatches(
+        config(folder, kind), tokenizer, split="train", batch_size=1, seed=2, epochs=1
+    )
     assert [b["input_ids"][0].numpy().astype(np.int32).tobytes() for b in other] not in orders
     bounds = [[*b["cu_seqlens"].tolist()] for b in take(batches, 9)]
     assert any(len(bound) > 2 for bound in bounds)
@@ -235,7 +256,12 @@ def test_a_process_reads_only_its_own_rows(folder, tokenizer, monkeypatch):
         TokenSet, "read", lambda self, a, b, of=TokenSet.read: (read.append(a), of(self, a, b))[1]
     )
     batches = PackedBatches(
-        config(folder, "web-tokens", workers=0), tokenizer, split="train", batch_size=1, rank=2, world_size=4
+        config(folder, "web-tokens", workers=0),
+        tokenizer,
+        split="train",
+        batch_size=1,
+        rank=2,
+        world_size=4,
     )
     take(batches, 6)
     assert len(read) == 6
@@ -255,7 +281,9 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
     owners = {}
     for name, part in settings.parts().items():
         stream = corpus.DocumentStream(
-            corpus.open_corpus(part if "tokens" not in part.source else config(folder, "code"), "train"),
+            corpus.open_corpus(
+                part if "tokens" not in part.source else config(folder, "code"), "train"
+            ),
             seed=0,
             buffer_size=0,
             epochs=1,
@@ -269,7 +297,9 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
         (chosen,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         assert chosen == next_source([5, 3, 2], before)
         counts[chosen] += 1
-        for start in (place + 13 for place in range(len(row)) if row.startswith("<|endoftext|>", place)):
+        for start in (
+            place + 13 for place in range(len(row)) if row.startswith("<|endoftext|>", place)
+        ):
             if (name := row[start : start + 6]) in owners:
                 assert owners[name] == list(settings.parts())[chosen]
                 passed.append(name)
@@ -284,7 +314,9 @@ def test_a_mixture_takes_its_components_in_turn_each_in_its_own_order(folder, to
 def test_a_source_listed_twice_gives_different_rows(folder, tokenizer):
     """Its seed contains its name, so a source that is listed twice gives different rows."""
     twice = [Component(name, str(folder / "web-tokens"), 1) for name in ("a", "b")]
-    batches = PackedBatches(DataConfig(mixture=twice, seq_len=T), tokenizer, split="train", batch_size=2)
+    batches = PackedBatches(
+        DataConfig(mixture=twice, seq_len=T), tokenizer, split="train", batch_size=2
+    )
     rows = [batch["input_ids"] for batch in take(batches, 20)]
     assert sum(torch.equal(*row) for row in rows) < 3
     batches.close()
@@ -307,9 +339,7 @@ def test_a_mixture_that_changed_is_refused(folder, tokenizer, tmp_path, change):
 
 def test_a_mixture_of_a_recipe(folder, recipe, tmp_path):
     web, code = (str(folder / name) for name in ("web", "code"))
-    mixture = (
-        f"[{{name: a, source: {web}, weight: 1}}, {{name: b, source: {code}, weight: 3, text_field: t}}]"
-    )
+    mixture = f"[{{name: a, source: {web}, weight: 1}}, {{name: b, source: {code}, weight: 3, text_field: t}}]"
     settings = load_config(recipe, ["data.source=''", f"data.mixture={mixture}"])
     assert [part.weight for part in settings.data.mixture] == [1, 3]
     parts = settings.data.parts()
@@ -323,11 +353,15 @@ def test_a_mixture_of_a_recipe(folder, recipe, tmp_path):
 def test_texts_of_a_mixture_for_a_tokenizer(folder):
     settings = config(folder, "mixture")
     settings.mixture[1].source = str(folder / "code")
-    stream = corpus.DocumentStream(corpus.open_corpus(settings, "train"), seed=0, buffer_size=0, epochs=1)
+    stream = corpus.DocumentStream(
+        corpus.open_corpus(settings, "train"), seed=0, buffer_size=0, epochs=1
+    )
     found = list(stream.texts())
     assert len(found) == len(set(found)) == 44 + 44 + 12
     first = "".join(found[:20])
-    assert 0.3 < sum(len(t) for t in found[:20] if t.startswith(("0.", "1.", "2."))) / len(first) < 0.7
+    assert (
+        0.3 < sum(len(t) for t in found[:20] if t.startswith(("0.", "1.", "2."))) / len(first) < 0.7
+    )
     settings.mixture[1].source = str(folder / "code-tokens")
     with pytest.raises(InputError, match="is a token set, and texts are needed"):
         corpus.open_corpus(settings, "train")
@@ -404,7 +438,9 @@ def test_validation_by_source(folder, tokenizer, kind, world_size):
         expected = np.concatenate(encoder(tokenizer, settings)(own)).tolist()
         ids = torch.cat([batch["input_ids"] for batch in rows]).flatten()[: len(expected)].tolist()
         assert ids == expected
-        assert (torch.cat([batch["labels"] for batch in rows]).flatten()[len(expected) :] == -100).all()
+        assert (
+            torch.cat([batch["labels"] for batch in rows]).flatten()[len(expected) :] == -100
+        ).all()
 
 
 def test_validation_takes_documents_in_order_until_the_rows_are_full(folder, tokenizer):
@@ -439,7 +475,9 @@ def test_validation_of_a_mixture(folder, tokenizer, tmp_path):
 @pytest.fixture(scope="module")
 def long_documents(tmp_path_factory, folder) -> Path:
     made = tmp_path_factory.mktemp("long")
-    documents = ["".join(random.Random(i).choices("abcdefgh", k=40 * (i % 5) + 9)) for i in range(60)]
+    documents = [
+        "".join(random.Random(i).choices("abcdefgh", k=40 * (i % 5) + 9)) for i in range(60)
+    ]
     write(made / "text" / "train" / "0.jsonl", documents)
     write(made / "text" / "validation" / "0.jsonl", documents[:9])
     prepare(
@@ -502,7 +540,8 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
     state, step = None, 0
     for world_size, length in itertools.cycle([(1, 7), (2, 4), (4, 10)]):
         ranks = [
-            in_slots(long_documents, tokenizer, world_size, rank, epochs=2) for rank in range(world_size)
+            in_slots(long_documents, tokenizer, world_size, rank, epochs=2)
+            for rank in range(world_size)
         ]
         for batches in ranks:
             if state:
@@ -510,7 +549,9 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
         for expected in whole[step : step + length]:
             parts = [next(batches) for batches in ranks]
             for key in ("input_ids", "labels", "lanes", "carried"):
-                assert torch.equal(torch.stack([part[key] for part in parts], 1).flatten(0, 1), expected[key])
+                assert torch.equal(
+                    torch.stack([part[key] for part in parts], 1).flatten(0, 1), expected[key]
+                )
             step += 1
         state = ranks[0].state_dict()
         assert state["rows"] == 4 * step
@@ -518,7 +559,9 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
             batches.close()
         if step == len(whole):
             break
-    settings = DataConfig(source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=BLOCK)
+    settings = DataConfig(
+        source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=BLOCK
+    )
     other = PackedBatches(settings, tokenizer, split="train", slots=4, seed=3, batch_size=4)
     with pytest.raises(InputError, match="lanes was 8 and is 4"):
         other.load_state_dict(state)
@@ -529,7 +572,9 @@ def test_batch_slots_on_any_number_of_processes_with_interruptions(long_document
 def test_batch_slots_that_cannot_work(folder, long_documents, tokenizer):
     with pytest.raises(InputError, match="carry reads a token set; make one"):
         in_slots(folder / "web", tokenizer)
-    with pytest.raises(InputError, match=r"blocks of 5 rows for the 800 rows.*lower data\.carry_rows"):
+    with pytest.raises(
+        InputError, match=r"blocks of 5 rows for the 800 rows.*lower data\.carry_rows"
+    ):
         PackedBatches(
             DataConfig(source=str(long_documents), seq_len=T, long_documents="carry", carry_rows=5),
             tokenizer,
@@ -555,7 +600,9 @@ def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
     settings = config(folder, "web-tokens")
     changed = copy.deepcopy(tokenizer)
     changed.add_tokens(["abc"])
-    with pytest.raises(InputError, match=r"another tokenizer; set tokenizer: \S+/web-tokens/tokenizer"):
+    with pytest.raises(
+        InputError, match=r"another tokenizer; set tokenizer: \S+/web-tokens/tokenizer"
+    ):
         PackedBatches(settings, changed, split="train", batch_size=1)
     settings.bos = False
     for split in ("train", "validation"):
@@ -568,7 +615,9 @@ def test_a_token_set_is_only_read_as_it_was_made(folder, tokenizer, tmp_path):
     shutil.copytree(folder / "web-tokens", tmp_path / "set")
     moved = config(tmp_path, "set", workers=0)
     batches = PackedBatches(moved, tokenizer, split="train", batch_size=1)
-    state = PackedBatches(config(folder, "web-tokens"), tokenizer, split="train", batch_size=1).state_dict()
+    state = PackedBatches(
+        config(folder, "web-tokens"), tokenizer, split="train", batch_size=1
+    ).state_dict()
     batches.load_state_dict(state)  # the same set elsewhere
     next(batches)
     for file in (tmp_path / "set" / "train").iterdir():
@@ -584,7 +633,11 @@ def test_a_shard_that_changes_or_vanishes_is_named(folder, tokenizer, tmp_path, 
         for i in range(3):
             write(tmp_path / how / f"{i}.jsonl", texts(20, i))
         settings = DataConfig(
-            source=str(tmp_path / how), seq_len=T, shuffle_buffer=0, validation_share=1e-9, workers=workers
+            source=str(tmp_path / how),
+            seq_len=T,
+            shuffle_buffer=0,
+            validation_share=1e-9,
+            workers=workers,
         )
         batches = PackedBatches(settings, tokenizer, split="train", batch_size=1, epochs=1)
         expected = take(PackedBatches(settings, tokenizer, split="train", batch_size=1, epochs=1))
@@ -652,7 +705,9 @@ def running(monkeypatch):
 
 
 def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running):
-    batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
+    batches = PackedBatches(
+        config(folder, "web", workers=2), tokenizer, split="train", batch_size=1
+    )
     assert not running()
     next(batches)
     assert len(running()) == 2
@@ -666,11 +721,15 @@ def test_processes_end_with_close_and_with_the_object(folder, tokenizer, running
 
 
 def test_a_process_that_dies_gives_a_one_line_error(folder, tokenizer, running):
-    batches = PackedBatches(config(folder, "web", workers=2), tokenizer, split="train", batch_size=1)
+    batches = PackedBatches(
+        config(folder, "web", workers=2), tokenizer, split="train", batch_size=1
+    )
     next(batches)
     for process in running():
         os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(InputError, match=r"tokenises ended by itself \(exit code -9.*lower data\.workers"):
+    with pytest.raises(
+        InputError, match=r"tokenises ended by itself \(exit code -9.*lower data\.workers"
+    ):
         take(batches, 200)
     assert not running()
     assert len(take(batches, 40)) == 40  # resumes there with new processes

@@ -96,7 +96,9 @@ def test_a_folder_of_a_store_is_read_as_a_local_one(bucket, tmp_path):
 def test_files_patterns_lists_and_several(bucket):
     for name in ("train-0.jsonl", "train-1.jsonl", "val-0.jsonl", "other#1?.jsonl"):
         bucket.put(f"set/{name}", jsonl(name, 2))
-    bucket.put("set/all.list", b"# shards\ntrain-1.jsonl\n\ns3://bucket/set/train-0.jsonl\nval-0.jsonl\n")
+    bucket.put(
+        "set/all.list", b"# shards\ntrain-1.jsonl\n\ns3://bucket/set/train-0.jsonl\nval-0.jsonl\n"
+    )
     root = "s3://bucket/set"
     size = len(jsonl("train-0.jsonl", 2))
     first, second = (f"{root}/train-{i}.jsonl:{size}" for i in (0, 1))
@@ -130,7 +132,10 @@ def test_memory_and_schemes(tmp_path, monkeypatch):
     assert not is_url("a/b")
     assert not is_url("C:/x")
     assert (scheme_of("GS://b/x"), scheme_of("/a/s3://b")) == ("gs", "")
-    assert redact("abfs://box@account.dfs.core.windows.net/x") == "abfs://box@account.dfs.core.windows.net/x"
+    assert (
+        redact("abfs://box@account.dfs.core.windows.net/x")
+        == "abfs://box@account.dfs.core.windows.net/x"
+    )
 
 
 def test_wrong_and_no_credentials_are_one_line(bucket, monkeypatch):
@@ -144,16 +149,23 @@ def test_wrong_and_no_credentials_are_one_line(bucket, monkeypatch):
 def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
     for name in "ab":
         bucket.put(f"set/{name}.jsonl", jsonl(name, 20))
-    config = DataConfig(source="s3://bucket/set", seq_len=16, workers=0, shuffle_buffer=4, retries=1)
+    config = DataConfig(
+        source="s3://bucket/set", seq_len=16, workers=0, shuffle_buffer=4, retries=1
+    )
 
     def new():
-        batches = PackedBatches(config, tokenizer, split="train", batch_size=4, epochs=1, hashes=FileHashes())
+        batches = PackedBatches(
+            config, tokenizer, split="train", batch_size=4, epochs=1, hashes=FileHashes()
+        )
         for number in range(2):
             batches.files[""].find(number)
         return batches
 
     batches = new()
-    whole = [(batch["input_ids"].tolist(), json.loads(json.dumps(batches.state_dict()))) for batch in batches]
+    whole = [
+        (batch["input_ids"].tolist(), json.loads(json.dumps(batches.state_dict())))
+        for batch in batches
+    ]
     for file in urls.cache().iterdir():
         file.unlink()  # as on another node
     resumed = new()
@@ -161,7 +173,9 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
     assert [batch["input_ids"].tolist() for batch in resumed] == [rows for rows, _ in whole[2:]]
 
     bucket.put("set/b.jsonl", jsonl("c", 20))  # of the same size
-    with pytest.raises(InputError, match=r"s3://bucket/set/b\.jsonl: other content than when the checkpoint"):
+    with pytest.raises(
+        InputError, match=r"s3://bucket/set/b\.jsonl: other content than when the checkpoint"
+    ):
         new().load_state_dict(whole[1][1])
     corpus = open_corpus(config, "train")
     bucket.put("set/b.jsonl", jsonl("d", 20))
@@ -172,7 +186,9 @@ def test_a_shard_that_changes_is_noticed(bucket, tokenizer):
 def test_a_damaged_shard_is_named_and_downloaded_again(bucket):
     whole = compressed(jsonl("a", 50))
     bucket.put("a.jsonl.zst", whole[:-20])
-    assert refusal("s3://bucket/a.jsonl.zst").startswith("s3://bucket/a.jsonl.zst, line 1: corrupt or trunc")
+    assert refusal("s3://bucket/a.jsonl.zst").startswith(
+        "s3://bucket/a.jsonl.zst, line 1: corrupt or trunc"
+    )
     bucket.put("a.jsonl.zst", whole)
     assert len(texts(DataConfig(source="s3://bucket/a.jsonl.zst", validation_share=1e-9))) == 50
 
@@ -184,7 +200,9 @@ def test_a_server_that_dies_is_asked_again_a_bounded_number_of_times(bucket, wai
     corpus = open_corpus(data, "train")
     bucket.stop()
     try:
-        with pytest.raises(SourceUnavailable, match=r"\.jsonl: failed 3 times in a row, gave up") as caught:
+        with pytest.raises(
+            SourceUnavailable, match=r"\.jsonl: failed 3 times in a row, gave up"
+        ) as caught:
             next(iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1)))
     finally:
         bucket.start()
@@ -215,7 +233,11 @@ def test_a_token_set_is_prepared_in_a_store_and_read_from_it(bucket, tmp_path, m
         bucket.put(f"texts/{name}", jsonl(name, 200))
     prepared("s3://bucket/texts", "s3://bucket/tokens")
     names = bucket.names("tokens/")
-    assert {"tokens/index.json", "tokens/train/00000.tokens", "tokens/tokenizer/tokenizer.json"} <= {*names}
+    assert {
+        "tokens/index.json",
+        "tokens/train/00000.tokens",
+        "tokens/tokenizer/tokenizer.json",
+    } <= {*names}
     assert not [name for name in names if "preparing" in name]
     assert not Path("s3:").exists()
 
@@ -252,7 +274,9 @@ def test_a_token_set_is_prepared_in_a_store_and_read_from_it(bucket, tmp_path, m
         "gs://bucket/out": "gs://bucket/out: needs gcsfs; pip install 'nalanda[gs]'",
     }.items(),
 )
-def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, message, tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    output, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as caught:
         prepared("python", output)

@@ -32,7 +32,9 @@ def tokenized(request, tokenizer, tmp_path_factory):
         config = TokenizerConfig(path="mistral")
     else:
         config = TokenizerConfig(train="bpe", vocab_size=300)
-    return build_tokenizer(config, DataConfig(source=str(folder / "text.txt")), folder / "tokenizer")
+    return build_tokenizer(
+        config, DataConfig(source=str(folder / "text.txt")), folder / "tokenizer"
+    )
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -88,12 +90,16 @@ class Alone:
 def test_bits_per_byte_of_validation(tokenized, tmp_path):
     """The direct computation: predicted bytes are those of all tokens but the first of each segment."""
     (tmp_path / "validation.jsonl").write_bytes(
-        b"".join(f'{{"text": "{text}"}}\n'.encode() for text in (TEXTS[0], TEXTS[1], "größer 漢字 " * 9))
+        b"".join(
+            f'{{"text": "{text}"}}\n'.encode() for text in (TEXTS[0], TEXTS[1], "größer 漢字 " * 9)
+        )
     )
     texts = [TEXTS[0], TEXTS[1], "größer 漢字 " * 9]
     path = str(tmp_path / "validation.jsonl")
     (tmp_path / "train.jsonl").write_text('{"text": "other"}\n')
-    data = DataConfig(source=str(tmp_path / "train.jsonl"), validation_source=path, seq_len=32, workers=0)
+    data = DataConfig(
+        source=str(tmp_path / "train.jsonl"), validation_source=path, seq_len=32, workers=0
+    )
     batches = validation_batches(data, tokenized, batch_size=2)
     sizes = text_bytes(tokenized)
     values = validate(Alone(), Uniform(len(tokenized)), batches, sizes)

@@ -19,7 +19,9 @@ from nalanda.data.token_set import FORMAT, VERSION, TokenSet, totals
 LENGTHS = {
     "equal": lambda draw, count: np.full(count, 37),
     "by chance": lambda draw, count: draw.integers(1, 200, count),
-    "sorted by source": lambda draw, count: np.sort(draw.lognormal(3, 2, count).astype(np.int64)) + 1,
+    "sorted by source": lambda draw, count: (
+        np.sort(draw.lognormal(3, 2, count).astype(np.int64)) + 1
+    ),
     "one is long": lambda draw, count: np.where(np.arange(count) == count // 3, 90_000, 2),
     "of one token": lambda draw, count: np.ones(count, np.int64),
     "one document": lambda draw, count: np.array([5000]),
@@ -36,7 +38,9 @@ def write_set(folder: Path, shards: list[np.ndarray]) -> tuple[np.ndarray, np.nd
         rows.append(draw.integers(0, 1000, ends[-1]))
         (folder / "train" / f"{name}.tokens").write_bytes(rows[-1].astype("<u2").tobytes())
         sources = np.zeros(len(ends), "<u2")
-        (folder / "train" / f"{name}.docs").write_bytes(ends.astype("<i8").tobytes() + sources.tobytes())
+        (folder / "train" / f"{name}.docs").write_bytes(
+            ends.astype("<i8").tobytes() + sources.tobytes()
+        )
         counts = [len(ends), int(ends[-1])]
         entries.append(
             {
@@ -67,17 +71,23 @@ def write_set(folder: Path, shards: list[np.ndarray]) -> tuple[np.ndarray, np.nd
 def test_rows_and_documents_are_those_of_the_whole_columns(tmp_path, kind):
     """The search for a row's documents guesses; every guess must end at the same documents."""
     draw = np.random.default_rng(3)
-    tokens, starts = write_set(tmp_path, [LENGTHS[kind](draw, count) for count in (3000, 1, 512, 513)])
+    tokens, starts = write_set(
+        tmp_path, [LENGTHS[kind](draw, count) for count in (3000, 1, 512, 513)]
+    )
     found = TokenSet(tmp_path, "train")
     places = np.sort(draw.integers(0, found.tokens + 1, (300, 2)))
     edges = [(start, start + 1) for start in draw.choice(starts, min(200, len(starts)))]
     near = [(max(0, low - 1), min(found.tokens, low + 70)) for low, _ in edges]
     for low, high in [*places.tolist(), *edges, *near, (0, found.tokens), (5, 5)]:
         np.testing.assert_array_equal(found.read(low, high), tokens[low:high])
-        np.testing.assert_array_equal(found.starts(low, high), starts[(starts >= low) & (starts < high)])
+        np.testing.assert_array_equal(
+            found.starts(low, high), starts[(starts >= low) & (starts < high)]
+        )
     ends = [*starts[1:], found.tokens]
     for number in [0, found.documents - 1, *draw.integers(0, found.documents, 100).tolist()]:
-        np.testing.assert_array_equal(found.document(number)[0], tokens[starts[number] : ends[number]])
+        np.testing.assert_array_equal(
+            found.document(number)[0], tokens[starts[number] : ends[number]]
+        )
 
 
 @pytest.mark.parametrize("kind", ["tokens", "docs"])
@@ -88,8 +98,12 @@ def test_a_shard_that_becomes_shorter_is_bad_input_until_it_is_put_back(tmp_path
     found.starts(0, found.tokens)
     content = file.read_bytes()
     os.truncate(file, 3000)
-    with pytest.raises(InputError, match=rf"00001\.{kind}: .*ends before byte .*copy or prepare") as error:
-        found.read(found.tokens - 9, found.tokens) if kind == "tokens" else found.starts(70_000, found.tokens)
+    with pytest.raises(
+        InputError, match=rf"00001\.{kind}: .*ends before byte .*copy or prepare"
+    ) as error:
+        found.read(found.tokens - 9, found.tokens) if kind == "tokens" else found.starts(
+            70_000, found.tokens
+        )
     assert "\n" not in str(error.value)
     found.read(0, 36_000)  # the other shard
     whole = file.with_suffix(".whole")
@@ -114,7 +128,9 @@ def test_files_are_opened_once_shared_by_threads_and_closed(tmp_path, monkeypatc
     """A reader keeps its file open while others make the cache drop it: no number is read in another."""
     tokens, _ = write_set(tmp_path, [np.full(300, 9)] * 6)
     found = TokenSet(tmp_path, "train")
-    monkeypatch.setattr(token_set, "_open", functools.lru_cache(maxsize=2)(token_set._open.__wrapped__))
+    monkeypatch.setattr(
+        token_set, "_open", functools.lru_cache(maxsize=2)(token_set._open.__wrapped__)
+    )
     rows = np.random.default_rng(0).integers(0, found.tokens - 64, 2000).tolist()
 
     def read(low: int) -> bool:

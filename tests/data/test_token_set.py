@@ -62,7 +62,9 @@ def corpus(folder: Path, files: int = 6, rows: int = 50) -> Path:
     folder.mkdir(parents=True)
     for i in range(files):
         content = lines([*records(rows, i * rows), {"text": " \n"}]) + b"\n"
-        name, content = (f"{i}.jsonl.gz", gzip.compress(content)) if i % 2 else (f"{i}.jsonl", content)
+        name, content = (
+            (f"{i}.jsonl.gz", gzip.compress(content)) if i % 2 else (f"{i}.jsonl", content)
+        )
         (folder / name).write_bytes(content)
     return folder
 
@@ -175,10 +177,9 @@ def test_a_shard_that_cannot_be_closed_is_removed(tmp_path):
 def test_parts_of_a_file_in_one_group_are_read_at_once():
     parts = [preparing.Unit("train", 0, "a", 10, start, start + 7) for start in range(0, 42, 7)]
     groups = preparing.group_units([*parts, preparing.Unit("train", 1, "b", 10)], 40)
-    assert [[(unit.shard, unit.start, unit.stop, unit.weight) for unit in group] for group in groups] == [
-        [(0, 0, 28, 40)],
-        [(0, 28, 42, 20), (1, 0, None, 10)],
-    ]
+    assert [
+        [(unit.shard, unit.start, unit.stop, unit.weight) for unit in group] for group in groups
+    ] == [[(0, 0, 28, 40)], [(0, 28, 42, 20), (1, 0, None, 10)]]
 
 
 def test_bytes_are_the_same_for_any_number_of_workers(tmp_path, byte_tokenizer):
@@ -292,7 +293,12 @@ def test_refuses_changed_settings(tmp_path, byte_tokenizer):
         words = TokenizerConfig(train="words")
         for changed, tokenizer, size, name in [
             (DataConfig(source=str(source), bos=False), byte_tokenizer, 3000, "bos"),
-            (DataConfig(source=str(source), validation_share=0.3), byte_tokenizer, 3000, "validation_share"),
+            (
+                DataConfig(source=str(source), validation_share=0.3),
+                byte_tokenizer,
+                3000,
+                "validation_share",
+            ),
             (data, byte_tokenizer, 4000, "shard_bytes"),
             (data, words, 3000, "tokenizer"),
         ]:
@@ -507,7 +513,10 @@ def test_the_recorded_size_of_shards_is_taken(tmp_path, byte_tokenizer, monkeypa
     data = DataConfig(source=str(source))
     index = prepare(data, byte_tokenizer, out)
     (source / "7.jsonl").write_bytes(lines(records(2000, 5000)))
-    assert prepare(data, byte_tokenizer, out)["settings"]["shard_bytes"] == index["settings"]["shard_bytes"]
+    assert (
+        prepare(data, byte_tokenizer, out)["settings"]["shard_bytes"]
+        == index["settings"]["shard_bytes"]
+    )
 
 
 @pytest.mark.parametrize("source", ["few", "one", "book.txt"])
@@ -515,8 +524,12 @@ def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_to
     for name, count in (("few", 9), ("one", 1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_bytes(lines(records(count, 3)))
-    (tmp_path / "book.txt").write_text("".join(f"paragraph {i}\n\n" + "words " * 700 for i in range(20)))
-    data = DataConfig(source=str(tmp_path / source), validation_share=1e-9 if source == "few" else 0.02)
+    (tmp_path / "book.txt").write_text(
+        "".join(f"paragraph {i}\n\n" + "words " * 700 for i in range(20))
+    )
+    data = DataConfig(
+        source=str(tmp_path / source), validation_share=1e-9 if source == "few" else 0.02
+    )
     said: list[str] = []
     prepare(data, byte_tokenizer, tmp_path / "out", say=said.append)
     encode = encoder(tokenizer, data)
@@ -532,8 +545,17 @@ def test_training_and_preparation_hold_the_same_out(tmp_path, tokenizer, byte_to
 
 def test_the_next_line_fits_the_set(tmp_path, monkeypatch):
     monkeypatch.setenv("NALANDA_NEXT_STEPS", "1")
-    (tmp_path / "book.txt").write_text("".join(f"some words of paragraph {i}\n\n" for i in range(9)))
-    arguments = ["data", "prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--workers", "1"]
+    (tmp_path / "book.txt").write_text(
+        "".join(f"some words of paragraph {i}\n\n" for i in range(9))
+    )
+    arguments = [
+        "data",
+        "prepare",
+        str(tmp_path / "book.txt"),
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--vocab-size", "300", "--no-bos"])
     assert done.exit_code == 0
     assert "book.txt: 1 document, its last 2 % are held out for validation" in done.output
@@ -585,7 +607,8 @@ def test_a_second_preparation_is_refused_in_one_line(tmp_path, byte_tokenizer):
     with preparing.alone_in(out), pytest.raises(InputError) as error:
         prepare(data, byte_tokenizer, out)
     assert (
-        str(error.value) == f"{out}: another process is preparing it; wait for it, or name another directory"
+        str(error.value)
+        == f"{out}: another process is preparing it; wait for it, or name another directory"
     )
     killed(3, lambda: prepare(data, byte_tokenizer, out))  # its lock ends with it
     prepare(data, byte_tokenizer, out)
@@ -611,7 +634,9 @@ def test_a_file_is_hashed_once(tmp_path, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(preparing, "HASHING", 1)
     with pytest.raises(KeyboardInterrupt):
         prepare(data, byte_tokenizer, out, shard_bytes=3000)
-    monkeypatch.setattr(hashes, "hash_file", lambda path, *how: found.append(path.name) or read(path, *how))
+    monkeypatch.setattr(
+        hashes, "hash_file", lambda path, *how: found.append(path.name) or read(path, *how)
+    )
     work = begin(data, byte_tokenizer, out, shard_bytes=3000)
     assert sorted(found) == sorted(path.name for path in source.iterdir())
     monkeypatch.setattr(os, "walk", None)  # nor is the source walked again
@@ -631,20 +656,26 @@ def test_documents_that_are_too_large(tmp_path, byte_tokenizer, capsys, suffix, 
     path = tmp_path / f"in.jsonl{suffix}"
     path.write_bytes(gzip.compress(lines(rows)) if suffix else lines(rows))
     data = DataConfig(source=str(path), validation_share=0.1, max_document_bytes=1000)
-    with pytest.raises(InputError, match=r"in\.jsonl.*, line (21|60): a document of more than 1,000 bytes"):
+    with pytest.raises(
+        InputError, match=r"in\.jsonl.*, line (21|60): a document of more than 1,000 bytes"
+    ):
         prepare(data, byte_tokenizer, tmp_path / "refused", shard_bytes=900, workers=workers)
     data.oversized = "skip"
     index = prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900, workers=workers)
     assert index["skipped"] == 3
     kept = [r for r in rows if len(r["text"]) < 1000 and not held_out(r["text"], 0.1)]
     found = TokenSet(tmp_path / "out", "train")
-    assert [bytes_of(found.document(i)[0]) for i in range(found.documents)] == [r["text"] for r in kept]
+    assert [bytes_of(found.document(i)[0]) for i in range(found.documents)] == [
+        r["text"] for r in kept
+    ]
     capsys.readouterr()
     inspect(tmp_path / "out", verify=True)
     shown = capsys.readouterr().out
     assert "3 documents of more than 1,000 bytes were left out (data.oversized: skip)" in shown
     data.max_document_bytes = 2000
-    with pytest.raises(InputError, match="was prepared with max_document_bytes 1000, and this is 2000"):
+    with pytest.raises(
+        InputError, match="was prepared with max_document_bytes 1000, and this is 2000"
+    ):
         prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=900)
 
 
@@ -678,7 +709,10 @@ def test_disk_full(tmp_path, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(files, "sync", full)
     with pytest.raises(DiskFull, match="no space left"):
         prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)
-    assert prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)["train"]["documents"] > 200
+    assert (
+        prepare(data, byte_tokenizer, tmp_path / "out", shard_bytes=3000)["train"]["documents"]
+        > 200
+    )
 
 
 def flip(path: Path) -> None:
@@ -753,7 +787,9 @@ def other_vocabulary(index: dict, split: str, key: str) -> None:
 
 @pytest.mark.parametrize("key", ["documents", "tokens"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("harm", [times_ten, shard_times_ten, sources_times_ten, last_digit_of_size])
+@pytest.mark.parametrize(
+    "harm", [times_ten, shard_times_ten, sources_times_ten, last_digit_of_size]
+)
 def test_an_index_that_contradicts_itself_is_refused(prepared_set, split, key, harm):
     file = prepared_set / "index.json"
     index = json.loads(file.read_bytes())
@@ -783,7 +819,9 @@ def prepared_set(tmp_path, byte_tokenizer) -> Path:
     return tmp_path / "out"
 
 
-def with_its_sums(folder: Path, file: Path, change: Callable[[np.ndarray], None], dtype: str) -> None:
+def with_its_sums(
+    folder: Path, file: Path, change: Callable[[np.ndarray], None], dtype: str
+) -> None:
     """Changes a file and the index's sum of it, so that only the contents are wrong."""
     content = np.fromfile(file, dtype)
     change(content)
@@ -823,7 +861,9 @@ def test_ids_beyond_the_vocabulary_are_refused_where_they_are_read(prepared_set,
 @pytest.mark.parametrize(("place", "value"), [(3, 0), (3, 1 << 40), (-1, 5), (-1, 1 << 40)])
 def test_documents_that_do_not_follow_one_another_are_refused(prepared_set, place, value):
     file = prepared_set / "train/00001.docs"
-    count = json.loads((prepared_set / "index.json").read_bytes())["train"]["shards"][1]["documents"]
+    count = json.loads((prepared_set / "index.json").read_bytes())["train"]["shards"][1][
+        "documents"
+    ]
 
     def change(content: np.ndarray) -> None:
         content[: 8 * count].view("<i8")[place] = value
@@ -900,9 +940,13 @@ def test_a_huge_file_is_read_by_a_plugins_reader(tmp_path, byte_tokenizer, token
                 yield Document(json.loads(line)["answer"]), row
 
     monkeypatch.setitem(READERS, ".chat.jsonl", read)
-    rows = [{"text": f"question {i}", "answer": f"answer {i}" + " and so on" * 40} for i in range(90)]
+    rows = [
+        {"text": f"question {i}", "answer": f"answer {i}" + " and so on" * 40} for i in range(90)
+    ]
     (tmp_path / "a.chat.jsonl").write_bytes(lines(rows))
-    prepare(DataConfig(source=f"{tmp_path}/*.jsonl"), byte_tokenizer, tmp_path / "out", shard_bytes=3000)
+    prepare(
+        DataConfig(source=f"{tmp_path}/*.jsonl"), byte_tokenizer, tmp_path / "out", shard_bytes=3000
+    )
     found = TokenSet(tmp_path / "out", "train")
     assert found.documents > 80
     assert all("answer" in tokenizer.decode(found.document(i)[0]) for i in range(found.documents))
@@ -914,7 +958,10 @@ def test_a_huge_file_names_its_line(tmp_path, byte_tokenizer):
     (tmp_path / "in.jsonl").write_bytes(b"".join([*rows[:20], b"\n", *rows[20:]]))
     with pytest.raises(InputError, match=r"in\.jsonl, line 49: no field 'text'"):
         prepare(
-            DataConfig(source=str(tmp_path / "in.jsonl")), byte_tokenizer, tmp_path / "out", shard_bytes=500
+            DataConfig(source=str(tmp_path / "in.jsonl")),
+            byte_tokenizer,
+            tmp_path / "out",
+            shard_bytes=500,
         )
 
 
@@ -933,7 +980,11 @@ def test_parquet_by_row_groups(tmp_path, byte_tokenizer):
     prepare(data, byte_tokenizer, tmp_path / "whole")
     whole = TokenSet(tmp_path / "whole", "train")
     np.testing.assert_array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
-    assert whole.documents == cut.documents == 2 * sum(not held_out(r["text"], 0.02) for r in records(90))
+    assert (
+        whole.documents
+        == cut.documents
+        == 2 * sum(not held_out(r["text"], 0.02) for r in records(90))
+    )
 
 
 def test_large_vocabularies_have_four_bytes(tmp_path):
@@ -946,7 +997,9 @@ def test_large_vocabularies_have_four_bytes(tmp_path):
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     wrapped.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "in.jsonl").write_bytes(lines([{"text": f"small large w65536 {i}"} for i in range(60)]))
+    (tmp_path / "in.jsonl").write_bytes(
+        lines([{"text": f"small large w65536 {i}"} for i in range(60)])
+    )
     data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False)
     config = TokenizerConfig(path=str(tmp_path / "tokenizer"))
     index = prepare(data, config, tmp_path / "out")
@@ -969,7 +1022,9 @@ def test_documents_without_tokens_are_left_out(tmp_path):
     )
     texts = ["gone", "a a", "gone gone", " ", "a", "gone"]
     (tmp_path / "in.jsonl").write_bytes(lines([{"text": text} for text in texts]))
-    data = DataConfig(source=str(tmp_path / "in.jsonl"), bos=False, eos=False, validation_share=1e-9)
+    data = DataConfig(
+        source=str(tmp_path / "in.jsonl"), bos=False, eos=False, validation_share=1e-9
+    )
     prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), tmp_path / "out")
     found = TokenSet(tmp_path / "out", "train")
     lowest = min(texts[:3] + texts[4:], key=hash_text)
@@ -1020,7 +1075,10 @@ def test_another_eos_of_the_same_vocabulary_is_refused(tmp_path, tokenizer, byte
 
 def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
     server.files["a.jsonl"] = lines(records(60))
-    url, out = server.url("a.jsonl").replace("//", "//me:geheim@") + "?sig=geheim&part=1", tmp_path / "out"
+    url, out = (
+        server.url("a.jsonl").replace("//", "//me:geheim@") + "?sig=geheim&part=1",
+        tmp_path / "out",
+    )
     data = DataConfig(source=[url])
     begin(data, byte_tokenizer, out)
     stored = [path for path in out.rglob("*") if path.is_file() and "geheim" in path.read_text()]
@@ -1031,7 +1089,9 @@ def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
     assert not stored[0].exists()
     data.source = [url.replace("sig=geheim", "sig=anew")]
     prepare(data, byte_tokenizer, out, workers=2)
-    assert not [path for path in out.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()]
+    assert not [
+        path for path in out.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()
+    ]
     index = json.loads((out / "index.json").read_bytes())
     index["settings"]["source"] = [url]  # as earlier versions stored it
     (out / "index.json").write_text(json.dumps(index))
@@ -1044,16 +1104,18 @@ def test_no_password_or_signature_is_stored(tmp_path, byte_tokenizer, server):
     assert "geheim" not in str(caught.value)
 
 
-def test_options_change_a_recipes_tokenizer_and_keep_the_rest(tmp_path, monkeypatch, byte_tokenizer):
+def test_options_change_a_recipes_tokenizer_and_keep_the_rest(
+    tmp_path, monkeypatch, byte_tokenizer
+):
     recipe = tmp_path / "recipe.yaml"
-    text = (
-        "model: {}\ntrain: {steps: 1, tokens_per_step: 2048, micro_batch_size: 1}\ndata: {source: python}\n"
-    )
+    text = "model: {}\ntrain: {steps: 1, tokens_per_step: 2048, micro_batch_size: 1}\ndata: {source: python}\n"
 
     def made(tokenizer: str, **asked) -> TokenizerConfig:
         recipe.write_text(f"{text}output_dir: {tmp_path}/run\ntokenizer: {tokenizer}\n")
         found = []
-        monkeypatch.setattr(make_set, "prepare", lambda data, config, *_, **__: found.append(config))
+        monkeypatch.setattr(
+            make_set, "prepare", lambda data, config, *_, **__: found.append(config)
+        )
         make_set.make_token_set(str(recipe), str(tmp_path / "out"), data={}, tokenizer=asked)
         return found[0]
 
@@ -1076,7 +1138,9 @@ def test_more_shards_than_files_may_be_open(tmp_path, byte_tokenizer):
     for _ in range(2):
         for i in range(0, found.tokens, 97):
             assert (found.read(i, i + 1) == whole[i]).all()
-    handles = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    handles = [
+        os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+    ]
     assert 0 < sum(str(tmp_path) in name for name in handles) <= 100
     wrong = []
 
@@ -1109,13 +1173,30 @@ def test_command_trains_a_tokenizer_and_takes_a_recipe(tmp_path, monkeypatch):
     assert done.exit_code == 0
     assert "RedPajamaWikipedia" in done.output
     assert "300 tokens" in done.output
-    arguments = ["data", "prepare", str(source), str(tmp_path / "b"), "--vocab-size", "300", "--workers", "2"]
+    arguments = [
+        "data",
+        "prepare",
+        str(source),
+        str(tmp_path / "b"),
+        "--vocab-size",
+        "300",
+        "--workers",
+        "2",
+    ]
     assert run.invoke(app, arguments).exit_code == 0
     assert sums(tmp_path / "a") == sums(tmp_path / "b")
     arguments = ["data", "prepare", str(recipe), str(tmp_path / "a"), "--no-eos"]
-    assert "was prepared with eos true, and this is false" in str(run.invoke(app, arguments).exception)
+    assert "was prepared with eos true, and this is false" in str(
+        run.invoke(app, arguments).exception
+    )
     for option in (["--tokenizer", "x"], ["--bos"]):
-        arguments = ["data", "prepare", str(tmp_path / "a"), str(tmp_path / "m"), "--format=megatron"]
+        arguments = [
+            "data",
+            "prepare",
+            str(tmp_path / "a"),
+            str(tmp_path / "m"),
+            "--format=megatron",
+        ]
         refused = run.invoke(app, [*arguments, *option]).exception
         assert str(refused) == f"{option[0]}: a prepared set is written as it is; leave it out"
     flip(tmp_path / "a/train/00000.tokens")

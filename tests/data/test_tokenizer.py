@@ -40,7 +40,12 @@ def published(tmp_path) -> Path:
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in pieces[:3]])
     folder = tmp_path / "published"
@@ -52,17 +57,26 @@ def published(tmp_path) -> Path:
     return folder
 
 
-def test_llamas_older_form_is_one_tokenizer_everywhere(published, recipe, tmp_path, fresh_accelerate):
+def test_llamas_older_form_is_one_tokenizer_everywhere(
+    published, recipe, tmp_path, fresh_accelerate
+):
     out, run = tmp_path / "set", tmp_path / "run"
     given = {"data": {}, "tokenizer": {"path": str(published), "train": None, "vocab_size": None}}
     for _ in range(2):  # the second time, it is the tokenizer in the folder
         make_token_set(str(recipe.parent), str(out), **given, say=str)
 
-    settings = [f"tokenizer={published}", f"data.source={out}", "train.steps=2", "validation.every=0"]
+    settings = [
+        f"tokenizer={published}",
+        f"data.source={out}",
+        "train.steps=2",
+        "validation.every=0",
+    ]
     train(configured(recipe, run, *settings))
 
     built = build_tokenizer(TokenizerConfig(path=str(published)), DataConfig(), tmp_path / "unused")
-    saved = [load_tokenizer(folder) for folder in (out / "tokenizer", run / "tokenizer", run / "final")]
+    saved = [
+        load_tokenizer(folder) for folder in (out / "tokenizer", run / "tokenizer", run / "final")
+    ]
     for tokenizer in saved:
         assert describe_tokenizer(tokenizer) == describe_tokenizer(built)
         assert tokenizer("<s>hello").input_ids == built("<s>hello").input_ids
@@ -155,7 +169,17 @@ SYMBOLS = {"user_defined_symbols": ["<sep>", "<cls>"], "control_symbols": ["<ctl
         SYMBOLS,
         WORDS | SYMBOLS,
     ],
-    ids=["default", "bytes", "bpe", "nfkc", "casefold", "spaces", "no prefix", "symbols", "bpe, symbols"],
+    ids=[
+        "default",
+        "bytes",
+        "bpe",
+        "nfkc",
+        "casefold",
+        "spaces",
+        "no prefix",
+        "symbols",
+        "bpe, symbols",
+    ],
 )
 def test_sentencepiece_models_encode_as_sentencepiece_does(options, trained, texts, tmp_path):
     from sentencepiece import SentencePieceProcessor
@@ -184,10 +208,14 @@ def test_sentencepiece_models_encode_as_sentencepiece_does(options, trained, tex
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
     ],
 )
-def test_a_sentencepiece_model_that_is_not_converted_says_its_one_cause(options, cause, trained, tmp_path):
+def test_a_sentencepiece_model_that_is_not_converted_says_its_one_cause(
+    options, cause, trained, tmp_path
+):
     config = TokenizerConfig(path=str(trained(**options)))
     with pytest.raises(InputError) as caught:
         build_tokenizer(config, DataConfig(), tmp_path)
-    assert f"trained with {cause}, which is not converted; train it without, or give its" in str(caught.value)
+    assert f"trained with {cause}, which is not converted; train it without, or give its" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("=") == 1

@@ -40,7 +40,10 @@ def test_a_failing_server_still_gives_its_bytes(server, monkeypatch, waits, caps
     starts = [asked for _, asked in server.asked]
     assert len(starts) == 4
     assert len(waits) == 3
-    if ranges and fault in ("half", "stall"):  # it resumes where it stopped, or a chunk of 64 KiB before
+    if ranges and fault in (
+        "half",
+        "stall",
+    ):  # it resumes where it stopped, or a chunk of 64 KiB before
         half = len(body) // 2
         first, second = (int(start[6:-1]) for start in starts[1:3])
         assert half - (1 << 16) < first <= half
@@ -62,7 +65,9 @@ def test_a_server_that_keeps_failing_stops_the_run(server, monkeypatch, waits, f
     server.files["a.jsonl"], server.ranges = jsonl("a", 50), False
     server.faults["a.jsonl"] = [fault] * 99
     shard = UrlShard(server.url("a.jsonl") + "?sig=geheim", FIELDS, retries=4)
-    with pytest.raises(SourceUnavailable, match=r"a\.jsonl\?\*\*\*: failed 5 times in a row") as caught:
+    with pytest.raises(
+        SourceUnavailable, match=r"a\.jsonl\?\*\*\*: failed 5 times in a row"
+    ) as caught:
         texts(shard)
     assert caught.value.exit_code == 75
     assert "geheim" not in str(caught.value)
@@ -76,7 +81,8 @@ def test_new_bytes_reset_the_retries(server):
     assert len(texts(UrlShard(server.url("a.jsonl"), FIELDS, retries=1))) == 400
     assert len(server.asked) == 7
     assert (
-        hashlib.md5(next(remote.cache().glob("*.jsonl")).read_bytes()).digest() == hashlib.md5(body).digest()
+        hashlib.md5(next(remote.cache().glob("*.jsonl")).read_bytes()).digest()
+        == hashlib.md5(body).digest()
     )
 
 
@@ -118,7 +124,9 @@ def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
     whole = gzip.compress(jsonl("a", 50))
     server.files["a.jsonl.gz"] = whole[:-20]  # corrupt on the server, so length and MD5 agree
     shard = UrlShard(server.url("a.jsonl.gz"), FIELDS)
-    with pytest.raises(InputError, match=r"^http://127.*/a\.jsonl\.gz, line \d+: corrupt or truncated"):
+    with pytest.raises(
+        InputError, match=r"^http://127.*/a\.jsonl\.gz, line \d+: corrupt or truncated"
+    ):
         texts(shard)
     assert waits == []
     server.files["a.jsonl.gz"] = whole
@@ -128,7 +136,9 @@ def test_a_corrupt_shard_is_named_and_not_kept(server, waits):
 def test_reading_resumes_at_a_cursor_of_the_same_shard_only(server):
     server.files["a.jsonl"] = jsonl("a", 30)
     shard = UrlShard(server.url("a.jsonl"), FIELDS)
-    pairs = [(document.text, json.loads(json.dumps(cursor))) for document, cursor in shard.read(None)]
+    pairs = [
+        (document.text, json.loads(json.dumps(cursor))) for document, cursor in shard.read(None)
+    ]
     for i in (0, 7, 29):
         assert texts(shard, pairs[i][1]) == [text for text, _ in pairs[i + 1 :]]
     server.files["a.jsonl"] = jsonl("a", 31)
@@ -163,7 +173,9 @@ def test_a_download_of_several_processes_is_one(server):
     server.files["a.jsonl"] = jsonl("a", 100)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(texts(UrlShard(server.url("a.jsonl"), FIELDS))))
+        threading.Thread(
+            target=lambda: found.append(texts(UrlShard(server.url("a.jsonl"), FIELDS)))
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -182,7 +194,13 @@ def test_lists_of_urls_and_their_parts(server):
     for path in ("train/b.jsonl", "train/a.jsonl.gz", "validation/c.jsonl", "test/d.jsonl"):
         body = jsonl(path, 5)
         server.files[f"set/{path}"] = gzip.compress(body) if path.endswith(".gz") else body
-    lines = ["# the shards", "", "train/b.jsonl", server.url("set/train/a.jsonl.gz"), "validation/c.jsonl"]
+    lines = [
+        "# the shards",
+        "",
+        "train/b.jsonl",
+        server.url("set/train/a.jsonl.gz"),
+        "validation/c.jsonl",
+    ]
     server.files["set/all.urls"] = "\n".join([*lines, "test/d.jsonl"]).encode()
     server.faults["set/all.urls"] = ["503"]
 
@@ -192,12 +210,17 @@ def test_lists_of_urls_and_their_parts(server):
 
     for source in (
         server.url("set/all.urls"),
-        [server.url(f"set/{path}") for path in ("train/b.jsonl", "train/a.jsonl.gz", "validation/c.jsonl")],
+        [
+            server.url(f"set/{path}")
+            for path in ("train/b.jsonl", "train/a.jsonl.gz", "validation/c.jsonl")
+        ],
     ):
         assert names(source, "train") == ["b.jsonl", "a.jsonl.gz"]
         assert names(source, "validation") == ["c.jsonl"]
     assert names(server.url("set/train/b.jsonl"), "validation") == ["b.jsonl"]  # a part is held out
-    assert names([server.url("a.jsonl"), server.url("val-0.jsonl")], "validation") == ["val-0.jsonl"]
+    assert names([server.url("a.jsonl"), server.url("val-0.jsonl")], "validation") == [
+        "val-0.jsonl"
+    ]
     assert names(server.url("test.jsonl"), "train") == ["test.jsonl"]  # its name says nothing alone
 
     server.files["none.list"] = b"\n# nothing\n"
@@ -206,15 +229,35 @@ def test_lists_of_urls_and_their_parts(server):
         server.url("no.list"): "404",
         server.url("a.pdf"): r"a\.pdf: not the URL of a file",
         "http://***@host/a.jsonl": "never stored",
-        ("https://h/train/x.jsonl", "https://h/y.jsonl"): r"^https://h/y\.jsonl: .* would not be read",
-        ("https://h/train/x.jsonl", "https://h/test/y.jsonl"): r"^https://h/test/y\.jsonl: .* not be read",
-        ("https://h/x.jsonl?sig=a", "https://h/x.jsonl?sig=b"): r"differs .* only in a .* signature",
-        ("https://h/x.jsonl", "https://h/x.jsonl"): r"^https://h/x\.jsonl: listed twice; name a file once",
-        ("https://h/x.jsonl", "/data/b.jsonl"): r"^/data/b\.jsonl: not a URL; .* give a directory or a glob",
-        ("/data/a.jsonl", "/data/b.jsonl"): r"'/data/a\.jsonl' does not exist; a list has files, folders and",
+        (
+            "https://h/train/x.jsonl",
+            "https://h/y.jsonl",
+        ): r"^https://h/y\.jsonl: .* would not be read",
+        (
+            "https://h/train/x.jsonl",
+            "https://h/test/y.jsonl",
+        ): r"^https://h/test/y\.jsonl: .* not be read",
+        (
+            "https://h/x.jsonl?sig=a",
+            "https://h/x.jsonl?sig=b",
+        ): r"differs .* only in a .* signature",
+        (
+            "https://h/x.jsonl",
+            "https://h/x.jsonl",
+        ): r"^https://h/x\.jsonl: listed twice; name a file once",
+        (
+            "https://h/x.jsonl",
+            "/data/b.jsonl",
+        ): r"^/data/b\.jsonl: not a URL; .* give a directory or a glob",
+        (
+            "/data/a.jsonl",
+            "/data/b.jsonl",
+        ): r"'/data/a\.jsonl' does not exist; a list has files, folders and",
     }.items():
         with pytest.raises(InputError, match=message):
-            open_corpus(DataConfig(source=source if isinstance(source, str) else [*source]), "train")
+            open_corpus(
+                DataConfig(source=source if isinstance(source, str) else [*source]), "train"
+            )
 
 
 def test_a_shuffled_run_from_urls_resumes_exactly(server, tokenizer):
@@ -363,7 +406,9 @@ class Dataset:
 
 def test_a_hub_shard_resumes_where_the_connection_broke(waits):
     rows = [str(i) for i in range(20)]
-    shard = HubShard(Dataset(rows, {3: [ConnectionError("Server Disconnected")] * 2}), "a/b", FIELDS, 1, 2)
+    shard = HubShard(
+        Dataset(rows, {3: [ConnectionError("Server Disconnected")] * 2}), "a/b", FIELDS, 1, 2
+    )
     assert texts(shard) == rows[1::2]
     assert len(waits) == 2
     broken = HubShard(Dataset(rows, {3: [EOFError("cut\nshort")]}), "a/b", FIELDS, 0, 2)
@@ -376,7 +421,10 @@ def test_opening_a_hub_dataset_is_retried(monkeypatch, waits):
     import datasets
 
     names = ["READ_MAX_RETRIES", "OPEN_MAX_RETRIES"]
-    names += [f"{k}_RETRY_INTERVAL" for k in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN")]
+    names += [
+        f"{k}_RETRY_INTERVAL"
+        for k in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN")
+    ]
     for name in names:
         monkeypatch.setattr(datasets.config, f"STREAMING_{name}", 20)  # and set back afterwards
     fails = [ConnectionError("no route"), TimeoutError()]
@@ -422,6 +470,8 @@ def test_identity_is_the_same_when_a_link_is_signed_anew():
     assert first != identity("https://host/a.jsonl?part=4")
     assert identity("https://host/a.jsonl?se=1&sp=r&sig=x") == "https://host/a.jsonl"
     for name in ("key", "keyword", "design", "assignment", "st"):
-        assert identity(f"https://host/a.jsonl?{name}=1") != identity(f"https://host/a.jsonl?{name}=2"), name
+        assert identity(f"https://host/a.jsonl?{name}=1") != identity(
+            f"https://host/a.jsonl?{name}=2"
+        ), name
     assert "pass" not in first
     assert "pass" not in repr(UrlShard("https://me:pass@host/a.jsonl", FIELDS))

@@ -33,7 +33,10 @@ def settings(folder: Path, **values) -> DataConfig:
 
 def tokens(found: dict) -> dict[str, int]:
     """Those that are no padding, by name."""
-    return {name: sum(int((b["input_ids"] != 0).sum()) for b in batches) for name, batches in found.items()}
+    return {
+        name: sum(int((b["input_ids"] != 0).sum()) for b in batches)
+        for name, batches in found.items()
+    }
 
 
 def test_sources_of_a_document_each_cost_no_batch_each(tmp_path, tokenizer):
@@ -52,7 +55,10 @@ def test_a_few_sources_are_told_apart_however_small(tmp_path, tokenizer):
 
 
 def test_of_many_sources_the_large_ones_are_told_apart(tmp_path, tokenizer):
-    sizes = {**{f"large {i:02d}": 20 + i for i in range(20)}, **{f"small {i}": 1 for i in range(40)}}
+    sizes = {
+        **{f"large {i:02d}": 20 + i for i in range(20)},
+        **{f"small {i}": 1 for i in range(40)},
+    }
     found = validation_batches(settings(documents(tmp_path / "in", sizes)), tokenizer, batch_size=2)
     assert list(found) == [*(f"large {i:02d}" for i in range(4, 20)), "others"]
     each = tokens(

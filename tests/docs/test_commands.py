@@ -24,7 +24,9 @@ from nalanda.config.schema import DataConfig
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
 FILES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
-FILES = [file for file in FILES if "zoo" not in file.parts]  # the cards of runs, which speak of their folder
+FILES = [
+    file for file in FILES if "zoo" not in file.parts
+]  # the cards of runs, which speak of their folder
 PAGES = {str(file.relative_to(ROOT)): read_page(file) for file in FILES}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -48,7 +50,10 @@ def test_commands_can_be_typed(name, checkout, monkeypatch):
     page = PAGES[name]
     wrong = {str(command): mistake(command.words, command.needs) for command in page.commands}
     wrong |= {typed: mistake(shlex.split(typed), named=True) for typed in page.named}
-    found = [*page.unknown, *(f"{typed}\n    {problem}" for typed, problem in wrong.items() if problem)]
+    found = [
+        *page.unknown,
+        *(f"{typed}\n    {problem}" for typed, problem in wrong.items() if problem),
+    ]
     assert not found, "\n".join(found)
 
 
@@ -57,15 +62,21 @@ def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
     program, *arguments = words
     try:
         ours = re.compile("(recipes|examples|kernels|tests|docs)/")
-        if absent := [word for word in words if ours.match(word) and not (named or (ROOT / word).exists())]:
+        if absent := [
+            word for word in words if ours.match(word) and not (named or (ROOT / word).exists())
+        ]:
             return f"there is no {absent[0]}"
         if program == "nalanda":
             check_nalanda(arguments, named)
         elif program == "make":
-            return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True).stderr
+            return subprocess.run(
+                ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True
+            ).stderr
         elif program == "pip":
             unknown = {*re.findall(r"\[(\w+)\]", " ".join(words))} - EXTRAS.keys()
-            return f"no extra {unknown}" if unknown else "" if needs else "mark it: # needs a network"
+            return (
+                f"no extra {unknown}" if unknown else "" if needs else "mark it: # needs a network"
+            )
         elif program in ("accelerate", "torchrun"):
             found = parsed(words)
             module, no_python = found.module, getattr(found, "no_python", False)
@@ -98,7 +109,9 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
     overrides = given.get("overrides") or []
     if not recipe or (named and recipe.isupper()):
         return
-    if "plugins" not in read_sections(find_recipe(recipe), overrides):  # which would stay registered
+    if "plugins" not in read_sections(
+        find_recipe(recipe), overrides
+    ):  # which would stay registered
         load_config(recipe, overrides)
 
 
@@ -111,7 +124,9 @@ def test_pages_train_in_folders_of_their_own():
             if command.needs or not words:
                 continue
             recipe, *keys = words
-            folder = next((key.partition("=")[2] for key in keys if key.startswith("output_dir=")), "")
+            folder = next(
+                (key.partition("=")[2] for key in keys if key.startswith("output_dir=")), ""
+            )
             folder = folder or str(read_sections(find_recipe(recipe), [])["output_dir"])
             trained.setdefault(folder, {}).setdefault(name, set()).add(" ".join([recipe, *keys]))
     shared = {
@@ -238,7 +253,9 @@ def attempt(command: Command, folder) -> str:
     extra = [more for pattern, more in SMALL.items() if re.search(pattern, typed)]
     if command.words[0] == "make" or (command.takes and not extra):
         return ""
-    code, printed = pages.run([*command.words, *shlex.split(" ".join(extra))], folder, command.environment)
+    code, printed = pages.run(
+        [*command.words, *shlex.split(" ".join(extra))], folder, command.environment
+    )
     if code:
         return f"{command}\nexits with {code}:\n{printed[-3000:]}"
     if command.printed is not None and printed.split() != command.printed.split():
@@ -247,7 +264,9 @@ def attempt(command: Command, folder) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.commands or page.python])
+@pytest.mark.parametrize(
+    "name", [name for name, page in PAGES.items() if page.commands or page.python]
+)
 def test_commands_run(name, used, tmp_path):
     page, folder = PAGES[name], tmp_path / "checkout"
     shutil.copytree(used, folder, symlinks=True)

@@ -27,8 +27,12 @@ FORMULAS = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page: its own, and those that GitHub gives to its headings."""
-    text = site.CODE_OR_LINK.sub(lambda m: "" if m["fence"] else m[0], page.read_text(encoding="utf-8"))
-    headings = [re.sub(r"\]\(.*?\)", "]", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    text = site.CODE_OR_LINK.sub(
+        lambda m: "" if m["fence"] else m[0], page.read_text(encoding="utf-8")
+    )
+    headings = [
+        re.sub(r"\]\(.*?\)", "]", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    ]
     given = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
     return given | set(re.findall(r'<a id="(.*?)"', text))
 
@@ -65,7 +69,9 @@ def test_a_broken_link_is_found(tmp_path):
     page.write_text("[a](folder#a-title-here) [b](code.py#L3)")
     (tmp_path / "code.py").write_text("x = 1")
     site.stage(tmp_path, ["page.md"], tmp_path / "to")
-    assert (tmp_path / "to/page.md").read_text() == "[a](folder/README.md#a-title-here) [b](code.py.md#L3)"
+    assert (
+        tmp_path / "to/page.md"
+    ).read_text() == "[a](folder/README.md#a-title-here) [b](code.py.md#L3)"
     assert "````py\nx = 1\n" in (tmp_path / "to" / "code.py.md").read_text()
 
 
@@ -99,7 +105,9 @@ def test_formulas_render():
     assert "$" not in shown
     assert "\\" not in shown, "a command that latex2mathml does not know"
     # GitHub's Markdown reads lists, and a backslash before a sign as an escape, in formulas too.
-    assert not [text for text in re.findall(r"\$\$([^$]+)\$\$", FORMULAS) if re.search(r"\n[-+*] ", text)]
+    assert not [
+        text for text in re.findall(r"\$\$([^$]+)\$\$", FORMULAS) if re.search(r"\n[-+*] ", text)
+    ]
     assert not re.search(r"\\[^a-zA-Z]", FORMULAS)
 
 
@@ -116,7 +124,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for page in pages:
         html = page.read_text(encoding="utf-8")
         # Nothing is fetched from elsewhere.
-        assert not re.search(r"<(?:link|script|img|iframe)[^>]+(?:href|src)=[\"']?(?:https?:)?//", html), page
+        assert not re.search(
+            r"<(?:link|script|img|iframe)[^>]+(?:href|src)=[\"']?(?:https?:)?//", html
+        ), page
     math = (tmp_path / "site" / "docs" / "formulas.html").read_text(encoding="utf-8")
     assert math.count("<math") > 90
     models = (tmp_path / "site" / "docs" / "api" / "models.html").read_text(encoding="utf-8")
@@ -133,7 +143,9 @@ def test_the_notebook_runs(recipe, tmp_path):
     book = nbformat.read(site.NOTEBOOK, as_version=4)
     for cell in book.cells:
         if cell.cell_type == "code":
-            cell.source = re.sub("^!.*", r"\g<0>\nassert _exit_code == 0", cell.source, flags=re.MULTILINE)
+            cell.source = re.sub(
+                "^!.*", r"\g<0>\nassert _exit_code == 0", cell.source, flags=re.MULTILINE
+            )
     nbformat.write(book, tmp_path / "page.ipynb")
     # IPython is what a notebook's kernel runs; alone, it needs no sockets.
     done = subprocess.run(

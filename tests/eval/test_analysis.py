@@ -68,9 +68,13 @@ def test_negative_share_counts_the_causal_entries():
 
 
 def test_local_score_by_hand():
-    weights = torch.tensor([[2.0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [-3, 0, 0, 1]], dtype=torch.float64)
+    weights = torch.tensor(
+        [[2.0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [-3, 0, 0, 1]], dtype=torch.float64
+    )
     # A row of zeros does not count; the last row's 3/4 lies three tokens back, inside r·T = 3 and not 2.
-    close(local_score(weights, (0.0, 0.25, 0.5, 0.75, 1.0)), [1.75 / 3, 2.25 / 3, 2.25 / 3, 1.0, 1.0])
+    close(
+        local_score(weights, (0.0, 0.25, 0.5, 0.75, 1.0)), [1.75 / 3, 2.25 / 3, 2.25 / 3, 1.0, 1.0]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 7, 50])
@@ -119,7 +123,9 @@ def test_entropy_against_the_norm_of_the_query():
 def test_malas_weights_have_both_signs_and_sum_to_one(monkeypatch):
     """What is fed to the entropy, not what comes out of it."""
     seen = []
-    monkeypatch.setattr(analysis, "positive_entropy", lambda w: seen.append(w) or positive_entropy(w))
+    monkeypatch.setattr(
+        analysis, "positive_entropy", lambda w: seen.append(w) or positive_entropy(w)
+    )
     names = list(map_entropy(head_dim=16, keys=64)["entropy"])
     weights = seen[names.index("MALA, positive part")]
     close(weights.sum(-1), torch.ones(len(weights)))
@@ -134,7 +140,13 @@ def test_malas_weights_have_both_signs_and_sum_to_one(monkeypatch):
 
 def ours(**keys) -> NalandaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "bos_token_id": 0}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "bos_token_id": 0,
+    }
     return NalandaForCausalLM(NalandaConfig(**sizes, intermediate_size=32, **keys)).eval()
 
 
@@ -188,7 +200,9 @@ def test_the_weights_measured_are_those_of_the_layers_own_input():
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_mixer_can_be_measured(mixer):
     model, rows = ours(mixer=mixer), tokens(2, 20)
-    for measured, spread in zip(layer_measures(model, rows), gradient_spread(model, rows), strict=True):
+    for measured, spread in zip(
+        layer_measures(model, rows), gradient_spread(model, rows), strict=True
+    ):
         assert 0 < measured["entropy"] <= math.log(20)
         assert 0 <= measured["negative_share"] < 1 < measured["effective_rank"] < 20 + 1e-5
         assert abs(measured["local_score"][-1] - 1) < 1e-5
@@ -217,13 +231,27 @@ def test_gradients_spread_over_batches():
         norms.append([p.grad.norm() ** 2 for p in layer.mixer.parameters()])
     norms = torch.tensor(norms).sum(1).sqrt()
     close(found[1]["mixer_parameters"], norms.std() / norms.mean())
-    assert found[1]["other_parameters"] != found[1]["mixer_parameters"] != found[1]["mixer_output"] > 0
+    assert (
+        found[1]["other_parameters"] != found[1]["mixer_parameters"] != found[1]["mixer_output"] > 0
+    )
 
 
 KEYS = {
-    "model", "model_type", "text", "length", "rows", "gradient_batches", "seed", "versions", "notes",
-    "windows", "uniform", "layers", "map_entropy", "figures",
-}  # fmt: skip
+    "model",
+    "model_type",
+    "text",
+    "length",
+    "rows",
+    "gradient_batches",
+    "seed",
+    "versions",
+    "notes",
+    "windows",
+    "uniform",
+    "layers",
+    "map_entropy",
+    "figures",
+}
 OF_WEIGHTS = {"entropy", "negative_share", "local_score", "effective_rank_weights"}
 OF_ALL = {"map_entropy", "effective_rank_projections", "gradient_relative_std"}
 
@@ -304,7 +332,9 @@ def test_a_recipe_stands_for_its_runs_model_or_an_untrained_one(tokenizer, tmp_p
 
 def test_rows_are_beginnings_first_and_begin_with_bos(tokenizer, tmp_path):
     path = tmp_path / "three.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a" * 20, "b" * 20, "c" * 3)))
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("a" * 20, "b" * 20, "c" * 3))
+    )
     rows = analysis.text_rows(ours(), tokenizer, str(path), length=6, rows=3, seed=0)
     assert (rows[:, 0] == tokenizer.bos_token_id).all()
     texts = tokenizer.batch_decode(rows[:, 1:].tolist())

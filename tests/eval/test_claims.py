@@ -26,7 +26,9 @@ def mixer(name: str, **keys):
         "head_dim": 8,
         "intermediate_size": 16,
     }
-    found = build_mixer(name, NalandaConfig(vocab_size=8, mixer=name, conv_size=0, **sizes, **keys), 0)
+    found = build_mixer(
+        name, NalandaConfig(vocab_size=8, mixer=name, conv_size=0, **sizes, **keys), 0
+    )
     for module in found.modules():
         for key, value in getattr(module, "initial", dict)().items():
             getattr(module, key).data.copy_(value)
@@ -51,7 +53,11 @@ def test_spearman_is_scipys():
     [
         ("linear_attention", {"feature_map": "relu"}, False),  # the denominator cancels the norm
         ("nala", {}, True),
-        ("nala", {"feature_map_options": {"power_norm": "raw"}}, False),  # tanh 40 = 1: p is constant
+        (
+            "nala",
+            {"feature_map_options": {"power_norm": "raw"}},
+            False,
+        ),  # tanh 40 = 1: p is constant
     ],
 )
 def test_swapped_norms_matter_where_p_depends_on_them(name, keys, moves):
@@ -82,7 +88,9 @@ def test_entropy_against_norms():
     """By hand: equal weights are at 0, one weight at log n; scaling norms sharpens softmax attention only."""
     T = 8
     assert claims.below_uniform(torch.ones(1, 1, T, T).tril()).abs().max() < 1e-6
-    assert claims.below_uniform(torch.eye(T)[None, None])[0, 0].exp().tolist() == pytest.approx([5, 6, 7, 8])
+    assert claims.below_uniform(torch.eye(T)[None, None])[0, 0].exp().tolist() == pytest.approx(
+        [5, 6, 7, 8]
+    )
     softmax, relu = (
         claims.measure_norms(layer, 3 * X)
         for layer in (mixer("softmax"), mixer("linear_attention", feature_map="relu"))
@@ -108,8 +116,13 @@ def test_pola_at_powers_of_one():
 
 
 def test_signs_by_hand():
-    weights = torch.tensor([[1.0, 0, 0, 0], [2, -1, 0, 0], [3, -1, -1, 0], [1, 1, 0, -2]])[None, None]
-    assert claims.signs_by_row(weights, (1, 2, 4)) == {"negative": [0, 0.5, 0.25], "norm": [1, 3, 4]}
+    weights = torch.tensor([[1.0, 0, 0, 0], [2, -1, 0, 0], [3, -1, -1, 0], [1, 1, 0, -2]])[
+        None, None
+    ]
+    assert claims.signs_by_row(weights, (1, 2, 4)) == {
+        "negative": [0, 0.5, 0.25],
+        "norm": [1, 3, 4],
+    }
 
 
 @pytest.mark.parametrize("condition", [10.0, 500.0, 1e5])
@@ -149,9 +162,12 @@ def measured(tmp_path_factory) -> Path:
     for part, count in (("train", 60), ("validation", 24)):
         (folder / "text" / part).mkdir(parents=True)
         words = [
-            " ".join(draw.choices(["state", "gate", "query", "key", "norm"], k=60)) for _ in range(count)
+            " ".join(draw.choices(["state", "gate", "query", "key", "norm"], k=60))
+            for _ in range(count)
         ]
-        lines = [json.dumps({"text": text, "meta": {"redpajama_set_name": "web"}}) for text in words]
+        lines = [
+            json.dumps({"text": text, "meta": {"redpajama_set_name": "web"}}) for text in words
+        ]
         (folder / "text" / part / "a.jsonl").write_text("\n".join(lines) + "\n")
     claims.measure_claims(folder / "out", text=str(folder / "text"), quick=True)
     return folder / "out"
@@ -164,7 +180,10 @@ def test_records_alone_make_the_same_files(measured, tmp_path):
     assert all(record["cpu"] and record["threads"] == 1 for record in found.values())
     assert str(measured.parent) not in (measured / "claims.jsonl").read_text()
     first = {path.name: path.read_bytes() for path in report_claims(measured, quick=True)}
-    assert set(first) == {"CLAIMS.md", *(f"{name}.{suffix}" for name in PAGES for suffix in ("png", "pdf"))}
+    assert set(first) == {
+        "CLAIMS.md",
+        *(f"{name}.{suffix}" for name in PAGES for suffix in ("png", "pdf")),
+    }
     (tmp_path / "claims.jsonl").write_bytes((measured / "claims.jsonl").read_bytes())
     claims.measure_claims(tmp_path, quick=True)  # has every record: reads no text
     assert {path.name: path.read_bytes() for path in report_claims(tmp_path, quick=True)} == first
@@ -172,7 +191,9 @@ def test_records_alone_make_the_same_files(measured, tmp_path):
 
 def test_words_are_kept_and_missing_pages_left_out(measured, tmp_path):
     kept = [
-        line for line in (measured / "claims.jsonl").read_text().splitlines() if '"system": "MALA' in line
+        line
+        for line in (measured / "claims.jsonl").read_text().splitlines()
+        if '"system": "MALA' in line
     ]
     (tmp_path / "claims.jsonl").write_text("\n".join(kept) + "\n")
     report_claims(tmp_path, quick=True)
@@ -180,14 +201,18 @@ def test_words_are_kept_and_missing_pages_left_out(measured, tmp_path):
     assert text.startswith(CARE)
     assert "## MALA" in text
     assert "## SOFT" not in text
-    (tmp_path / "CLAIMS.md").write_text(text.replace("claims` -->\n\n<!--", "claims` -->\n\nMine.\n\n<!--"))
+    (tmp_path / "CLAIMS.md").write_text(
+        text.replace("claims` -->\n\n<!--", "claims` -->\n\nMine.\n\n<!--")
+    )
     report_claims(tmp_path, quick=True)
     assert "Mine." in (tmp_path / "CLAIMS.md").read_text()
 
 
 def test_records_of_another_size_are_not_counted(measured, tmp_path):
     file = tmp_path / "claims.jsonl"
-    [line] = [x for x in (measured / "claims.jsonl").read_text().splitlines() if '"system": "SOFT"' in x]
+    [line] = [
+        x for x in (measured / "claims.jsonl").read_text().splitlines() if '"system": "SOFT"' in x
+    ]
     file.write_text(f"{line}\n")
     report_claims(tmp_path, quick=True)
     first = (tmp_path / "CLAIMS.md").read_text()

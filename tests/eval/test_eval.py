@@ -151,7 +151,9 @@ def requests(adapter, tasks: list[str], data) -> dict[str, list[tuple]]:
 
 def test_local_prompts_are_the_harness_own(adapter, data, tmp_path):
     write(
-        tmp_path, "wikitext_test.jsonl", [{"page": "= Mill =\n the miller 's sacks , 3 @,@ 000 of them \n"}]
+        tmp_path,
+        "wikitext_test.jsonl",
+        [{"page": "= Mill =\n the miller 's sacks , 3 @,@ 000 of them \n"}],
     )
     assert requests(adapter, ["wikitext"], tmp_path) == {
         "wikitext": [("= Mill =\nthe miller's sacks, 3,000 of them\n",)]
@@ -163,9 +165,15 @@ def test_local_prompts_are_the_harness_own(adapter, data, tmp_path):
     assert asked["piqa"] == [(prompt, f" {text(1)}"), (prompt, f" {text(2)}")]
     prompt = f"Milling: {text(0)} The miller"
     assert asked["hellaswag"] == [(prompt, f" then. {text(j)}") for j in range(4)]
-    assert asked["winogrande"] == [(f"{text(0)} because {name}", " was late.") for name in ("Ann", "Bea")]
+    assert asked["winogrande"] == [
+        (f"{text(0)} because {name}", " was late.") for name in ("Ann", "Bea")
+    ]
     prompt = f"Question: Why does {text(0)}?\nAnswer:"
-    assert asked["arc_easy"] == asked["arc_challenge"] == [(prompt, f" {text(j, 3)}") for j in range(4)]
+    assert (
+        asked["arc_easy"]
+        == asked["arc_challenge"]
+        == [(prompt, f" {text(j, 3)}") for j in range(4)]
+    )
 
 
 def test_the_hubs_own_fields_are_taken_too(adapter, data, tmp_path):
@@ -182,7 +190,10 @@ MORE = [
         "boolq_val",
         {"passage": "Mills grind.", "question": "does a mill grind", "answer": True},
         {"passage": "Mills grind.", "question": "does a mill grind", "label": 1, "idx": 7},
-        [("Mills grind.\nQuestion: does a mill grind?\nAnswer:", f" {word}") for word in ("no", "yes")],
+        [
+            ("Mills grind.\nQuestion: does a mill grind?\nAnswer:", f" {word}")
+            for word in ("no", "yes")
+        ],
         1,
     ),
     (
@@ -203,7 +214,10 @@ MORE = [
             **{f"distractor{i}": WORDS[i] for i in (1, 2, 3)},
             "correct_answer": "mills",
         },
-        [("Mills grind.\nQuestion: What grinds?\nAnswer:", f" {word}") for word in (*WORDS[1:4], "mills")],
+        [
+            ("Mills grind.\nQuestion: What grinds?\nAnswer:", f" {word}")
+            for word in (*WORDS[1:4], "mills")
+        ],
         3,
     ),
     (
@@ -246,7 +260,10 @@ MORE = [
             "question_concept": "sack",
         },
         [
-            ("Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:", f" {letter}")
+            (
+                "Question: Where are sacks?\nA. a\nB. river\nC. runs\nD. under\nE. the\nAnswer:",
+                f" {letter}",
+            )
             for letter in "ABCDE"
         ],
         "D",
@@ -269,9 +286,13 @@ def test_all_further_tasks_are_the_harness_own(adapter, checkpoint, tmp_path):
         assert loaded[task].doc_to_target(document) == target, task
     results = evaluate([checkpoint], ["all"], data=str(compact))
     assert list(results["left_out"]) == GROUPS["table4"]
-    metrics = {task: set(scores["metrics"]) for task, scores in results["models"][0]["tasks"].items()}
+    metrics = {
+        task: set(scores["metrics"]) for task, scores in results["models"][0]["tasks"].items()
+    }
     both = {"acc", "acc_norm"}
-    assert metrics == {task: both if task in ("openbookqa", "sciq") else {"acc"} for task, *_ in MORE}
+    assert metrics == {
+        task: both if task in ("openbookqa", "sciq") else {"acc"} for task, *_ in MORE
+    }
 
 
 def test_table4(adapter, checkpoint, data, tmp_path, capfd):
@@ -286,19 +307,31 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     assert model["max_length"] == 64
     assert model["tasks"]["piqa"]["documents"] == 6
     share = model["tasks"]["piqa"]["metrics"]["acc"]
-    assert model["tasks"]["piqa"]["stderr"]["acc"] == pytest.approx(math.sqrt(share * (1 - share) / 5))
+    assert model["tasks"]["piqa"]["stderr"]["acc"] == pytest.approx(
+        math.sqrt(share * (1 - share) / 5)
+    )
     words = model["tasks"]["lambada_openai"]
     asked = [(text(i, 12), f" {WORDS[i]}") for i in range(6)]
     summed = sum(value for value, _ in score(adapter, checkpoint, asked))
     size = sum(len(target) for _, target in asked)
     assert words["metrics"]["perplexity"] == pytest.approx(math.exp(-summed / 6), rel=1e-5)
-    assert words["metrics"]["bits_per_byte"] == pytest.approx(-summed / size / math.log(2), rel=1e-5)
+    assert words["metrics"]["bits_per_byte"] == pytest.approx(
+        -summed / size / math.log(2), rel=1e-5
+    )
     assert words["stderr"]["perplexity"] > words["stderr"]["bits_per_byte"] > 0
-    assert json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
+    assert (
+        json.loads((tmp_path / "results.json").read_text())["models"][0]["tasks"] == model["tasks"]
+    )
 
     lines = (tmp_path / "results.md").read_text().splitlines()
-    assert lines[0] == "| model | Wiki ppl | LMB ppl | LMB acc | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
-    assert "| NaLa + Gated DeltaNet | 25.89 | 32.32 | — | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |" in lines
+    assert (
+        lines[0]
+        == "| model | Wiki ppl | LMB ppl | LMB acc | PIQA | Hella | Wino | ARC-e | ARC-c | avg |"
+    )
+    assert (
+        "| NaLa + Gated DeltaNet | 25.89 | 32.32 | — | 65.6 | 36.2 | 53.2 | 45.4 | 23.8 | 44.8 |"
+        in lines
+    )
     assert "| DeltaNet | 29.08 | 50.87 | — | 63.6 | 33.6 | 51.7 | 46.0 | 23.0 | 43.6 |" in lines
     assert "| GLA | 28.65 | 43.35 | 30.3 | 64.8 | 34.5 | 51.4 | 45.1 | 22.7 | 43.7 |" in lines
     assert any("DeltaNet is the variant without short convolutions" in line for line in lines)
@@ -307,11 +340,15 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
     ours = lines[row].strip("| ").split(" | ")
     accuracies = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
     scores = [
-        model["tasks"][task]["metrics"][metric] for task, metric, _ in report.TABLE4 if task != "wikitext"
+        model["tasks"][task]["metrics"][metric]
+        for task, metric, _ in report.TABLE4
+        if task != "wikitext"
     ]
     assert ours[1] == "—"
     assert float(ours[2]) == pytest.approx(scores[0], rel=0.05)
-    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [f"{20 * sum(scores[2:]):.1f}"]
+    assert ours[3:] == [f"{100 * score:.1f}" for score in scores[1:]] + [
+        f"{20 * sum(scores[2:]):.1f}"
+    ]
     errors = [
         100 * model["tasks"][task]["stderr"][metric]
         for task, metric, _ in report.TABLE4
@@ -324,12 +361,16 @@ def test_table4(adapter, checkpoint, data, tmp_path, capfd):
 # ------------------------------ log-likelihoods
 
 
-def score(adapter, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options):
+def score(
+    adapter, checkpoint, pairs, batch_size=8, max_length=None, padding_side="right", **options
+):
     from lm_eval.api.instance import Instance
 
     model, tokenizer = load_model(checkpoint)
     tokenizer.padding_side = padding_side
-    scorer = adapter.HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
+    scorer = adapter.HarnessModel(
+        model, tokenizer, batch_size=batch_size, max_length=max_length, **options
+    )
     kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
     asked = [Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0) for pair in pairs]
     return getattr(scorer, kind)(asked)
@@ -365,7 +406,9 @@ def test_rolling_begins_with_one_bos_and_goes_on_in_windows(adapter, checkpoint)
     ids = tokenizer(long, add_special_tokens=False).input_ids
     assert len(ids) > 100
     whole = by_hand(checkpoint, [0, *ids], 1)
-    assert score(adapter, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(whole, abs=1e-3)
+    assert score(adapter, checkpoint, [long, "b"], max_length=1000)[0] == pytest.approx(
+        whole, abs=1e-3
+    )
     # Windows of 64 predictions; the last one reaches back, so as to be as long as the others.
     windows = by_hand(checkpoint, [0, *ids[:64]], 1)
     for start in range(64, len(ids), 64):
@@ -383,7 +426,9 @@ def test_a_model_without_bos_reads_texts_after_the_end_of_another(adapter, check
     scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
     ids = tokenizer("\nfoo", add_special_tokens=False).input_ids
     expected = pytest.approx(by_hand(checkpoint, [tokenizer.eos_token_id, *ids], 1), abs=1e-4)
-    assert scorer.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("\nfoo",), 0)]) == [expected]
+    assert scorer.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("\nfoo",), 0)]) == [
+        expected
+    ]
     [(value, _)] = scorer.loglikelihood([Instance("loglikelihood", {}, ("\n", "foo"), 0)])
     assert value == expected
 
@@ -394,7 +439,9 @@ def test_an_untrained_model_has_infinite_perplexity(adapter, tokenizer, data, tm
     with torch.no_grad():
         model.lm_head.weight *= 1e4
     model.save_pretrained(path)
-    results = evaluate([path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out"))
+    results = evaluate(
+        [path], ["lambada_openai", "piqa"], data=str(data), output=str(tmp_path / "out")
+    )
     assert results["models"][0]["tasks"]["lambada_openai"]["metrics"]["perplexity"] == math.inf
     assert "piqa" in results["models"][0]["tasks"]
     assert "| inf |" in report.results_markdown(results)
@@ -411,15 +458,24 @@ def test_a_model_that_computes_no_numbers_has_no_scores(adapter, tokenizer, kind
 
     if kind == "nalanda":
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1}
-        model = NalandaForCausalLM(NalandaConfig(vocab_size=320, bos_token_id=0, eos_token_id=0, **sizes))
+        model = NalandaForCausalLM(
+            NalandaConfig(vocab_size=320, bos_token_id=0, eos_token_id=0, **sizes)
+        )
     else:
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=320, **sizes))
     model.eval().get_output_embeddings().weight.data[7, 3] = math.nan
     scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
     options = {"until": ["."], "max_gen_toks": 4}
     for request, arguments in (("loglikelihood", ("a", " b")), ("generate_until", ("a", options))):
-        with pytest.raises(InputError, match="its log-probabilities are not numbers; its weights may be"):
+        with pytest.raises(
+            InputError, match="its log-probabilities are not numbers; its weights may be"
+        ):
             getattr(scorer, request)([Instance(request, {}, arguments, 0)])
 
 
@@ -445,7 +501,13 @@ def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     console = Console(emoji=False)
     tasks = {task: {"metrics": {"acc": 0.5}, "stderr": {"acc": 0.1}} for task in ("piqa", "mine")}
-    scored = NAMED | {"name": name, "tasks": tasks, "log_likelihoods": 1, "prompts": 2, "prompts_cut": 1}
+    scored = NAMED | {
+        "name": name,
+        "tasks": tasks,
+        "log_likelihoods": 1,
+        "prompts": 2,
+        "prompts_cut": 1,
+    }
     results = {"models": [scored], "left_out": {}, "limit": None}
     report.print_results(results)
     read = NAMED | {"name": name, "tokens": 8, "window": 8, "length": 8, "bytes": 8, "ranges": []}
@@ -457,7 +519,14 @@ def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
     print_recall([trial], TASKS, [], console)
     lra.show(["model", "listops"], [[name, "0.5"]], console)
     layer = {"layer": 0, "mixer": name}
-    facts = {"layers": [layer], "uniform": {}, "windows": [0.1], "model": name, "rows": 1, "length": 8}
+    facts = {
+        "layers": [layer],
+        "uniform": {},
+        "windows": [0.1],
+        "model": name,
+        "rows": 1,
+        "length": 8,
+    }
     print_analysis(facts | {"notes": [], "figures": []}, "d")
     text = capsys.readouterr().out
     assert text.count(name) == 10
@@ -469,7 +538,9 @@ def test_names_of_models_are_no_markup(name, capsys, monkeypatch):
 # ------------------------------ long texts
 
 
-def test_long_texts_are_read_whole_by_recurrent_models(adapter, checkpoint, tokenizer, tmp_path, monkeypatch):
+def test_long_texts_are_read_whole_by_recurrent_models(
+    adapter, checkpoint, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr("nalanda_eval.scoring.COLUMNS", 64)
     write(tmp_path, "python_docs.jsonl", [{"text": text(i, 40)} for i in range(3)])
     task = str(PACKAGED / "python_docs" / "python_docs_perplexity.yaml")
@@ -520,7 +591,9 @@ def test_the_harness_own_wrapper_gives_the_same_numbers(adapter, checkpoint):
     pairs = [(text(i), f" {text(i + j, 3)}") for i in range(3) for j in range(2)]
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     answers = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], True)
-    for (value, greedy), (expected, same) in zip(answers, score(adapter, checkpoint, pairs), strict=True):
+    for (value, greedy), (expected, same) in zip(
+        answers, score(adapter, checkpoint, pairs), strict=True
+    ):
         assert (value, greedy) == (pytest.approx(expected, abs=1e-4), same)
 
     long = [text(3, 30), text(4, 3)]
@@ -558,7 +631,9 @@ def forwards(monkeypatch):
 def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     def run(path=checkpoint):
         forwards.calls = 0
-        return evaluate([path], ["table4"], data=str(data), output=str(tmp_path / "out"), batch_size=2)
+        return evaluate(
+            [path], ["table4"], data=str(data), output=str(tmp_path / "out"), batch_size=2
+        )
 
     whole = evaluate([checkpoint], ["table4"], data=str(data), batch_size=2)["models"][0]
     needed = forwards.calls
@@ -569,10 +644,15 @@ def test_a_killed_run_goes_on(adapter, checkpoint, data, tmp_path, forwards):
     assert not (tmp_path / "out" / "results.json").exists()
     (second,) = run()["models"]
     assert 0 < second["found"] < second["log_likelihoods"]
-    assert forwards.calls <= needed - needed // 2 + 2  # the batch that was lost: a context's and its endings'
+    assert (
+        forwards.calls <= needed - needed // 2 + 2
+    )  # the batch that was lost: a context's and its endings'
     assert second["tasks"] == whole["tasks"]
     text = (tmp_path / "out" / "results.md").read_text()
-    assert f"{second['log_likelihoods']} log-likelihoods ({second['found']} of them kept from before)" in text
+    assert (
+        f"{second['log_likelihoods']} log-likelihoods ({second['found']} of them kept from before)"
+        in text
+    )
 
     (third,) = run()["models"]
     assert forwards.calls == 0
@@ -614,7 +694,9 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
         return evaluate([*models], tasks, data=str(data), output=str(out), **options)
 
     run(["piqa"], limit=3)
-    first = run(["piqa", "lambada_openai"])  # again all its tasks, so that none of the other limit is left
+    first = run(
+        ["piqa", "lambada_openai"]
+    )  # again all its tasks, so that none of the other limit is left
     second = run(["piqa", "arc_easy"])
     written = json.loads((out / "results.json").read_text())["models"]
     assert written[0]["tasks"] == second["models"][0]["tasks"]
@@ -622,7 +704,14 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
     counts = [results["models"][0]["log_likelihoods"] for results in (first, second)]
     assert counts[1] == counts[0] + 6 * 2 + 6 * 4
     [row] = re.findall(r"\*\*.*/mine\*\* \|.*", (out / "results.md").read_text())
-    assert [cell == "—" for cell in row.split(" | ")[1:9]] == [True, *[False] * 3, True, True, False, True]
+    assert [cell == "—" for cell in row.split(" | ")[1:9]] == [
+        True,
+        *[False] * 3,
+        True,
+        True,
+        False,
+        True,
+    ]
 
     forwards.calls = 0
     for said, options in {
@@ -631,7 +720,9 @@ def test_results_of_several_commands_are_kept_and_never_mixed(checkpoint, data, 
         "max_length 64, this command has 32": {"max_length": 32},
         "dtype float32, this command has bfloat16": {"dtype": "bfloat16"},
     }.items():
-        with pytest.raises(InputError, match=f"results.json has other tasks with {re.escape(said)}; choose"):
+        with pytest.raises(
+            InputError, match=f"results.json has other tasks with {re.escape(said)}; choose"
+        ):
             run(["arc_easy"], **options)
     for named, said in {
         (other,): f"also has models {mine}: name them too, or choose another --output",
@@ -715,7 +806,8 @@ def test_a_damaged_answer_is_named_and_never_given(tmp_path):
             assert found.items() <= answers.items()
     assert len(refused) > 12
     assert all(
-        re.fullmatch(r".*sqlite: cannot keep answers \(.*\); .*use another directory", r) for r in refused
+        re.fullmatch(r".*sqlite: cannot keep answers \(.*\); .*use another directory", r)
+        for r in refused
     )
     file.write_bytes(content)
     assert AnswerCache(file, {"weights": "w"}).find(answers) == answers
@@ -744,26 +836,36 @@ def test_a_full_disk_costs_no_answer(adapter, checkpoint, data, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(harness_module, "write_atomically", full)
-        with pytest.raises(DiskFull, match="the disk is full; make room, and start again: answers are kept"):
+        with pytest.raises(
+            DiskFull, match="the disk is full; make room, and start again: answers are kept"
+        ):
             run()
     assert not (tmp_path / "results.json").exists()
     again = run()
     assert again["found"] == again["log_likelihoods"]
     cache = AnswerCache(tmp_path / "answers.sqlite", {})
     [(pages,)] = cache.file.execute("PRAGMA page_count").fetchall()
-    cache.file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then says what it says of a full disk
-    with pytest.raises(DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"):
+    cache.file.execute(
+        f"PRAGMA max_page_count = {pages}"
+    )  # SQLite then says what it says of a full disk
+    with pytest.raises(
+        DiskFull, match=r"answers\.sqlite: the disk is full; the answers before are kept"
+    ):
         cache.keep({((i,), (i,)): (0.0, True) for i in range(2000)})
 
 
 def test_results_as_json_and_csv(checkpoint, data, tmp_path):
-    results = evaluate([checkpoint, checkpoint], ["piqa", "arc_easy"], data=str(data), output=str(tmp_path))
+    results = evaluate(
+        [checkpoint, checkpoint], ["piqa", "arc_easy"], data=str(data), output=str(tmp_path)
+    )
     kept = json.loads((tmp_path / "results.json").read_text())
     assert kept == json.loads(json.dumps(results))
     assert {"nalanda", "lm_eval", "transformers", "torch"} <= set(kept["versions"])
     with (tmp_path / "results.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert len(rows) == 2 * sum(len(task["metrics"]) for task in kept["models"][0]["tasks"].values())
+    assert len(rows) == 2 * sum(
+        len(task["metrics"]) for task in kept["models"][0]["tasks"].values()
+    )
     for row in rows:
         model = kept["models"][0]
         task = model["tasks"][row["task"]]
@@ -793,9 +895,22 @@ def test_the_data_fingerprint_is_what_is_asked(checkpoint, data, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(checkpoint, data, tmp_path):
-    arguments = ["eval", checkpoint, "--tasks", "table4", "--data", str(data), "--output", str(tmp_path)]
+    arguments = [
+        "eval",
+        checkpoint,
+        "--tasks",
+        "table4",
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path),
+    ]
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "nalanda_cli"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "ACCELERATE_USE_CPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", *launch, *arguments], env=environment, capture_output=True, text=True
     )
@@ -825,7 +940,8 @@ def test_packaged_and_own_task_files(adapter, checkpoint, tmp_path, monkeypatch)
     texts = [{"text": text(i, 20)} for i in range(3)]
     write(tmp_path, "python_docs.jsonl", texts)
     questions = [
-        {"context": text(i), "choices": [text(i + j) for j in range(4)], "label": i} for i in range(3)
+        {"context": text(i), "choices": [text(i + j) for j in range(4)], "label": i}
+        for i in range(3)
     ]
     write(tmp_path, "python_cloze.jsonl", questions)
     own = tmp_path / "own"
@@ -889,7 +1005,13 @@ def test_prompts_begin_as_training_texts_do(adapter):
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_heads": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     model = NalandaForCausalLM(NalandaConfig(vocab_size=len(vocabulary), **sizes)).eval()
     scorer = adapter.HarnessModel(model, tokenizer, batch_size=2)
     ids, mask = scorer.tok_batch_encode(["a", "ab", ""])
@@ -937,9 +1059,14 @@ def test_documents_and_cut_prompts_are_counted_once(checkpoint, tmp_path, monkey
     )
     results = evaluate([checkpoint], [str(own)])
     [model] = results["models"]
-    assert {name: task["documents"] for name, task in model["tasks"].items()} == {"choice": 3, "twice": 3}
+    assert {name: task["documents"] for name, task in model["tasks"].items()} == {
+        "choice": 3,
+        "twice": 3,
+    }
     assert (model["prompts"], model["prompts_cut"]) == (3 * 2 + 3, 2 * 2 + 2)
-    assert "6 of 9 prompts were cut on the left, to fit 64 tokens" in report.results_markdown(results)
+    assert "6 of 9 prompts were cut on the left, to fit 64 tokens" in report.results_markdown(
+        results
+    )
     [whole] = evaluate([checkpoint], [str(own)], long="whole")["models"]
     assert (whole["prompts"], whole["prompts_cut"]) == (9, 0)
 
@@ -956,12 +1083,16 @@ def test_python_docs_have_data_of_their_own(adapter, tmp_path, monkeypatch):
     data = DataConfig(source=str(tmp_path))
     rows = python_tasks(data)
     assert python_tasks(data) == rows
-    assert sorted(row["text"] for row in rows["python_docs.jsonl"]) == texts  # short enough to be whole
+    assert (
+        sorted(row["text"] for row in rows["python_docs.jsonl"]) == texts
+    )  # short enough to be whole
     questions = rows["python_cloze.jsonl"]
     assert len(questions) > 10
     assert {row["label"] for row in questions} == {0, 1, 2, 3}
     for row in questions:
-        home = [content for content in texts if row["context"] + row["choices"][row["label"]] in content]
+        home = [
+            content for content in texts if row["context"] + row["choices"][row["label"]] in content
+        ]
         assert len(home) == 1
         assert len(set(row["choices"])) == 4
         wrong = [choice for i, choice in enumerate(row["choices"]) if i != row["label"]]
@@ -971,7 +1102,9 @@ def test_python_docs_have_data_of_their_own(adapter, tmp_path, monkeypatch):
     made = adapter.load_tasks(find_tasks(["python_docs"], None)[0])["tasks"]
     for name, file in (("cloze", "python_cloze.jsonl"), ("perplexity", "python_docs.jsonl")):
         assert list(made[f"python_docs_{name}"].test_docs()) == rows[file]
-    monkeypatch.setattr(fetch, "write_python_tasks", lambda folder: write_python_tasks(folder, data))
+    monkeypatch.setattr(
+        fetch, "write_python_tasks", lambda folder: write_python_tasks(folder, data)
+    )
     fetch.fetch_tasks(["python_docs"], str(tmp_path / "mine"))
     lines = (tmp_path / "mine" / "python_cloze.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == questions
@@ -1006,7 +1139,9 @@ def test_bad_tasks_are_one_line(checkpoint, data, tasks, found, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, math.nan, math.inf])
 def test_a_limit_is_a_number_of_documents_or_a_share(limit):
-    with pytest.raises(InputError, match=f"--limit {limit:g}: must be a whole number of documents, or a sh"):
+    with pytest.raises(
+        InputError, match=f"--limit {limit:g}: must be a whole number of documents, or a sh"
+    ):
         evaluate(["any"], ["piqa"], limit=limit)
 
 
@@ -1108,7 +1243,9 @@ def test_other_values_are_checked_too(tmp_path):
 def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path):
     row = LABELLED["piqa"][0]
     [source] = find_tasks(["piqa"], None)[0]
-    (tmp_path / "piqa.jsonl").write_text(f"\ufeff{json.dumps(row)}\n\n \n\ufeff{json.dumps(row)}\n\ufeff\n")
+    (tmp_path / "piqa.jsonl").write_text(
+        f"\ufeff{json.dumps(row)}\n\n \n\ufeff{json.dumps(row)}\n\ufeff\n"
+    )
     assert read_rows(dataclasses.replace(source, documents=tmp_path / "piqa.jsonl")) == [row, row]
 
 
@@ -1179,7 +1316,9 @@ def test_a_model_needs_its_own_tokenizer(checkpoint, tokenizer, tmp_path):
 
 def test_added_tokens_that_the_model_cannot_read_are_one_line(adapter, tokenizer, tmp_path, capsys):
     path = save(tokenizer, tmp_path / "model")
-    small = NalandaConfig(vocab_size=257, hidden_size=16, num_hidden_layers=1, num_heads=1, bos_token_id=0)
+    small = NalandaConfig(
+        vocab_size=257, hidden_size=16, num_hidden_layers=1, num_heads=1, bos_token_id=0
+    )
     NalandaForCausalLM(small).save_pretrained(path)
     own = transformers.AutoTokenizer.from_pretrained(path)
     own.add_tokens(["<mill>"])
@@ -1203,7 +1342,9 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(checkpoint, tokenizer, tmp_p
     weights = load_file(f"{path}/model.safetensors")
     weights.pop("lm_head.weight")
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 of the model's tensors, such as lm_head\.weight"):
+    with pytest.raises(
+        InputError, match=r"lacks 1 of the model's tensors, such as lm_head\.weight"
+    ):
         load_model(path)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(InputError, match="cannot load"):
@@ -1225,13 +1366,15 @@ def test_generation_is_greedy_from_bos_and_streams(checkpoint, capsys):
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == "the miller" + expected.rstrip("\n")
     assert re.fullmatch(
-        r"\d+ tokens in [\d.]+ s, \d+ tokens/s; [\d.]+ [KM]iB of state, \d+ MiB resident at most\n", err
+        r"\d+ tokens in [\d.]+ s, \d+ tokens/s; [\d.]+ [KM]iB of state, \d+ MiB resident at most\n",
+        err,
     )
 
 
 def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypatch):
     first, again, other = (
-        generate(checkpoint, "dusk", max_new_tokens=16, seed=seed, stream=False) for seed in (1, 1, 2)
+        generate(checkpoint, "dusk", max_new_tokens=16, seed=seed, stream=False)
+        for seed in (1, 1, 2)
     )
     assert first == again != other
     monkeypatch.setattr("sys.stdin", io.StringIO("dusk"))
@@ -1240,7 +1383,9 @@ def test_generation_samples_by_seed_and_reads_stdin(checkpoint, capsys, monkeypa
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("option", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "option", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}]
+)
 def test_bad_sampling_is_one_line(option):
     with pytest.raises(InputError, match=next(iter(option))):
         generate("anything", "prompt", **option)
@@ -1249,11 +1394,17 @@ def test_bad_sampling_is_one_line(option):
 def test_any_causal_model_generates_and_is_scored(adapter, tokenizer, data, tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert generate(str(tmp_path), "dusk", max_new_tokens=4, temperature=0, stream=False) is not None
+    assert (
+        generate(str(tmp_path), "dusk", max_new_tokens=4, temperature=0, stream=False) is not None
+    )
     results = evaluate([str(tmp_path)], ["arc_easy"], data=str(data), limit=2)
     assert results["models"][0]["begins_with_bos"]
     assert results["models"][0]["tasks"]["arc_easy"]["documents"] == 2

@@ -41,7 +41,9 @@ def make_losses(folder: Path, runs: int) -> None:
             f'{{"step": {s}, "tokens": {512 * s}, "loss": {9 / s**0.1}, "tokens_per_second": 9.0}}\n'
             for s in range(1, 30)
         ]
-        lines.append(f'{{"step": 29, "tokens": {512 * 29}, "val_loss": {6 + 0.01 * i}, "val_bpb": 2.0}}\n')
+        lines.append(
+            f'{{"step": 29, "tokens": {512 * 29}, "val_loss": {6 + 0.01 * i}, "val_bpb": 2.0}}\n'
+        )
         lines.append('{"step": 9, "event": "skipped", "reason": "inf"}\n')
         (run / "metrics.jsonl").write_text("".join(lines))
     plot(sorted(folder.glob("run*")), folder / "loss.png")
@@ -54,7 +56,9 @@ def make_decode(folder: Path) -> None:
         for context in (1024, 4096)
         for ms in [3.0 * (context / 1024 if name == "softmax" else 1)]
     ]
-    draw_decode({"rows": rows, "rounds": 8, "threads": 1, "shape": {"layers": 2, "width": 8}}, folder / "d")
+    draw_decode(
+        {"rows": rows, "rounds": 8, "threads": 1, "shape": {"layers": 2, "width": 8}}, folder / "d"
+    )
 
 
 def make_recall(folder: Path, mixers: int, seeds: int) -> None:
@@ -65,7 +69,13 @@ def make_recall(folder: Path, mixers: int, seeds: int) -> None:
     ):
         cases = len(QUICK[task].cases)
         rows.append(
-            {"task": task, "model": name, "match": match, "seeds": seeds, "state_grows": name == "softmax"}
+            {
+                "task": task,
+                "model": name,
+                "match": match,
+                "seeds": seeds,
+                "state_grows": name == "softmax",
+            }
             | {"scores": [0.5] * cases, "spreads": [0.01] * cases, "score": 0.5, "spread": 0.01}
             | {"state_bytes": 2048, "reference": [0.1] * cases if task == "regression" else None}
         )
@@ -103,18 +113,35 @@ def make_analysis(folder: Path, depth: int) -> None:
     metrics = ("entropy", "negative_share", "effective_rank")
     windows = [0.0, 0.1, 0.5, 1.0]
     layers = [
-        {"layer": i, "local_score": [0.1, 0.3, 0.7, 1.0], "heads": {name: [0.2, 0.4] for name in metrics}}
+        {
+            "layer": i,
+            "local_score": [0.1, 0.3, 0.7, 1.0],
+            "heads": {name: [0.2, 0.4] for name in metrics},
+        }
         | dict.fromkeys(metrics, 0.3 + 0.01 * i)
         | {part: dict.fromkeys("abcdefgh", 1.0 + i) for part in ("projections", "gradients")}
         for i in range(depth)
     ]
-    maps = ("nala", "nala_paper", "nala_released", "MALA, positive part", "1+elu", "relu³", "softmax")
+    maps = (
+        "nala",
+        "nala_paper",
+        "nala_released",
+        "MALA, positive part",
+        "1+elu",
+        "relu³",
+        "softmax",
+    )
     entropy = {name: [3.0, 2.5 - 0.1 * i] for i, name in enumerate(maps)}
     result = {
-        "layers": layers, "windows": windows, "rows": 4, "length": 32, "seed": 0, "gradient_batches": 8,
+        "layers": layers,
+        "windows": windows,
+        "rows": 4,
+        "length": 32,
+        "seed": 0,
+        "gradient_batches": 8,
         "uniform": {"entropy": 3.0, "effective_rank": 2.0, "local_score": [0.1, 0.2, 0.6, 1.0]},
         "map_entropy": {"head_dim": 8, "keys": 32, "query_norm": [0.1, 4.0], "entropy": entropy},
-    }  # fmt: skip
+    }
     draw_analysis(result, folder)
 
 
@@ -171,7 +198,9 @@ MAKERS = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_any_figure_can_be_printed(name, tmp_path, monkeypatch):
     figures = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({path.name: figure}))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **_: figures.update({path.name: figure})
+    )
     MAKERS[name](tmp_path)
     assert figures
     for name, figure in figures.items():
@@ -201,7 +230,9 @@ def check(figure: Figure) -> None:
         for low, high in (axes.get_xlim(), axes.get_ylim()):
             assert low < high
         box = axes.yaxis.label.get_window_extent()
-        assert not axes.get_ylabel() or 0 <= box.y0 < box.y1 <= figure._suptitle.get_window_extent().y0
+        assert (
+            not axes.get_ylabel() or 0 <= box.y0 < box.y1 <= figure._suptitle.get_window_extent().y0
+        )
         words = [label.get_text() for label in axes.get_yticklabels()]
         first = axes.get_subplotspec().is_first_col()
         assert re.search(r"\(.+\)$", axes.get_xlabel())
@@ -212,7 +243,9 @@ def check(figure: Figure) -> None:
         )
         handles, _ = axes.get_legend_handles_labels()
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
-        series = [(to_hex(line.get_color()), line.get_linestyle(), line.get_marker()) for line in lines]
+        series = [
+            (to_hex(line.get_color()), line.get_linestyle(), line.get_marker()) for line in lines
+        ]
         assert len([colour for colour, *_ in series if colour != GREY]) <= MOST
         assert len(set(series)) == len(series)
         names += [text for text in axes.texts if text.get_gid() == "name"]
@@ -228,7 +261,8 @@ def test_the_same_records_make_the_same_bytes(tmp_path):
         make_losses(tmp_path / part, 2)
         make_decode(tmp_path / part)
     found = [
-        {path.name: path.read_bytes() for path in (tmp_path / part).rglob("*.p*")} for part in ("a", "b")
+        {path.name: path.read_bytes() for path in (tmp_path / part).rglob("*.p*")}
+        for part in ("a", "b")
     ]
     assert found[0].keys() == {"d.png", "d.pdf", "loss.png", "loss.pdf"}
     assert found[0] == found[1]

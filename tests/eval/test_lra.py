@@ -127,12 +127,16 @@ def write_files(folder):
         lines = [{"text": f"é{i}" + "x" * 5000 * (i % 2), "label": i % 2} for i in range(n)]
         (folder / "text" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
         lines = [{"text1": f"a{i}", "text2": f"bb{i}", "label": i % 2} for i in range(n)]
-        pa.parquet.write_table(pa.Table.from_pylist(lines), folder / "retrieval" / f"{split}-0.parquet")
+        pa.parquet.write_table(
+            pa.Table.from_pylist(lines), folder / "retrieval" / f"{split}-0.parquet"
+        )
         images = []
         for i in range(n):
             Image.new("RGB", (32, 32), (0, 10 * i, 0)).save(stream := io.BytesIO(), "PNG")
             images.append({"img": {"bytes": stream.getvalue(), "path": None}, "label": i % 10})
-        pa.parquet.write_table(pa.Table.from_pylist(images), folder / "image" / f"{split}-0.parquet")
+        pa.parquet.write_table(
+            pa.Table.from_pylist(images), folder / "image" / f"{split}-0.parquet"
+        )
 
 
 def test_local_files(tmp_path):
@@ -164,9 +168,13 @@ def test_rows_of_changed_files_are_made_again(tmp_path, monkeypatch):
     assert np.load(before)["test_labels"].tolist() == [0, 1, 0, 1]
     assert np.load(after)["test_labels"].tolist() == [0] * 4
     monkeypatch.setattr("nalanda_eval.lra_data.generated", lambda task: {})
-    made = [prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")]
+    made = [
+        prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")
+    ]
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
-    again = [prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")]
+    again = [
+        prepare(QUICK_ARENA[name], None, tmp_path / "data").name for name in ("text", "listops")
+    ]
     assert [a == b for a, b in zip(made, again, strict=True)] == [False, True]
 
 
@@ -250,14 +258,26 @@ def test_command(tmp_path, monkeypatch):
     lines = (tmp_path / "runs.jsonl").read_text()
     assert len(lines.splitlines()) == 4
     monkeypatch.setattr(lra_module, "run_lra", pytest.fail)
-    rows = lra(tasks=["listops", "retrieval"], mixers=["softmax", "transnormer_t2"], steps=1, quick=True,
-               output=tmp_path, workers=1)  # fmt: skip
+    rows = lra(
+        tasks=["listops", "retrieval"],
+        mixers=["softmax", "transnormer_t2"],
+        steps=1,
+        quick=True,
+        output=tmp_path,
+        workers=1,
+    )
     assert (tmp_path / "runs.jsonl").read_text() == lines
     assert [row["model"] for row in rows] == ["softmax", "transnormer_t2"]
     old = lines.replace(f'"torch": "{torch.__version__}"', '"torch": "2.0.1"', 1)
     (tmp_path / "runs.jsonl").write_text(old)
-    lra(tasks=["listops", "retrieval"], mixers=["softmax", "transnormer_t2"], steps=1, quick=True,
-        output=tmp_path, workers=1)  # fmt: skip
+    lra(
+        tasks=["listops", "retrieval"],
+        mixers=["softmax", "transnormer_t2"],
+        steps=1,
+        quick=True,
+        output=tmp_path,
+        workers=1,
+    )
     kept = json.loads((tmp_path / "results.json").read_text())["versions"]
     assert f"torch 2.0.1 and {torch.__version__}" in kept
 
@@ -285,7 +305,11 @@ def test_bad_options(tmp_path, options, message):
 
 def test_published_rows():
     """Their means, as printed in the papers; SOFT has none, as a task is missing."""
-    printed = {"Transformer (PolaFormer)": 58.14, "PolaFormer, α = 3": 60.72, "PolaFormer, α = 5": 60.47}
+    printed = {
+        "Transformer (PolaFormer)": 58.14,
+        "PolaFormer, α = 3": 60.72,
+        "PolaFormer, α = 5": 60.47,
+    }
     printed |= {"PolaFormer, α = 7": 60.57, "Linear Transformer (LRA)": 50.55}
     printed |= {"TransNormer T1": 63.71, "TransNormer T2": 64.80}
     means = {name: np.mean(scores) for name, _, scores in PUBLISHED if None not in scores}
@@ -319,10 +343,12 @@ def test_the_feed_forward_has_the_published_weights(size):
 
 
 def test_speed():
-    assert peak_bytes(lambda: torch.zeros(1 << 20).add_(1), "cpu") == pytest.approx(4 << 20, rel=1e-3)
-    assert peak_bytes(lambda: [torch.zeros(1 << 20) for _ in range(3)].clear(), "cpu") == pytest.approx(
-        12 << 20, rel=1e-3
+    assert peak_bytes(lambda: torch.zeros(1 << 20).add_(1), "cpu") == pytest.approx(
+        4 << 20, rel=1e-3
     )
+    assert peak_bytes(
+        lambda: [torch.zeros(1 << 20) for _ in range(3)].clear(), "cpu"
+    ) == pytest.approx(12 << 20, rel=1e-3)
     windowed, _ = arena_models(["softmax:window=16"], ["own"])
     rows = lra_speed(windowed, (32,), "quick", "cpu", rounds=1)
     assert [row["model"] for row in rows] == ["softmax", "softmax(window=16)"]

@@ -38,8 +38,17 @@ V = 320
 def build(mixer="gated_deltanet", **options):
     torch.manual_seed(0)
     sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
-    settings = {"max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3}
-    return NalandaForCausalLM(NalandaConfig(**sizes, **settings, mixer=mixer, **options)).double().eval()
+    settings = {
+        "max_position_embeddings": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.3,
+    }
+    return (
+        NalandaForCausalLM(NalandaConfig(**sizes, **settings, mixer=mixer, **options))
+        .double()
+        .eval()
+    )
 
 
 def foreign(kind, config, **options):
@@ -66,7 +75,11 @@ MODELS = {
     "softmax": lambda: build("softmax"),
     "diag": lambda: build("diag_attention", mixer_options={"block_size": 8}),
     "llama": lambda: foreign(
-        LlamaForCausalLM, LlamaConfig, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1
+        LlamaForCausalLM,
+        LlamaConfig,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     ),
 }
 
@@ -97,7 +110,9 @@ def test_every_token_is_scored_once_behind_its_row(monkeypatch):
 def test_spans_cover_a_text_without_overlap():
     for tokens in (2, 3, 8, 9, 10, 100):
         for length in (1, 2, 8, 1000):
-            covered = [i for first, last in spans(tokens, length) for i in range(first + 1, last + 1)]
+            covered = [
+                i for first, last in spans(tokens, length) for i in range(first + 1, last + 1)
+            ]
             assert covered == list(range(1, tokens))
             assert all(0 < last - first <= length for first, last in spans(tokens, length))
 
@@ -132,7 +147,9 @@ def test_totals_and_curve_are_the_tokens_own():
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity():
     model = build()
     torch.nn.init.zeros_(model.lm_head.weight)
-    found = perplexity_by_position(model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16)
+    found = perplexity_by_position(
+        model, [(text, 1, 100) for text in texts(30, 40)], window=8, length=16
+    )
     for kind in ("one_pass", "windows"):
         assert found[kind]["perplexity"] == pytest.approx(V)
         assert found[kind]["stderr"] == pytest.approx(0, abs=1e-9)
@@ -142,7 +159,9 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity():
 def test_the_error_of_a_ratio():
     values, weights = np.array([2.0, 3.0, 10.0]), np.array([1.0, 2.0, 4.0])
     rest = values - 15 / 7 * weights
-    assert ratio(values, weights) == pytest.approx((15 / 7, math.sqrt((rest**2).sum() / 2 / 3) / (7 / 3)))
+    assert ratio(values, weights) == pytest.approx(
+        (15 / 7, math.sqrt((rest**2).sum() / 2 / 3) / (7 / 3))
+    )
     assert ratio(values[:1], weights[:1]) == (2.0, None)
     assert ratio(3 * weights, weights) == pytest.approx((3, 0))
 
@@ -188,7 +207,8 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
 
     def read(data, model=model, limit=99):
         return [
-            (tokenizer.decode(t), w, b) for t, w, b in tokenise_documents(model, tokenizer, data, limit=limit)
+            (tokenizer.decode(t), w, b)
+            for t, w, b in tokenise_documents(model, tokenizer, data, limit=limit)
         ]
 
     apart = module.text_data(corpus, [], joined=False)
@@ -197,7 +217,9 @@ def test_texts_begin_and_join_as_in_training(folder, tokenizer):
     assert read(apart, limit=8) == [(f"{end}the weir", 2, 8)]
     assert read(apart, limit=3) == [(f"{end}the", 1, 3)]
     assert read(apart, limit=11) == [(f"{end}the weir", 2, 8), (f"{end}a  ", 2, 3)]
-    assert read(apart, model=foreign(GPT2LMHeadModel, GPT2Config, n_head=2))[0][0] == f"{end}the weir"
+    assert (
+        read(apart, model=foreign(GPT2LMHeadModel, GPT2Config, n_head=2))[0][0] == f"{end}the weir"
+    )
     unmarked = build()
     unmarked.config.bos_token_id = None
     assert read(apart, model=unmarked)[0][0] == "the weir"
@@ -264,7 +286,9 @@ def test_weights_that_are_not_finite_are_said(folder, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match="model: its losses are not finite"):
-        perplexity([str(tmp_path / "model")], str(folder / "novel.md"), output=str(tmp_path / "out"))
+        perplexity(
+            [str(tmp_path / "model")], str(folder / "novel.md"), output=str(tmp_path / "out")
+        )
 
 
 @pytest.mark.parametrize("name", ["bos", "no bos", "joined"])
@@ -298,7 +322,9 @@ def test_progress_is_said_where_there_is_no_terminal(folder, monkeypatch, capsys
     monkeypatch.setattr(progress, "LAST", 10.0)
     perplexity(*arguments, **options)
     said = capsys.readouterr().err.splitlines()
-    counts = [int(re.fullmatch(r".*/model +(\d+)/400 tokens  ETA \d+ (s|min)", line)[1]) for line in said]
+    counts = [
+        int(re.fullmatch(r".*/model +(\d+)/400 tokens  ETA \d+ (s|min)", line)[1]) for line in said
+    ]
     assert counts == sorted(set(counts))
     assert len([count for count in counts if count < 200]) >= 4
 

@@ -16,7 +16,13 @@ from nalanda_eval.synthetic import MQAR
 
 from nalanda.inference.sampling import sampling_options
 
-TINY = {"mixer": "deltanet", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 8}
+TINY = {
+    "mixer": "deltanet",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_heads": 1,
+    "head_dim": 8,
+}
 TINY |= {"intermediate_size": 32}
 
 
@@ -29,16 +35,24 @@ def test_where_a_context_ends_is_part_of_a_request():
 
 def test_sampling_options_reach_generate():
     assert sampling_options(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=7) == {
-        "max_new_tokens": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 7}  # fmt: skip
+        "max_new_tokens": 3,
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+    }
 
 
 def test_standard_errors_by_hand():
     items = [(-3.0, 2), (-8.0, 4), (-2.0, 2)]
     error = ratio(*np.array(items, dtype=float).T)[1]
     assert harness._perplexity_stderr("word_perplexity", items, 5.0) == pytest.approx(5 * error)
-    assert harness._perplexity_stderr("bits_per_byte", items, 5.0) == pytest.approx(error / math.log(2))
+    assert harness._perplexity_stderr("bits_per_byte", items, 5.0) == pytest.approx(
+        error / math.log(2)
+    )
     samples = [
-        {"doc_id": i, "arguments": [], "target": "", "contains": x} for i, x in enumerate((1, 0, 0, 1))
+        {"doc_id": i, "arguments": [], "target": "", "contains": x}
+        for i, x in enumerate((1, 0, 0, 1))
     ]
     raw = {"results": {"t": {"contains,none": 0.5}}, "samples": {"t": samples}, "versions": {}}
     assert harness._scores("t", raw)["stderr"]["contains"] == pytest.approx(math.sqrt(1 / 3) / 2)
@@ -58,20 +72,30 @@ def test_rates_are_not_chosen_on_the_test(monkeypatch):
         found = evaluate(net, batches)
         hook.remove()
         scored.append(
-            ({splits.get(id(labels), ("part",))[0] for _, labels in batches}, set(modes), net.training)
+            (
+                {splits.get(id(labels), ("part",))[0] for _, labels in batches},
+                set(modes),
+                net.training,
+            )
         )
         return found
 
     monkeypatch.setattr(MQAR, "batch", noted)
     monkeypatch.setattr(recall, "evaluate_recall", look)
     clip, norms = torch.nn.utils.clip_grad_norm_, []
-    monkeypatch.setattr(recall.nn.utils, "clip_grad_norm_", lambda p, m: norms.append(m) or clip(p, m))
+    monkeypatch.setattr(
+        recall.nn.utils, "clip_grad_norm_", lambda p, m: norms.append(m) or clip(p, m)
+    )
     build, rate, made, rates = recall.build_optimizer, recall.learning_rate, [], []
     monkeypatch.setattr(recall, "build_optimizer", lambda *a: made.append(build(*a)) or made[0])
     monkeypatch.setattr(recall, "learning_rate", lambda *a: rates.append(rate(*a)) or rates[-1])
     training = Training(steps=20, batch_size=4, rows=4, points=1, weight_decay=0.3)
     run_recall(TINY, MQAR(pairs=(1, 2), sequence=8, values=4), 0, training)
-    assert scored == [({"part"}, {False}, True), ({"test"}, {False}, True), ({"validation"}, {False}, True)]
+    assert scored == [
+        ({"part"}, {False}, True),
+        ({"test"}, {False}, True),
+        ({"validation"}, {False}, True),
+    ]
     assert norms == [1.0] * 20
     assert {g["weight_decay"] for g in made[0].param_groups} == {0.0, 0.3}
     assert sorted(set(rates[:4])) == [1.5e-3, 3e-3]

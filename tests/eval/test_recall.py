@@ -62,7 +62,13 @@ from nalanda.model import MIXERS
 
 SMALL = [*QUICK.values()]
 BY_NAME = pytest.mark.parametrize("task", SMALL, ids=lambda task: task.name)
-TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 8, "intermediate_size": 16}
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+}
 TINY_MQAR = MQAR(pairs=(2,), sequence=8, values=4)
 
 
@@ -94,7 +100,11 @@ def test_batches_have_their_shape_and_ask_something(task):
 @BY_NAME
 def test_data_follow_from_the_seed(task):
     def first(seed):
-        return [tensor for batch in itertools.islice(task.batches(seed, 8, "train"), 3) for tensor in batch]
+        return [
+            tensor
+            for batch in itertools.islice(task.batches(seed, 8, "train"), 3)
+            for tensor in batch
+        ]
 
     for a, b in zip(first(1), first(1), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
@@ -117,7 +127,9 @@ def test_a_split_that_cannot_be_filled_is_said(task):
         for split in SPLITS:
             rows_of(task, split, task.trained[0])
 
-    with pytest.raises(InputError, match=f"{task.name}: too few different instances for a .* split; take la"):
+    with pytest.raises(
+        InputError, match=f"{task.name}: too few different instances for a .* split; take la"
+    ):
         fill()
 
 
@@ -194,7 +206,9 @@ def test_states_are_the_running_products(name):
             permutations = list(itertools.permutations(range(things)))
             if name == "a5":  # even: the determinants of their matrices are 1
                 permutations = [p for p in permutations if torch.eye(5)[list(p)].det() > 0]
-            arranged = list(range(things))  # what each permutation does, one after another, to the things
+            arranged = list(
+                range(things)
+            )  # what each permutation does, one after another, to the things
             for element, answer in zip(row, answers, strict=True):
                 arranged = [permutations[element][thing] for thing in arranged]
                 assert permutations[answer] == tuple(arranged)
@@ -242,7 +256,9 @@ def test_generators_make_the_group_and_are_most_elements_of_shorter_words_alone(
 def test_a_curriculum_takes_the_trained_cases_in_turn():
     task = StateTracking("s3", "S3", trained_length=16, shorter=(4, 8))
     found = [*itertools.islice(task.batches(0, 8, "train", curriculum=6), 7)]
-    assert [tuple(inputs.shape) for inputs, _ in found] == 2 * [(8, 4)] + 2 * [(4, 8)] + 3 * [(2, 16)]
+    assert [tuple(inputs.shape) for inputs, _ in found] == 2 * [(8, 4)] + 2 * [(4, 8)] + 3 * [
+        (2, 16)
+    ]
     table = cayley("S3")
     for inputs, labels in found:
         assert torch.equal(table[labels[:, :-1], inputs[:, 1:]], labels[:, 1:])
@@ -250,7 +266,10 @@ def test_a_curriculum_takes_the_trained_cases_in_turn():
     assert mixed == {(8, 4), (8, 8), (8, 16)}
 
     record = run_recall(
-        TINY | parse("deltanet", "silu"), task, 0, Training(steps=3, batch_size=4, rows=4, curriculum=True)
+        TINY | parse("deltanet", "silu"),
+        task,
+        0,
+        Training(steps=3, batch_size=4, rows=4, curriculum=True),
     )
     assert record["cases"] == [16, 32, 64]
 
@@ -262,7 +281,9 @@ def test_models_of_one_seed_share_the_weights_that_both_have():
 
     one, two = weights("delta_product:num_householder=4"), weights("deltanet:allow_neg_eigval=true")
     shared = {name for name in one.keys() & two.keys() if one[name].shape == two[name].shape}
-    assert len(one.keys() - shared) == 6  # of four steps: k and v, their convolutions, β; and the gate
+    assert (
+        len(one.keys() - shared) == 6
+    )  # of four steps: k and v, their convolutions, β; and the gate
     assert all(torch.equal(one[name], two[name]) for name in shared)
     other = weights("deltanet", seed=4)
     assert not any(torch.equal(two[name], other[name]) for name in shared if two[name].ndim > 1)
@@ -305,7 +326,9 @@ def value_of(tokens):
     return int(tokens[0])
 
 
-@pytest.mark.parametrize("task", [TASKS["listops"], TASKS["listops_lra"]], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [TASKS["listops"], TASKS["listops_lra"]], ids=lambda task: task.name
+)
 def test_listops_are_as_published_and_their_values_right(task):
     deepest = 0
     for low, high in task.bands:
@@ -402,7 +425,9 @@ def test_a_trivial_task_is_learnt_and_nothing_is_without_labels_or_mixer(monkeyp
     def shuffled(self, draw, n, split, case):
         inputs, labels = batch(self, draw, n, split, case)
         asked = labels != IGNORED
-        values = torch.randint(1 + self.values, 1 + 2 * self.values, (int(asked.sum()),), generator=draw)
+        values = torch.randint(
+            1 + self.values, 1 + 2 * self.values, (int(asked.sum()),), generator=draw
+        )
         return inputs, labels.masked_scatter(asked, values)
 
     short = dataclasses.replace(training, steps=60)
@@ -437,7 +462,10 @@ def test_every_task_trains_and_its_record_is_json(task):
 
 
 def test_dropout_follows_from_the_seed():
-    training, before = Training(steps=4, batch_size=4, rows=4, points=1), torch.random.get_rng_state()
+    training, before = (
+        Training(steps=4, batch_size=4, rows=4, points=1),
+        torch.random.get_rng_state(),
+    )
     model = TINY | parse("deltanet", "silu") | {"dropout": 0.3}
     first, again = (run_recall(model, TINY_MQAR, 0, training) for _ in range(2))
     assert first["curve"] == again["curve"]
@@ -449,7 +477,9 @@ def test_dropout_follows_from_the_seed():
 
 
 def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
-    candidates, refused = models([*MIXERS, "deltanet:allow_neg_eigval=true"], ["own", "nala"], MODEL)
+    candidates, refused = models(
+        [*MIXERS, "deltanet:allow_neg_eigval=true"], ["own", "nala"], MODEL
+    )
     trials, notes = plan_recall([QUICK["mqar"]], candidates, MODEL, "both", [3000, 16384])
     most = most_parameters(MODEL)
     for trial in trials:
@@ -461,7 +491,9 @@ def test_parameters_are_equal_and_states_as_nearly_as_head_sizes_allow():
     names = {trial.name for trial in trials}
     assert {"deltanet(allow_neg_eigval) + silu", "deltanet + nala", "softmax", "retention"} <= names
     assert any("pola is left out with nala" in line for line in refused)
-    assert any("left out at equal state 2.9 KiB" in line and "diag_attention" in line for line in notes)
+    assert any(
+        "left out at equal state 2.9 KiB" in line and "diag_attention" in line for line in notes
+    )
     assert any(trial.name == "diag_attention" for trial in trials)
     with pytest.raises(InputError, match="more parameters"):
         with_parameters(MODEL | parse("gla", None), 1000)
@@ -485,7 +517,12 @@ def test_the_record_counts_the_model_that_was_matched():
 # ------------------------------ the sweep
 
 SWEEP = [
-    (TINY | parse("deltanet", "silu"), TINY_MQAR, seed, Training(steps=3, batch_size=4, rows=4, points=1))
+    (
+        TINY | parse("deltanet", "silu"),
+        TINY_MQAR,
+        seed,
+        Training(steps=3, batch_size=4, rows=4, points=1),
+    )
     for seed in range(3)
 ]
 
@@ -520,7 +557,9 @@ def test_finished_runs_are_kept_and_a_killed_sweep_resumes(tmp_path, monkeypatch
 
 def test_a_second_command_in_a_folder_is_refused_and_loses_no_run(tmp_path):
     file = tmp_path / "runs.jsonl"
-    first, second = ({str(i): partial(dict, settings=i) for i in ids} for ids in (range(3), range(9, 11)))
+    first, second = (
+        {str(i): partial(dict, settings=i) for i in ids} for ids in (range(3), range(9, 11))
+    )
     running = sweep(first, file, 1)
     next(running)
     with pytest.raises(InputError, match=r"runs\.jsonl: another command adds its runs there"):
@@ -529,7 +568,13 @@ def test_a_second_command_in_a_folder_is_refused_and_loses_no_run(tmp_path):
     list(running)
     file.write_text(file.read_text().rstrip("\n"))  # as some editors leave it
     list(sweep(second, file, 1))
-    assert [json.loads(line)["settings"] for line in file.read_text().splitlines()] == [0, 1, 2, 9, 10]
+    assert [json.loads(line)["settings"] for line in file.read_text().splitlines()] == [
+        0,
+        1,
+        2,
+        9,
+        10,
+    ]
 
 
 WAITING = """
@@ -558,7 +603,9 @@ def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_records_of_one(tmp_path):
-    one, two = (list(sweep(recall_jobs(SWEEP[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2))
+    one, two = (
+        list(sweep(recall_jobs(SWEEP[:2], "cpu"), tmp_path / f"{n}.jsonl", n)) for n in (1, 2)
+    )
     assert timeless(one) == sorted(timeless(two), key=lambda record: record["settings"]["seed"])
 
 
@@ -597,7 +644,14 @@ def test_rates_are_chosen_by_validation_and_spreads_are_over_seeds():
 
 
 def test_the_command_leaves_tables_and_pictures(tmp_path):
-    options = ["--tasks", "mqar,regression", "--mixers", "retention,softmax", "--states", "512,1024"]
+    options = [
+        "--tasks",
+        "mqar,regression",
+        "--mixers",
+        "retention,softmax",
+        "--states",
+        "512,1024",
+    ]
     options += [
         "--steps",
         "2",

@@ -43,9 +43,12 @@ ROWS = {
 LINE = "The Mill. Ann owns it. It is owned by"
 ASKED = {
     **dict.fromkeys(
-        ("swde", "squad_completion", "fda"), ("Mill: stone. The mill is made of", " STONE.", "contains")
+        ("swde", "squad_completion", "fda"),
+        ("Mill: stone. The mill is made of", " STONE.", "contains"),
     ),
-    **dict.fromkeys(("based_triviaqa", "based_nq", "based_drop"), (LINE, " ann Miller of", "contains")),
+    **dict.fromkeys(
+        ("based_triviaqa", "based_nq", "based_drop"), (LINE, " ann Miller of", "contains")
+    ),
     "triviaqa": ("Question: Who grinds?\nAnswer:", " Ann", "exact_match"),
     "nq_open": ("Answer these questions:\n\nQ: who grinds?\nA:", " Ann", "exact_match"),
     "drop": ("Ann has 3 sacks. How many sacks?", "3", "em f1"),
@@ -109,10 +112,14 @@ def test_answers_are_generated_from_the_state_whatever_the_batch(checkpoint, mon
         assert scorer.generate_until(asked) == expected
         assert sum(done) == pytest.approx(sum(map(len, contexts)))
     stop = expected[0][3:5]
-    asked = [Instance("generate_until", {}, (contexts[0], {"until": [stop], "max_gen_toks": 12}), 0)]
+    asked = [
+        Instance("generate_until", {}, (contexts[0], {"until": [stop], "max_gen_toks": 12}), 0)
+    ]
     assert scorer.generate_until(asked) == [expected[0].split(stop)[0]]
     scorer = HarnessModel(model, tokenizer, batch_size=1, max_length=12)
-    with pytest.raises(InputError, match=r"up to 12 tokens, the model sees 12 at once: raise --max-length"):
+    with pytest.raises(
+        InputError, match=r"up to 12 tokens, the model sees 12 at once: raise --max-length"
+    ):
         scorer.generate_until(asked)
 
 
@@ -120,7 +127,9 @@ def test_recall_stands_below_the_published_rows(checkpoint, data):
     results = evaluate([checkpoint], ["recall"], data=str(data), long="whole")
     scores = results["models"][0]["tasks"]
     assert {name: set(task["metrics"]) for name, task in scores.items()} == {
-        name: {"exact_match@remove_whitespace"} if "exact" in ASKED[name][2] else set(ASKED[name][2].split())
+        name: {"exact_match@remove_whitespace"}
+        if "exact" in ASKED[name][2]
+        else set(ASKED[name][2].split())
         for name in ROWS
     }
     assert scores["swde"]["stderr"] == scores["based_nq"]["stderr"] == {"contains": 0.0}
@@ -199,7 +208,8 @@ def test_a_needle_is_asked_that_lies_in_the_hay(kind, words):
         hay, question = row["input"].split("afterwards.\n")[1].rsplit("\n", 1)
         key = re.search(r"for (\S+) mentioned", question)[1]
         assert (
-            row["gen_prefix"] == f"The special magic {task.value} for {key} mentioned in the provided text is"
+            row["gen_prefix"]
+            == f"The special magic {task.value} for {key} mentioned in the provided text is"
         )
         needle = f"One of the special magic {task.value}s for {key} is: {value}."
         assert hay.count(needle) == 1
@@ -231,7 +241,11 @@ def test_the_hay_is_a_text_file_or_pythons_reference(tmp_path):
 def test_needles_are_read_whole_and_shown_by_length(checkpoint, tmp_path, words, monkeypatch):
     (tmp_path / "haystack.txt").write_text("Stones lie still. " * 20)
     results = evaluate(
-        [checkpoint], ["niah_single_2_1k", "niah_single_2_2k"], data=str(tmp_path), limit=2, long="whole"
+        [checkpoint],
+        ["niah_single_2_1k", "niah_single_2_2k"],
+        data=str(tmp_path),
+        limit=2,
+        long="whole",
     )
     scores = results["models"][0]["tasks"]
     assert {name: (task["documents"], task["metrics"]["acc"]) for name, task in scores.items()} == {
@@ -259,7 +273,11 @@ def test_needles_fit_every_model_in_any_order(checkpoint, tokenizer, tmp_path):
     with_words.add_tokens(["Stones", "lie", "still"])
     other = save(with_words, tmp_path / "other")
     text = "Stones lie still"
-    assert most_tokens([checkpoint, other])(text) == most_tokens([other, checkpoint])(text) == len(text)
+    assert (
+        most_tokens([checkpoint, other])(text)
+        == most_tokens([other, checkpoint])(text)
+        == len(text)
+    )
     assert most_tokens([other])(text) == 5
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="other: its tokenizer cannot be loaded"):
@@ -276,7 +294,9 @@ def test_a_right_answer_is_found_in_what_is_generated(words):
     prompt, options = task.instances[0].args
     assert prompt == f"{task.eval_docs[0]['input']} {task.eval_docs[0]['gen_prefix']}"
     assert options["max_gen_toks"] == 128
-    assert task.process_results(row, [f" thought to be {row['outputs'][0].upper()}, as said"]) == {"acc": 1}
+    assert task.process_results(row, [f" thought to be {row['outputs'][0].upper()}, as said"]) == {
+        "acc": 1
+    }
     assert task.process_results(row, [" thought to be 7"]) == {"acc": 0}
 
 

@@ -12,7 +12,12 @@ from nalanda import NalandaConfig, NalandaForCausalLM
 
 VOCABULARY = 64
 OURS = ("gated_deltanet", "deltanet", "gla", "mala", "softmax")
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+}
 ATTENTION = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
 FOREIGN = {
     "llama": lambda: transformers.LlamaConfig(**ATTENTION),
@@ -21,7 +26,11 @@ FOREIGN = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
     ),
     "mamba": lambda: transformers.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        initializer_range=0.3,
     ),
 }
 
@@ -31,7 +40,9 @@ def build(name: str, dtype=torch.float32):
     if name in FOREIGN:
         model = transformers.AutoModelForCausalLM.from_config(FOREIGN[name]())
     else:
-        model = NalandaForCausalLM(NalandaConfig(mixer=name, num_heads=2, initializer_range=0.3, **SHAPE))
+        model = NalandaForCausalLM(
+            NalandaConfig(mixer=name, num_heads=2, initializer_range=0.3, **SHAPE)
+        )
     return model.to(dtype).eval()
 
 
@@ -53,7 +64,9 @@ def draw(contexts: int = 12, longest: int = 90) -> list[scoring.Request]:
 def alone(model, request: scoring.Request) -> scoring.Answer:
     context, continuation = request
     with torch.no_grad():
-        logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].double()
+        logits = (
+            model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].double()
+        )
     ids = torch.tensor(continuation)
     logp = logits.log_softmax(-1).gather(1, ids[:, None]).sum().item()
     return logp, bool((logits.argmax(-1) == ids).all())
@@ -61,7 +74,10 @@ def alone(model, request: scoring.Request) -> scoring.Answer:
 
 def differ(some: list[scoring.Answer], others: list[scoring.Answer], requests) -> float:
     """The largest difference, in nats a token."""
-    return max(abs(a - b) / len(ids) for (a, _), (b, _), (_, ids) in zip(some, others, requests, strict=True))
+    return max(
+        abs(a - b) / len(ids)
+        for (a, _), (b, _), (_, ids) in zip(some, others, requests, strict=True)
+    )
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -83,7 +99,9 @@ class OlderLlama(transformers.LlamaForCausalLM):
 
     def forward(self, input_ids, logits_to_keep=0, **options):
         hidden = self.model(input_ids, **options).last_hidden_state
-        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(hidden[:, -logits_to_keep:]))
+        return transformers.modeling_outputs.CausalLMOutput(
+            logits=self.lm_head(hidden[:, -logits_to_keep:])
+        )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -91,12 +109,17 @@ def test_models_that_keep_no_chosen_positions_are_scored_too(batch_size):
     torch.manual_seed(0)
     model, requests = OlderLlama(FOREIGN["llama"]()).double().eval(), draw()
     expected = [alone(model, request) for request in requests]
-    assert differ(score(model, requests, batch_size=batch_size, share=False), expected, requests) < 1e-9
+    assert (
+        differ(score(model, requests, batch_size=batch_size, share=False), expected, requests)
+        < 1e-9
+    )
 
 
 def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
     model, sizes = build("llama"), []
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: sizes.append(logits.shape[1]))
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: sizes.append(logits.shape[1])
+    )
     score(model, [(tuple(range(40)), (1, 2))], share=False)
     assert sizes[-1] == 2
 
@@ -136,7 +159,13 @@ def test_greedy_is_what_greedy_decoding_gives(share):
     late = (*ending[:-1], (ending[-1] + 1) % VOCABULARY)
     early = decoded((*context, (ending[0] + 1) % VOCABULARY), 3)[len(context) :]
     asked = [(context, ids) for ids in (ending, ending[:1], late, early, early[:1])]
-    assert [greedy for _, greedy in score(model, asked, share=share)] == [True, True, False, False, False]
+    assert [greedy for _, greedy in score(model, asked, share=share)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def count_tokens(model) -> list[int]:
@@ -176,7 +205,9 @@ def test_long_rows_are_read_in_pieces(name, monkeypatch):
     monkeypatch.setattr(scoring, "COLUMNS", 64)
     monkeypatch.setattr(scoring, "POSITIONS", 7)
     counts = []
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[1]))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: counts.append(args[0].shape[1])
+    )
     assert differ(score(model, requests), expected, requests) < 1e-9
     assert max(counts) <= 64 * 8  # rows of a batch lie in one
 

@@ -87,27 +87,45 @@ STUDY = {
     },
     "recall": {
         "task": {"pairs": [1, 2], "sequence": 8, "values": 4},
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 8,
-                  "intermediate_size": 64},
+        "model": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_heads": 1,
+            "head_dim": 8,
+            "intermediate_size": 64,
+        },
         "training": {"steps": 2, "batch_size": 4, "rows": 4, "points": 1},
         "state": 2048,
         "rates": [3e-3],
         "seeds": [1],
     },
     "decision": {"default": "NaLa", "candidates": ["constant p"]},
-}  # fmt: skip
+}
 LM = {
     "output_dir": "unset",
-    "model": {"mixer": "deltanet", "feature_map": "silu", "hidden_size": 32, "num_hidden_layers": 1,
-              "num_heads": 1, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True},
+    "model": {
+        "mixer": "deltanet",
+        "feature_map": "silu",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
     "tokenizer": {"train": "bpe", "vocab_size": 300},
     "data": {"source": "unset", "seq_len": 32, "max_validation_rows": 24, "workers": 0},
     "schedule": {"warmup_steps": 1},
-    "train": {"steps": 4, "tokens_per_step": 128, "micro_batch_size": 2, "precision": "fp32",
-              "cpu_threads": 1},
+    "train": {
+        "steps": 4,
+        "tokens_per_step": 128,
+        "micro_batch_size": 2,
+        "precision": "fp32",
+        "cpu_threads": 1,
+    },
     "checkpoint": {"every": 0},
     "log": {"tensorboard": False},
-}  # fmt: skip
+}
 
 
 def write(folder: Path, study: dict = STUDY, lm: dict = LM) -> Path:
@@ -123,8 +141,12 @@ def texts(folder: Path, seed: int = 0) -> str:
         (folder / part).mkdir(parents=True)
         with (folder / part / "a.jsonl").open("w") as file:
             for _ in range(count):
-                words = " ".join(draw.choices(["state", "gate", "query", "key", "value", "norm"], k=40))
-                file.write(json.dumps({"text": words, "meta": {"redpajama_set_name": "web"}}) + "\n")
+                words = " ".join(
+                    draw.choices(["state", "gate", "query", "key", "value", "norm"], k=40)
+                )
+                file.write(
+                    json.dumps({"text": words, "meta": {"redpajama_set_name": "web"}}) + "\n"
+                )
     return str(folder)
 
 
@@ -283,7 +305,9 @@ def test_a_run_killed_while_its_last_losses_are_measured_goes_on(one_run, tmp_pa
 
 def test_rates_of_groups_and_the_z_loss_are_followed(one_run):
     settings, config, text = one_run
-    frozen = replace(config.optim, groups=[GroupConfig("embed_tokens", lr_scale=0.0, weight_decay=0.0)])
+    frozen = replace(
+        config.optim, groups=[GroupConfig("embed_tokens", lr_scale=0.0, weight_decay=0.0)]
+    )
 
     def weights(config: RunConfig) -> dict[str, torch.Tensor]:
         model = NalandaForCausalLM(equal.configured(settings["model"], 300))
@@ -313,7 +337,9 @@ def test_losses_by_document_sum_to_the_loss(one_run):
     sums = paired.document_sums(model, rows, tokenizer.bos_token_id)
     total, count = loss_sums(model, rows)
     assert sum(sums) == pytest.approx(total, rel=1e-5)
-    counts = paired.by_document([row["labels"][:, 1:] != -100 for row in rows], rows, tokenizer.bos_token_id)
+    counts = paired.by_document(
+        [row["labels"][:, 1:] != -100 for row in rows], rows, tokenizer.bos_token_id
+    )
     segments = sum(len(row["cu_seqlens"]) - 1 for row in rows)
     continued = sum(int((row["input_ids"][:, 0] != tokenizer.bos_token_id).sum()) for row in rows)
     assert continued  # documents are longer than rows
@@ -387,10 +413,13 @@ def test_another_text_is_refused_before_anything_is_trained(finished, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer": {"train": "bpe", "vocab_size": 290}}, "with tokenizer .*300.* this is .*290"),
+        (
+            {"tokenizer": {"train": "bpe", "vocab_size": 290}},
+            "with tokenizer .*300.* this is .*290",
+        ),
         ({"data": LM["data"] | {"eos": False}}, "was prepared with eos true, and this is false"),
     ],
-)  # fmt: skip
+)
 def test_a_text_that_was_prepared_otherwise_is_refused(finished, change, message):
     with pytest.raises(InputError, match=message) as caught:
         prepare_text(LM | change, None, finished / "work", 1)
@@ -434,12 +463,20 @@ def test_the_shipped_systems_have_equal_parameters_and_equal_state(folder):
     study, lm = load_study(folder)
     planned = systems(study, lm)
     for size, calibration in itertools.product(study.sizes, (False, True)):
-        mine = [s.model for s in planned if s.size == size and (s.group == CALIBRATION) == calibration]
+        mine = [
+            s.model for s in planned if s.size == size and (s.group == CALIBRATION) == calibration
+        ]
         counts = [equal.count(model) for model in mine]
-        states = [c.state_bytes(1, torch.float32) for c in map(equal.configured, mine) if not equal.grows(c)]
+        states = [
+            c.state_bytes(1, torch.float32)
+            for c in map(equal.configured, mine)
+            if not equal.grows(c)
+        ]
         for values, near in ((counts, 0.01), (states, 0.08)):
             assert not values or max(values) / min(values) < 1 + near
-    states = [equal.configured(m).state_bytes(1, torch.float32) for m in recall_models(study).values()]
+    states = [
+        equal.configured(m).state_bytes(1, torch.float32) for m in recall_models(study).values()
+    ]
     assert max(states) / min(states) < 1.12
     assert study.rates.seed not in study.seeds
     assert len({s.keys for s in planned}) == len(planned)
@@ -447,7 +484,11 @@ def test_the_shipped_systems_have_equal_parameters_and_equal_state(folder):
 
 def test_halving_keeps_the_better_half_and_then_the_best():
     study, lm = load_study(SHIPPED)
-    system, found, losses = systems(study, lm)[0], {}, {2e-3: 3.0, 4e-3: 1.0, 8e-3: 1.2, 16e-3: math.nan}
+    system, found, losses = (
+        systems(study, lm)[0],
+        {},
+        {2e-3: 3.0, 4e-3: 1.0, 8e-3: 1.2, 16e-3: math.nan},
+    )
     best, asked = chosen_rate(system, study, lm, found)
     assert (best, [s["rate"] for s in asked]) == (None, study.rates.values)
     for i, settings in enumerate(asked):
@@ -511,7 +552,9 @@ def test_documents_add_their_variance():
 
 
 def test_holm_and_slopes():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx(
+        {"a": 0.03, "c": 0.06, "b": 0.06}
+    )
     values = np.array([[1.0, 0.5, 0.0], [2.0, 2.0, 2.0]])
     assert slopes(values, [1, 10, 100]) == pytest.approx([-0.5 / math.log(10), 0])
 
@@ -524,7 +567,9 @@ def planned(finished):
     return systems(*load_study(finished))
 
 
-def results_of(folder: Path, planned: list, losses: dict[str, float], noise: float = 1e-3) -> Results:
+def results_of(
+    folder: Path, planned: list, losses: dict[str, float], noise: float = 1e-3
+) -> Results:
     """Results whose records have these losses at the last budget, by form; others have 3."""
     study, lm = load_study(folder)
     forms = {system.keys: system.form for system in planned}
@@ -561,13 +606,17 @@ def test_whether_norms_matter(finished, planned, losses, noise, said):
 
 
 @pytest.mark.parametrize(("relu", "early"), [(3.02, ""), (2.9, ", early in training,")])
-def test_a_verdict_says_when_it_is_of_early_training_and_when_rates_differ(finished, planned, relu, early):
+def test_a_verdict_says_when_it_is_of_early_training_and_when_rates_differ(
+    finished, planned, relu, early
+):
     results = results_of(finished, planned, {"NaLa": 2.9, "ReLU": relu})
     system = next(s for s in planned if s.name == "deltanet + NaLa" and s.size == "tiny")
     assert results.runs[system]  # of the chosen rates
     results.__dict__["rates"] |= {system: 2e-3}
     said = next(line for line in verdicts(results) if "norm-awareness" in line)
-    assert said.startswith(f"Withdrawn. By the rule, norm-awareness matters{early} inside the delta rule: ")
+    assert said.startswith(
+        f"Withdrawn. By the rule, norm-awareness matters{early} inside the delta rule: "
+    )
     assert re.findall(r"; ([^;]*) −0.1\d\d ± [\d.]+ \(rates 0.002 and 0.004\)", said) == [
         "tiny, deltanet + NaLa less constant p"
     ]
@@ -576,7 +625,10 @@ def test_a_verdict_says_when_it_is_of_early_training_and_when_rates_differ(finis
 
 def test_norms_matter_where_they_do_in_every_mixer(monkeypatch):
     def judged(*means):
-        pairs = [tuple(System("1 M", f"mixer{i}", form, "{}") for form in "ab") for i in range(len(means))]
+        pairs = [
+            tuple(System("1 M", f"mixer{i}", form, "{}") for form in "ab")
+            for i in range(len(means))
+        ]
         gaps = {pair: Gap(mean, 0.001, 0.0, 3) for pair, mean in zip(pairs, means, strict=True)}
         monkeypatch.setattr(study_report, "contrasts", lambda results: pairs)
         return norm_matters(SimpleNamespace(at=lambda a, b: gaps[a, b]))
@@ -646,7 +698,9 @@ def test_a_run_that_diverged_ends_the_study_and_leaves_its_questions_open(finish
     assert results.finished()
     assert system not in results.runs
     said = "\n".join(verdicts(results))
-    assert "**Diverged**, and so in no table of means or gaps: tiny, deltanet + NaLa, seed 2." in said
+    assert (
+        "**Diverged**, and so in no table of means or gaps: tiny, deltanet + NaLa, seed 2." in said
+    )
     assert "not finished" not in said
     assert "Whether norm-awareness matters cannot be judged" in said
     assert "The default of `nala` stays: a change cannot be judged" in said
@@ -654,7 +708,9 @@ def test_a_run_that_diverged_ends_the_study_and_leaves_its_questions_open(finish
 
 def test_rates_at_the_edge_are_said(finished, planned):
     said = verdicts(results_of(finished, planned, {}))
-    assert "18 of 18 systems chose the lowest rate, 0.004; a lower one may be better for them." in said
+    assert (
+        "18 of 18 systems chose the lowest rate, 0.004; a lower one may be better for them." in said
+    )
 
 
 def test_an_unfinished_study_decides_nothing(finished, planned):
@@ -675,7 +731,9 @@ def test_an_unfinished_study_decides_nothing(finished, planned):
 
 @pytest.fixture
 def trunk(recipe):
-    config = load_config(recipe, ["output_dir=unset", "schedule.warmup_steps=4", "optim.max_grad_norm=0.01"])
+    config = load_config(
+        recipe, ["output_dir=unset", "schedule.warmup_steps=4", "optim.max_grad_norm=0.01"]
+    )
 
     def made():
         torch.manual_seed(0)
@@ -687,7 +745,9 @@ def trunk(recipe):
 
 def test_a_step_of_a_study_is_the_mean_over_its_tokens_clipped(trunk):
     draw = np.random.default_rng(0)
-    rows = [Row(draw.integers(64, size=16), np.array(starts)) for starts in ([0], [0, *range(2, 16, 2)])]
+    rows = [
+        Row(draw.integers(64, size=16), np.array(starts)) for starts in ([0], [0, *range(2, 16, 2)])
+    ]
     moments = []
     for batches in ([collate(rows, 16, 0)], [collate([row], 16, 0) for row in rows]):
         one = trunk()
@@ -695,7 +755,8 @@ def test_a_step_of_a_study_is_the_mean_over_its_tokens_clipped(trunk):
     (loss, a), (again, b) = moments
     torch.testing.assert_close(loss, again)
     norms = [
-        sum((s["exp_avg"] / 0.1).square().sum() for s in state.values()).sqrt().item() for state in (a, b)
+        sum((s["exp_avg"] / 0.1).square().sum() for s in state.values()).sqrt().item()
+        for state in (a, b)
     ]
     assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
     for x, y in zip(a.values(), b.values(), strict=True):
@@ -704,7 +765,9 @@ def test_a_step_of_a_study_is_the_mean_over_its_tokens_clipped(trunk):
 
 def test_a_study_warms_up(trunk, monkeypatch):
     rates = []
-    monkeypatch.setattr(paired.Trunk, "_update", lambda *args: rates.append(args[-1]) or torch.zeros(()))
+    monkeypatch.setattr(
+        paired.Trunk, "_update", lambda *args: rates.append(args[-1]) or torch.zeros(())
+    )
     one = trunk()
     one.advance(6)
     assert rates == pytest.approx([one.optim.lr * x for x in (0.25, 0.5, 0.75, 1, 1, 1)])
@@ -717,13 +780,20 @@ def test_runs_at_equal_rates_are_reported_beside_the_rule(finished, planned):
     results = results_of(finished, planned, {"NaLa": 2.9})
     alike = results.alike
     assert {(s.size, rate) for s, rate in alike.rates.items()} == {("tiny", 2e-3)}
-    assert {s.form for s in alike.runs if s.group in STUDY["mixers"]} == {"SiLU", "NaLa", "constant p"}
+    assert {s.form for s in alike.runs if s.group in STUDY["mixers"]} == {
+        "SiLU",
+        "NaLa",
+        "constant p",
+    }
     assert len(alike.runs) == 6
     assert alike.finished()
     assert "tiny, deltanet + NaLa less constant p −0.1" in equal_rate_text(results)
     lines = [line.split(" | ") for line in endpoint_table(alike).splitlines()[2:]]
     assert {line[3] for line in lines} == {"0.002"}
-    assert [line[2] for line in lines if line[6] == ""] == ["NaLa", "NaLa"]  # gaps are measured from it
+    assert [line[2] for line in lines if line[6] == ""] == [
+        "NaLa",
+        "NaLa",
+    ]  # gaps are measured from it
     assert "| 0.002 |" not in endpoint_table(results)
     chosen, other = (r.runs[next(iter(alike.planned))][0]["settings"] for r in (results, alike))
     assert {name for name in chosen if chosen[name] != other[name]} == {"rate"}
@@ -775,8 +845,14 @@ def test_a_study_of_no_run_is_refused(tmp_path):
         ({"seeds": [0, 1]}, "seeds: 0 chooses the rates"),
         ({"seeds": [1]}, "at least two"),
         ({"budgets": [512, 256]}, r"budgets: \[512, 256\] are not rising"),
-        ({"equal_rates": {"rates": {"wider": 1e-3}, "forms": []}}, "no size 'wider'; did you mean wide"),
-        ({"equal_rates": {"rates": {"wide": 0.0}, "forms": []}}, "rates: 0.0 is no learning rate above 0"),
+        (
+            {"equal_rates": {"rates": {"wider": 1e-3}, "forms": []}},
+            "no size 'wider'; did you mean wide",
+        ),
+        (
+            {"equal_rates": {"rates": {"wide": 0.0}, "forms": []}},
+            "rates: 0.0 is no learning rate above 0",
+        ),
         ({"equal_rates": {"rates": {}, "forms": ["x"]}}, "equal_rates.forms: no form 'x'"),
         ({"cooldown": 1.5}, "cooldown: 1.5 is no share"),
         ({"form": {}}, "form: no such key"),
@@ -799,7 +875,9 @@ def test_bad_studies_are_refused_in_one_line(tmp_path, change, message):
         ("data", {"long_documents": "carry"}, r"data\.long_documents: a study cuts"),
     ],
 )
-def test_settings_of_the_language_model_that_a_study_ignores_are_refused(tmp_path, part, change, message):
+def test_settings_of_the_language_model_that_a_study_ignores_are_refused(
+    tmp_path, part, change, message
+):
     folder = write(tmp_path, lm=LM | {part: LM.get(part, {}) | change})
     load_study(folder)  # records of before are still reported
     with pytest.raises(InputError, match=message) as caught:

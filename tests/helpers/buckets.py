@@ -32,7 +32,9 @@ class Buckets:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.make = lambda: ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self.make = lambda: ThreadedMotoServer(
+            ip_address="127.0.0.1", port=self.port, verbose=False
+        )
         self.server = self.make()
         self.server.start()
 

@@ -35,7 +35,9 @@ def make(
         "q": normal(batch, length, heads, k_dim),
         "k": F.normalize(normal(batch, length, heads, k_dim), dim=-1),
         "v": normal(batch, length, value_heads, v_dim),
-        "beta": normal(batch, length, value_heads).sigmoid() * 2 if kind.endswith("delta") else None,
+        "beta": normal(batch, length, value_heads).sigmoid() * 2
+        if kind.endswith("delta")
+        else None,
         "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 1)
         if kind.startswith(("gated", "vector"))
         else None,

@@ -108,7 +108,9 @@ SLOW += ["accelerate", "datasets", "lm_eval.evaluator", "matplotlib.figure", "sc
 """Libraries whose import takes most of a command's time: they are imported once for all commands."""
 
 
-def run(words: list[str], folder: Path, environment: dict[str, str], limit: float = 240) -> tuple[int, str]:
+def run(
+    words: list[str], folder: Path, environment: dict[str, str], limit: float = 240
+) -> tuple[int, str]:
     """The exit code of a command typed in `folder`, and what it printed. Its standard input is empty."""
     processes = get_context("forkserver")
     processes.set_forkserver_preload(SLOW)

@@ -25,7 +25,10 @@ __all__ = [
 
 VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tables do not reach
     "window": {"mixer": "softmax", "mixer_options": {"window": 5, "num_kv_heads": 1}},
-    "convolved": {"mixer": "softmax", "mixer_options": {"window": 5, "conv_size": 3, "gate": "head"}},
+    "convolved": {
+        "mixer": "softmax",
+        "mixer_options": {"window": 5, "conv_size": 3, "gate": "head"},
+    },
     "gated": {
         "mixer": ["gated_deltanet", "softmax"],
         "mixer_options": {
@@ -45,7 +48,10 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         "value_conv": 3,
         "mixer_options": {"softmax": {"num_kv_heads": 1, "window": 9}},
     },
-    "relu_blocks": {"mixer": "diag_attention", "mixer_options": {"block_size": 5, "scores": "relu"}},
+    "relu_blocks": {
+        "mixer": "diag_attention",
+        "mixer_options": {"block_size": 5, "scores": "relu"},
+    },
     "hybrid": {"mixer": ["mala", "softmax"], "mixer_options": {"softmax": {"window": 9}}},
     "transnormer": {
         "mixer": ["diag_attention", "norm_attention"],
@@ -60,9 +66,21 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
         for name, options, others in (
             ("norm_write", {"norm_write": True, "num_v_heads": 4}, {}),
             ("norm_read", {"norm_read": True, "num_v_heads": 4}, {}),
-            ("raw", {"norm_write": True, "norm_read": True, "qk_norm": "none"}, {"feature_map": "identity"}),
-            ("raw_nala", {"norm_write": True, "qk_norm": "none", "num_v_heads": 4}, {"use_gate": False}),
-            ("rms", {"norm_write": True, "qk_norm": "rms"}, {"mixer": "deltanet", "feature_map": "silu"}),
+            (
+                "raw",
+                {"norm_write": True, "norm_read": True, "qk_norm": "none"},
+                {"feature_map": "identity"},
+            ),
+            (
+                "raw_nala",
+                {"norm_write": True, "qk_norm": "none", "num_v_heads": 4},
+                {"use_gate": False},
+            ),
+            (
+                "rms",
+                {"norm_write": True, "qk_norm": "rms"},
+                {"mixer": "deltanet", "feature_map": "silu"},
+            ),
             (
                 "kda",
                 {"norm_write": True, "norm_read": True, "num_v_heads": 4, "gate_bias": False},
@@ -86,7 +104,9 @@ VARIANTS = {  # windows, blocks, hybrids, the decoder's positions, which the tab
 
 
 # Mixers that hand their map to the same ops as those with all maps: quick tests take some.
-SOME_MAPS = dict.fromkeys(("kda", "gated_deltanet2", "delta_product", "mamba2"), ("silu", "nala", "pola"))
+SOME_MAPS = dict.fromkeys(
+    ("kda", "gated_deltanet2", "delta_product", "mamba2"), ("silu", "nala", "pola")
+)
 
 
 def rows() -> list:
@@ -95,7 +115,9 @@ def rows() -> list:
     for mixer, feature_map in itertools.product(MIXERS, (None, *FEATURE_MAPS)):
         options = {}
         if mixer == "linear_attention" and feature_map:  # signed maps cannot have a denominator
-            options = {"denominator": build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative}
+            options = {
+                "denominator": build_feature_map(feature_map, num_heads=1, head_dim=4).nonnegative
+            }
         try:
             NalandaConfig(mixer=mixer, feature_map=feature_map, mixer_options=options)
         except ValueError:
@@ -112,7 +134,12 @@ def save(tokenizer, path, **fields) -> str:
     torch.manual_seed(0)
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
     config = NalandaConfig(
-        **sizes, intermediate_size=64, initializer_range=0.2, bos_token_id=0, eos_token_id=0, **fields
+        **sizes,
+        intermediate_size=64,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **fields,
     )
     NalandaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -126,13 +153,20 @@ def encoder_rows() -> list:
         options = row.values[0]
         mixer, feature_map = (options.get(key) for key in ("mixer", "feature_map"))
         whole = mixer == "linear_attention" and feature_map not in ("soft", "softpp")
-        if row.id in VARIANTS or whole or (isinstance(mixer, str) and feature_map == MIXERS[mixer].map_name):
+        if (
+            row.id in VARIANTS
+            or whole
+            or (isinstance(mixer, str) and feature_map == MIXERS[mixer].map_name)
+        ):
             found.append(row)
     more = {
         "convolved_sums": {"mixer": "linear_attention", "feature_map": "elu1", "conv_size": 4},
         "convolved_rule": {"mixer": "gated_deltanet", "feature_map": "nala", "conv_size": 3},
-        "soft_exact": {"mixer": "soft", "feature_map": "soft",
-                       "feature_map_options": {"inverse": "cholesky", "window": 3}},
-    }  # fmt: skip
+        "soft_exact": {
+            "mixer": "soft",
+            "feature_map": "soft",
+            "feature_map_options": {"inverse": "cholesky", "window": 3},
+        },
+    }
     found += [pytest.param(options, id=name) for name, options in more.items()]
     return [pytest.param({**row.values[0], "is_decoder": False}, id=row.id) for row in found]

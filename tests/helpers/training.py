@@ -33,7 +33,9 @@ def start(
         *overrides,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def outcome(run_dir: Path) -> dict:
@@ -50,6 +52,8 @@ def outcome(run_dir: Path) -> dict:
         "final": hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest(),
         "random": str([own["random"][key] for key in ("python", "numpy")])
         + str(own["random"]["torch"].tolist()),
-        "data": {key: value for key, value in own["data"].items() if key != "files"},  # hashed as time allows
+        "data": {
+            key: value for key, value in own["data"].items() if key != "files"
+        },  # hashed as time allows
         "metrics": lines,
     }

@@ -50,7 +50,12 @@ def small() -> NalandaForCausalLM:
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     special = {"bos_token_id": None, "eos_token_id": None}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **special)).double().eval()
 
@@ -183,7 +188,9 @@ def test_crop_forgets(model):
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = torch.cat([tokens[:, :5].flip(0), other], 1)
     expected = logits(model, swapped)[:, 5:]
-    close(logits(model, other, past_key_values=cache.fork()), expected)  # which can no longer be cropped
+    close(
+        logits(model, other, past_key_values=cache.fork()), expected
+    )  # which can no longer be cropped
     close(logits(model, other, past_key_values=cache), expected)
     cache.crop(0)
     assert cache.get_seq_length() == 9
@@ -223,7 +230,9 @@ def test_read_in_any_pieces(model):
     for state in (
         model.read(tokens, chunk_size=7),
         in_threads(3, together)[1],
-        model.read(tokens[:, 39:], state=model.read(tokens[:, 1:39], state=model.read(tokens[:, :1]))),
+        model.read(
+            tokens[:, 39:], state=model.read(tokens[:, 1:39], state=model.read(tokens[:, :1]))
+        ),
     ):
         assert (len(state), state.batch_size, state.nbytes) == (40, 2, whole.nbytes)
         assert torch.equal(state.last, whole.last)
@@ -256,7 +265,9 @@ def test_a_state_is_continued_by_its_cache_alone(small):
     whole = torch.cat([tokens, out.sequences, more := ids(1, 3)], 1)
     turn = torch.cat([out.sequences, more], 1)
     again = small.generate(turn, past_key_values=out.past_key_values, **options)
-    assert torch.equal(again[:, turn.shape[1] :], small.generate(whole, **options)[:, whole.shape[1] :])
+    assert torch.equal(
+        again[:, turn.shape[1] :], small.generate(whole, **options)[:, whole.shape[1] :]
+    )
 
 
 ONES, EMBEDDED = torch.ones, torch.ones(1, 5, 24, dtype=torch.float64)
@@ -266,11 +277,18 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        (ids(1, 0), {}, r"input_ids must be integers \[batch, length\] with a token, not int64 \[1, 0\]"),
+        (
+            ids(1, 0),
+            {},
+            r"input_ids must be integers \[batch, length\] with a token, not int64 \[1, 0\]",
+        ),
         (ids(1, 5)[:0], {}, r"with a token, not int64 \[0, 5\]"),
         (ids(1, 5)[0], {}, r"with a token, not int64 \[5\]"),
         (ids(1, 5)[None], {}, r"with a token, not int64 \[1, 1, 5\]"),
-        *((ids(1, 5), {"attention_mask": ONES(x)}, BAD_MASK) for x in ((1, 3), (1, 4), (1, 6), (2, 5), (5,))),
+        *(
+            (ids(1, 5), {"attention_mask": ONES(x)}, BAD_MASK)
+            for x in ((1, 3), (1, 4), (1, 6), (2, 5), (5,))
+        ),
         (None, {"inputs_embeds": EMBEDDED, "attention_mask": ONES(1, 3)}, BAD_MASK),
         (
             ids(1, 5),
@@ -281,8 +299,16 @@ BAD_MASK = r"attention_mask must be \[1, 5\], got"
         (ids(1, 5), {"state": True, "attention_mask": ONES(1, 6)}, BAD_MASK),
         (ids(1, 5), {"state": True, "attention_mask": ONES(2, 5)}, BAD_MASK),
         (None, {"state": "text"}, "state must be of model.read or model.load_state, not str"),
-        (None, {"state": True, "past_key_values": True}, "a state is a cache: leave past_key_values out"),
-        (None, {"state": True, "use_cache": False}, "a state is a cache: leave use_cache=False out"),
+        (
+            None,
+            {"state": True, "past_key_values": True},
+            "a state is a cache: leave past_key_values out",
+        ),
+        (
+            None,
+            {"state": True, "use_cache": False},
+            "a state is a cache: leave use_cache=False out",
+        ),
     ],
 )
 def test_generate_refuses_what_does_not_fit(small, prompt, options, says):
@@ -340,7 +366,9 @@ def test_samples_of_a_state(small):
     torch.manual_seed(3)
     whole = small.generate(tokens, num_return_sequences=5, **options)[:, 20:]
     torch.manual_seed(3)
-    assert torch.equal(small.generate(state=small.read(tokens), num_return_sequences=5, **options), whole)
+    assert torch.equal(
+        small.generate(state=small.read(tokens), num_return_sequences=5, **options), whole
+    )
 
 
 def test_states_of_left_padded_rows(small):
@@ -391,7 +419,9 @@ def test_saved_and_loaded(model, tmp_path):
     assert same(again.cache.states, state.cache.states)
     assert (again.lengths.tolist(), again.notes) == (state.lengths.tolist(), {"note": "a word"})
     options = GREEDY | {"max_new_tokens": 5}
-    assert torch.equal(model.generate(state=again, **options), model.generate(state=state, **options))
+    assert torch.equal(
+        model.generate(state=again, **options), model.generate(state=state, **options)
+    )
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -423,7 +453,9 @@ def test_a_state_is_of_the_weights_at_any_precision(reader, other, tmp_path):
     here, there = (copy.deepcopy(wide).to(dtype) for dtype in (reader, other))
     here.read(text).save(path)
     if {reader, other} == {torch.bfloat16, torch.float16}:
-        with pytest.raises(ValueError, match=r"cannot be compared; load the model in \w+ or float32"):
+        with pytest.raises(
+            ValueError, match=r"cannot be compared; load the model in \w+ or float32"
+        ):
             there.load_state(path)
         return
     loaded = there.load_state(path)
@@ -489,11 +521,17 @@ def test_a_state_file_without_a_field_is_refused(saved):
 def test_settings_of_an_older_file_are_read_as_those_of_a_config(tmp_path):
     """Which left out defaults, and had `nala` without a power for the map `angle`."""
     path = tmp_path / "state.safetensors"
-    for name, left_out, other in (("nala", {"power": 2.0}, {"power": 3.0}), ("angle", {"power": None}, {})):
+    for name, left_out, other in (
+        ("nala", {"power": 2.0}, {"power": 3.0}),
+        ("angle", {"power": None}, {}),
+    ):
         model = build("gated_deltanet", name, dtype=torch.float32)
         model.read(ids(1, 9)).save(path)
         tensors, about = contents(path)
-        settings = json.loads(about["model"]) | {"feature_map": "nala", "feature_map_options": left_out}
+        settings = json.loads(about["model"]) | {
+            "feature_map": "nala",
+            "feature_map_options": left_out,
+        }
         save_unsummed(path, tensors, about | {"model": json.dumps(settings)})
         model.load_state(path)
         settings["feature_map_options"] = other
@@ -535,7 +573,9 @@ def test_a_state_file_of_the_format_before_loads(saved):
     ):
         save_unsummed(path, tensors | {name: bad}, about)
         assert "is damaged" in refusal(model, path), (name, bad)
-    save_unsummed(path, {"last": last, "lengths": lengths}, about)  # no layer, where a text was read
+    save_unsummed(
+        path, {"last": last, "lengths": lengths}, about
+    )  # no layer, where a text was read
     assert "has nothing for" in refusal(model, path)
 
 
@@ -546,10 +586,16 @@ def test_what_no_state_is_refused(saved, tmp_path):
     assert "read with other weights" in refusal(other, path)
     other = copy.deepcopy(model)
     other.config.norm_eps = 1e-5
-    assert "other settings: norm_eps 1e-06, here 1e-05;" in refusal(other, path)  # and no setting that agrees
+    assert "other settings: norm_eps 1e-06, here 1e-05;" in refusal(
+        other, path
+    )  # and no setting that agrees
     tensors, about = contents(path)
     for name, bad, says in (
-        ("layers.1.recurrent", torch.zeros(1, 2, 3, 4), "has [1, 2, 3, 4] for recurrent of layer 1"),
+        (
+            "layers.1.recurrent",
+            torch.zeros(1, 2, 3, 4),
+            "has [1, 2, 3, 4] for recurrent of layer 1",
+        ),
         ("layers.0.conv_q", None, "has nothing for conv_q of layer 0"),
         ("layers.2.recurrent", torch.zeros(1), "not in the model: layers.2.recurrent"),
     ):
@@ -677,7 +723,9 @@ def test_states_of_a_model_with_adapters(tmp_path):
         model.load_state(tmp_path / "base")
     with adapted.disable_adapter():  # the base model's states are its own
         assert torch.equal(model.generate(state=base, **options), expected)
-        assert torch.equal(model.generate(state=model.load_state(tmp_path / "base"), **options), expected)
+        assert torch.equal(
+            model.generate(state=model.load_state(tmp_path / "base"), **options), expected
+        )
         with pytest.raises(ValueError, match="changed"):
             model.generate(state=other, **options)
     adapted.set_adapter("second")
@@ -706,7 +754,11 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "mala", "diag_attention"])
 def test_long_prompts_take_constant_memory(mixer):
     """For ten times the text no operator creates larger tensors, and nothing is kept."""
-    model, largest, kept = build(mixer, dtype=torch.float32, hidden_size=8, num_hidden_layers=1), [], set()
+    model, largest, kept = (
+        build(mixer, dtype=torch.float32, hidden_size=8, num_hidden_layers=1),
+        [],
+        set(),
+    )
     for length in (1_000, 10_000):
         tokens = ids(1, length)
         with Largest() as made:
@@ -785,7 +837,13 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
     (tmp_path / "prompt.txt").write_text("state and")
     state = str(tmp_path / "read.state")
     first = run(
-        "generate", checkpoint, "--file", str(tmp_path / "prompt.txt"), "--save-state", state, *options
+        "generate",
+        checkpoint,
+        "--file",
+        str(tmp_path / "prompt.txt"),
+        "--save-state",
+        state,
+        *options,
     )
     result = run("generate", checkpoint, " gate", "--state", state, *options)
     assert "state and" + result.stdout == whole
@@ -799,7 +857,15 @@ def test_generate_goes_on_from_a_saved_state(checkpoint, tmp_path):
 
 
 def test_generate_refuses(checkpoint, tmp_path):
-    run("generate", checkpoint, "hello", "--save-state", str(tmp_path / "damaged"), "--max-new-tokens", "1")
+    run(
+        "generate",
+        checkpoint,
+        "hello",
+        "--save-state",
+        str(tmp_path / "damaged"),
+        "--max-new-tokens",
+        "1",
+    )
     whole = bytearray((tmp_path / "damaged").read_bytes())
     whole[-1] ^= 1
     (tmp_path / "damaged").write_bytes(whole)
@@ -807,8 +873,14 @@ def test_generate_refuses(checkpoint, tmp_path):
         (("hello", "--file", "x"), "not both"),
         (("--file", str(tmp_path / "none")), "cannot read"),
         (("caf\udce9",), "cannot read the prompt: not UTF-8"),
-        (("hello", "--state", str(tmp_path / "none")), "none: no such file; write one with --save-state"),
-        (("hello", "--state", str(tmp_path / "damaged")), "damaged does not have the bytes .* read the text"),
+        (
+            ("hello", "--state", str(tmp_path / "none")),
+            "none: no such file; write one with --save-state",
+        ),
+        (
+            ("hello", "--state", str(tmp_path / "damaged")),
+            "damaged does not have the bytes .* read the text",
+        ),
         (("hello", "--state", str(tmp_path)), "a folder; name a file"),
         (("hello", "--temperature", "nan"), "temperature is nan"),
         (("hello", "--temperature", "1e-40"), "temperature is 1e-40"),
@@ -832,7 +904,13 @@ def test_chat(checkpoint, tmp_path):
         "/quit",
     ]
     result = run(
-        "chat", checkpoint, "--temperature", "0", "--max-new-tokens", "8", input="\n".join(lines) + "\n"
+        "chat",
+        checkpoint,
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "8",
+        input="\n".join(lines) + "\n",
     )
     answers = [text for text in result.stdout.split("> ")[1:] if text.strip()]
     assert len(answers) == 3
@@ -844,11 +922,17 @@ def test_chat(checkpoint, tmp_path):
 
 def test_chat_with_a_vocabulary_of_words(tmp_path, capsys):
     """transformers' stop strings fail with it."""
-    words = {word: i for i, word in enumerate(["<unk>", "</s>", "User:", "Assistant:", "good", "day"])}
+    words = {
+        word: i for i, word in enumerate(["<unk>", "</s>", "User:", "Assistant:", "good", "day"])
+    }
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    talk = Conversation(build(vocab_size=len(words)), tokenizer, {"max_new_tokens": 4, "do_sample": False})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
+    talk = Conversation(
+        build(vocab_size=len(words)), tokenizer, {"max_new_tokens": 4, "do_sample": False}
+    )
     talk.answer("good day")
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]
 
@@ -865,23 +949,42 @@ def wrapped(backend: Tokenizer, **options) -> PreTrainedTokenizerFast:
 
 def byte_fallback() -> PreTrainedTokenizerFast:
     """As Llama's and Mistral's: characters that are not in the vocabulary are tokens of bytes."""
-    tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.,'é語"]
+    tokens = [
+        *SPECIAL,
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz.,'é語",
+    ]
     merges = [("▁", "s"), ("t", "a"), ("▁s", "ta"), ("a", "t"), ("at", "e")]
     vocabulary = {token: i for i, token in enumerate([*tokens, *(a + b for a, b in merges)])}
     model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend = Tokenizer(model)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)
     return wrapped(backend)
 
 
 def byte_level() -> PreTrainedTokenizerFast:
     """As GPT-2's; some tokens hold parts of characters, or of two."""
-    alphabet, byte = sorted(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(False, False)
-    pieces = ["".join(piece for piece, _ in byte.pre_tokenize_str(word)) for word in ("日本", "🦆", " st")]
+    alphabet, byte = (
+        sorted(pre_tokenizers.ByteLevel.alphabet()),
+        pre_tokenizers.ByteLevel(False, False),
+    )
+    pieces = [
+        "".join(piece for piece, _ in byte.pre_tokenize_str(word)) for word in ("日本", "🦆", " st")
+    ]
     merges = [(x[:n], x[n]) for x in pieces for n in range(1, min(len(x), 4))]
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet, *(a + b for a, b in merges)])}
+    vocabulary = {
+        token: i for i, token in enumerate([*SPECIAL, *alphabet, *(a + b for a, b in merges)])
+    }
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer, backend.decoder = byte, decoders.ByteLevel()
     return wrapped(backend)
@@ -889,7 +992,9 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def unigram() -> PreTrainedTokenizerFast:
     pieces = ["▁", *LETTERS, *WORDS, *(f"▁{word}" for word in WORDS)]
-    scored = [(piece, -float(i % 7) - 8 / len(piece)) for i, piece in enumerate(dict.fromkeys(pieces))]
+    scored = [
+        (piece, -float(i % 7) - 8 / len(piece)) for i, piece in enumerate(dict.fromkeys(pieces))
+    ]
     backend = Tokenizer(models.Unigram([*((token, 0.0) for token in SPECIAL), *scored], unk_id=0))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return wrapped(backend)
@@ -898,7 +1003,9 @@ def unigram() -> PreTrainedTokenizerFast:
 def wordpiece() -> PreTrainedTokenizerFast:
     """With the cleaning of spaces, which changes text that came before."""
     pieces = dict.fromkeys([*SPECIAL, *LETTERS, *WORDS, *(f"##{letter}" for letter in LETTERS)])
-    backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     return wrapped(backend, clean_up_tokenization_spaces=True)
 
@@ -944,7 +1051,9 @@ def test_streamed_text_is_the_decoded_text(make, capsys):
         for _ in range(draw.choice([1, 1, 3])):  # texts, with special tokens between
             words = draw.choices(WORDS, k=draw.randint(1, 40))
             text = "".join(word + draw.choice(["", " ", " ", "  "]) for word in words)
-            tokens += tokenizer(text, add_special_tokens=False).input_ids + [1] * draw.choice([0, 1, 12])
+            tokens += tokenizer(text, add_special_tokens=False).input_ids + [1] * draw.choice(
+                [0, 1, 12]
+            )
         at = draw.randint(0, len(tokens))  # also inside a character
         prompt = [1] * draw.choice([0, 1, 9]) + tokens[:at]
         start = len(whole(tokenizer, prompt))
@@ -963,7 +1072,9 @@ def test_bytes_that_are_no_text_do_not_hold_it_back(make, capsys):
         bytes_ = [vocabulary[f"<0x{i:02X}>"] for i in range(256)]
     else:
         bytes_ = [vocabulary[letter] for letter in pre_tokenizers.ByteLevel.alphabet()]
-    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in ("ab日本", "ate 日 é"))
+    before, after = (
+        tokenizer(text, add_special_tokens=False).input_ids for text in ("ab日本", "ate 日 é")
+    )
     for _ in range(20):
         noise = draw.choices(bytes_, k=draw.choice([1, 2, 5, 100]))
         *printed, last = streamed(tokenizer, [1], before + noise + after, capsys)
@@ -995,7 +1106,9 @@ TEMPLATE = (
 
 def letters(tokenizer) -> dict:
     """Options that restrict a model to letters, because not all bytes survive decoding and encoding."""
-    others = [i for token, i in tokenizer.get_vocab().items() if not (token.isascii() and token.isalpha())]
+    others = [
+        i for token, i in tokenizer.get_vocab().items() if not (token.isascii() and token.isalpha())
+    ]
     return {"suppress_tokens": others}
 
 
@@ -1010,7 +1123,9 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
         model = llama()
         model.resize_token_embeddings(len(tokenizer))
     options = (
-        sampling_options(temperature=0, max_new_tokens=9) | end_tokens(model, tokenizer) | letters(tokenizer)
+        sampling_options(temperature=0, max_new_tokens=9)
+        | end_tokens(model, tokenizer)
+        | letters(tokenizer)
     )
     talk, seen, embed = Conversation(model, tokenizer, options), [], model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
@@ -1020,7 +1135,9 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
     assert sum(seen) < 9 + len("two and three") + 40
     said = capsys.readouterr().out
     text, prompt = talk.text, talk.text[: talk.text.rindex("ssistant") + len("ssistant") + 1]
-    everything = tokenizer(prompt, return_tensors="pt", add_special_tokens=network == "nalanda").input_ids
+    everything = tokenizer(
+        prompt, return_tensors="pt", add_special_tokens=network == "nalanda"
+    ).input_ids
     fresh = model.generate(everything, **{**options, "max_new_tokens": 9})
     answer = tokenizer.decode(fresh[0, everything.shape[1] :], skip_special_tokens=True)
     assert text[len(prompt) :] == answer.replace("<|endoftext|>", "")
@@ -1030,7 +1147,9 @@ def test_a_conversation_reads_what_is_new(network, template, tokenizer, monkeypa
 def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None)
     options = (
-        sampling_options(temperature=0, max_new_tokens=9) | end_tokens(model, tokenizer) | letters(tokenizer)
+        sampling_options(temperature=0, max_new_tokens=9)
+        | end_tokens(model, tokenizer)
+        | letters(tokenizer)
     )
     talk = Conversation(model, tokenizer, options)
     whole, put = model.read, Printer.put
@@ -1052,7 +1171,9 @@ def test_interrupted_answers_are_kept(tokenizer, monkeypatch, capsys):
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
 
 
-def talker(tokenizer, template=TEMPLATE, ends=0, **fields) -> tuple[NalandaForCausalLM, Conversation]:
+def talker(
+    tokenizer, template=TEMPLATE, ends=0, **fields
+) -> tuple[NalandaForCausalLM, Conversation]:
     """A model whose every token is 0, `<|endoftext|>`, and a conversation with it; ends: of its answers."""
     tokenizer.chat_template = template
     model = build(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=ends, **fields)
@@ -1102,7 +1223,9 @@ def test_notes_that_are_no_conversation_are_refused(notes, tokenizer, tmp_path):
 
 
 def test_text_before_a_saved_conversation_is_not_lost_silently(tokenizer, tmp_path, capsys):
-    numbered = TEMPLATE.replace("<{{ m.role }}>", "<{{ messages | length }}>")  # as thoughts left out do
+    numbered = TEMPLATE.replace(
+        "<{{ m.role }}>", "<{{ messages | length }}>"
+    )  # as thoughts left out do
     model, talk = talker(copy.deepcopy(tokenizer), numbered)
     talk.reset(model.read(ids(1, 50)))
     talk.answer("one")
@@ -1156,12 +1279,28 @@ def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, ca
 
 
 def test_bench_decode(tmp_path, monkeypatch):
-    sizes = {"LAYERS": 1, "WIDTH": 32, "HEADS": 2, "HEAD_DIM": 16, "INNER": 32, "CONTEXTS": (1024, 2048)}
+    sizes = {
+        "LAYERS": 1,
+        "WIDTH": 32,
+        "HEADS": 2,
+        "HEAD_DIM": 16,
+        "INNER": 32,
+        "CONTEXTS": (1024, 2048),
+    }
     for name, value in sizes.items():
         monkeypatch.setattr(nalanda.bench.decode, name, value)
     json_file, png = tmp_path / "decode.json", tmp_path / "decode.png"
     result = run(
-        "bench", "decode", "--threads", "1", "--rounds", "2", "--json", str(json_file), "--png", str(png)
+        "bench",
+        "decode",
+        "--threads",
+        "1",
+        "--rounds",
+        "2",
+        "--json",
+        str(json_file),
+        "--png",
+        str(png),
     )
     assert "growth" in result.stdout
     rows = json.loads(json_file.read_text())["rows"]

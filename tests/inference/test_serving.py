@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
 SPOKEN = [{"role": "user", "content": "state"}, {"role": "assistant", "content": "gate"}]
 MESSAGES = [[SPOKEN[0]], [*SPOKEN, {"role": "user", "content": "decay"}]]
 
@@ -62,11 +64,21 @@ def served(folder, tmp_path_factory):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
     options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "*"}
+    environment = {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "*",
+    }
     with (home / "log").open("w") as log:
         server = subprocess.Popen(
             [*command, *options, "--continuous-batching"],
-            **{"env": os.environ | environment, "cwd": home, "stdout": log, "stderr": subprocess.STDOUT},
+            **{
+                "env": os.environ | environment,
+                "cwd": home,
+                "stdout": log,
+                "stderr": subprocess.STDOUT,
+            },
         )
     try:
         deadline = time.monotonic() + 120
@@ -105,14 +117,19 @@ def test_chat_completions_are_streamed(client, folder, tokenizer, messages):
     assert len(expected) == 16
     assert sum(map(bool, pieces)) > 4
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert chunks[-1].usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    assert chunks[-1].usage.prompt_tokens == len(
+        tokenizer(prompt, add_special_tokens=False).input_ids
+    )
     assert client.chat.completions.create(**asked).choices[0].message.content == expected
 
 
 def test_plain_completions_need_no_template_and_stop_at_words(client, folder, tokenizer):
     expected = greedy(folder, tokenizer, "<|endoftext|>state", max_new_tokens=16)
     asked = {"model": str(folder), "prompt": "state", "max_tokens": 16, "temperature": 0}
-    assert "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True)) == expected
+    assert (
+        "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True))
+        == expected
+    )
     word = expected[6:8]
     stopped = client.completions.create(**asked, stop=[word]).choices[0].text
     assert stopped == expected[: expected.index(word) + 2]
@@ -120,7 +137,9 @@ def test_plain_completions_need_no_template_and_stop_at_words(client, folder, to
 
 def test_32_clients_at_once_get_what_each_gets_alone(client, folder, tokenizer):
     """Some ask for streams and leave after the first words."""
-    prompts = [" ".join(["state", "gate", "decay"][i % 3 :] * (1 + i % 7)) + str(i) for i in range(32)]
+    prompts = [
+        " ".join(["state", "gate", "decay"][i % 3 :] * (1 + i % 7)) + str(i) for i in range(32)
+    ]
 
     def ask(i: int) -> str:
         asked = {"model": str(folder), "prompt": prompts[i], "max_tokens": 12, "temperature": 0}

@@ -22,7 +22,13 @@ def inputs(T: int = 70, K: int = 128, gated: bool = True, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(T)
     q, k, v = (torch.randn(1, T, 2, K, generator=generator) for _ in range(3))
     beta, g = (torch.randn(1, T, 2, generator=generator) for _ in range(2))
-    return q.to(dtype), k.to(dtype), v.to(dtype), beta.sigmoid(), F.logsigmoid(g + 3) if gated else None
+    return (
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        beta.sigmoid(),
+        F.logsigmoid(g + 3) if gated else None,
+    )
 
 
 @pytest.fixture
@@ -79,7 +85,9 @@ def test_calls_of_kinds_that_are_not_measured(chosen):
     assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, erase=None, write=None) == "b"
     for name, x in (("erase", k), ("write", v)):
         assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, **{name: x}) is None
-    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g[..., None].expand(k.shape)) is None
+    assert (
+        nalanda_kernels._measured("delta_rule", q, k, v, beta, g[..., None].expand(k.shape)) is None
+    )
 
 
 def test_the_others_serve_what_a_named_backend_cannot(monkeypatch):
@@ -88,7 +96,10 @@ def test_the_others_serve_what_a_named_backend_cannot(monkeypatch):
     def row(name: str, there: bool = True) -> SimpleNamespace:
         return SimpleNamespace(devices=("cpu",), load=lambda: name, serves=lambda device: there)
 
-    rows = {"delta_rule": {"a": row("a"), "b": row("b"), "c": row("c", False)}, "step": {"a": row("a")}}
+    rows = {
+        "delta_rule": {"a": row("a"), "b": row("b"), "c": row("c", False)},
+        "step": {"a": row("a")},
+    }
     monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
 
     def names(op: str, backend: str = "auto") -> list[str]:
@@ -107,13 +118,18 @@ def test_a_file_of_blocks_that_lacks_kernels_takes_the_shipped_ones(chosen):
     assert common.variants("states", 2, 128) == common.variants("states", 2, 128, "sm_80")
     common._table.cache_clear()
     assert shipped["sm_80"]["states"]
-    assert common.variants("states", 2, 128, "sm_100")[0].items() <= shipped["sm_100"]["states"][0].items()
+    assert (
+        common.variants("states", 2, 128, "sm_100")[0].items()
+        <= shipped["sm_100"]["states"][0].items()
+    )
 
 
 def test_cards_with_little_shared_memory_take_the_first_table():
     for arch in ("sm_86", "sm_89", "sm_120", "sm_121"):
         assert common.variants("states", 2, 256, arch) == common.variants("states", 2, 256, "sm_80")
-    assert common.variants("states", 2, 256, "sm_103") == common.variants("states", 2, 256, "sm_100")
+    assert common.variants("states", 2, 256, "sm_103") == common.variants(
+        "states", 2, 256, "sm_100"
+    )
 
 
 def test_features_count_not_keys(chosen):

@@ -68,7 +68,10 @@ def test_says_in_one_line_that_there_is_no_gpu(monkeypatch, capsys, tmp_path):
         (["speed"], "part 'speed': unknown; choose from kernels, bench, train, profile, tune"),
         (["bench", "day"], "day: it takes no other part"),
         (["bundle"], "bundle: name its folder with --bundle"),
-        (["--bundle", "nowhere", "bench"], "nowhere: no bundle; make one with `gpu_check.py bundle`"),
+        (
+            ["--bundle", "nowhere", "bench"],
+            "nowhere: no bundle; make one with `gpu_check.py bundle`",
+        ),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -99,7 +102,15 @@ def test_a_dry_day_runs_every_case_and_leaves_few_files(tmp_path):
     made, before = fake_bundle(tmp_path / "bundle", bundle.triton_hash()), None
     for call in gpu_check.CALLS:
         output = tmp_path / str(call)
-        command = ["kernels/gpu_check.py", "day", "--call", str(call), "--bundle", str(made), "--dry-run"]
+        command = [
+            "kernels/gpu_check.py",
+            "day",
+            "--call",
+            str(call),
+            "--bundle",
+            str(made),
+            "--dry-run",
+        ]
         command += ["--output", str(output), *(["--continue", str(before)] if before else [])]
         scratch = {"TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | scratch)
@@ -107,7 +118,9 @@ def test_a_dry_day_runs_every_case_and_leaves_few_files(tmp_path):
         before = output
     found = {(x["group"], x["name"]): x["values"] for x in Results(before).figures}
     assert {x["group"] for x in Results(before).figures} == COLUMNS.keys()
-    expected = {(c.group, c.name) for part in gpu_check.PARTS for c in gpu_check.PARTS[part](dry(tmp_path))}
+    expected = {
+        (c.group, c.name) for part in gpu_check.PARTS for c in gpu_check.PARTS[part](dry(tmp_path))
+    }
     missing = {name for group, name in expected - found.keys() if group != correctness.GROUP}
     assert not missing
     assert not [name for name, x in found.items() if "all" in x.get("errors", {})]
@@ -212,14 +225,20 @@ def test_second(): os._exit(9) if not os.path.exists("%s") else None
     (tmp_path / "again").touch()
     correctness.run_tests(card, results, minutes=2)
     assert results.values(correctness.GROUP, "a")["passed"] == 2
-    order = [line["id"].rpartition(":")[2] for line in read(tmp_path / "tests.jsonl") if "id" in line]
+    order = [
+        line["id"].rpartition(":")[2] for line in read(tmp_path / "tests.jsonl") if "id" in line
+    ]
     assert order == ["test_first", "test_second", "test_first"]
     with (tmp_path / "tests.jsonl").open("a") as file:
         line = {"assembler": "newer", "sources": results.runs[-1]["sources"]}
         file.write(json.dumps(line | {"collected": {"test_kernels_a.py": 2}}) + "\n")
-        file.write(json.dumps(line | {"id": "test_kernels_a.py::test_first", "outcome": "passed"}) + "\n")
+        file.write(
+            json.dumps(line | {"id": "test_kernels_a.py::test_first", "outcome": "passed"}) + "\n"
+        )
     assert correctness.failing(card, results, "bundled").keys() == {"a"}
-    assert not correctness.failing(card, results, "newer"), "a test that is left may be the one that failed"
+    assert not correctness.failing(card, results, "newer"), (
+        "a test that is left may be the one that failed"
+    )
 
 
 def test_a_newer_ptxas_runs_what_is_doubtful_and_what_failed(tmp_path, monkeypatch):
@@ -266,7 +285,13 @@ def test_a_newer_ptxas_runs_what_is_doubtful_and_what_failed(tmp_path, monkeypat
         ({"chunk": ["a"]}, {"chunk": ["a"]}, "bundled", False, "chunk is wrong: no bench"),
         ({"chunk": ["a", "b"]}, {"chunk": ["b"]}, "newer", False, "newer is taken; chunk is wrong"),
         ({"chunk": ["a"]}, None, "bundled", False, "chunk is wrong: no bench"),
-        ({"chunk": ["a"]}, {}, "bundled", False, "chunk is wrong: no bench"),  # it was not reached again
+        (
+            {"chunk": ["a"]},
+            {},
+            "bundled",
+            False,
+            "chunk is wrong: no bench",
+        ),  # it was not reached again
         ({"model": []}, None, "bundled", False, "no test of chunk ended"),
         ({"model": ["a"]}, {"model": []}, "newer", False, "no test of chunk ended"),
         (
@@ -300,7 +325,9 @@ def test_figures_add_up_and_the_newest_counts(tmp_path):
     results_of(tmp_path, ("Recurrences", name, {"ratio": 1.0, "both": 2.0}))
     curve = ("Loss curves", "demo.yaml, bf16", {"steps": 100})
     results = results_of(tmp_path, ("Recurrences", name, {"both": 1.0}), curve)
-    results.put("bench", Case("Recurrences", name), {"ratio": 1.5, "both": 1.25})  # replaces that of its run
+    results.put(
+        "bench", Case("Recurrences", name), {"ratio": 1.5, "both": 1.25}
+    )  # replaces that of its run
     kept = json.loads((tmp_path / "results.json").read_text())
     assert sorted(x["values"].get("ratio", 0) for x in kept["figures"]) == [0, 1.0, 1.5]
     text = (tmp_path / "RESULTS.md").read_text()
@@ -316,8 +343,12 @@ def test_an_empty_machine_continues_earlier_results(tmp_path):
         assert len(Results(tmp_path / "new", named).figures) == 1
     results_of(tmp_path / "new")
     assert not Results(tmp_path / "nowhere", tmp_path / "nothing").figures
-    results = results_of(tmp_path / "new", ("Ceilings", "copy, GB/s read and written", {"value": 4300.0}))
-    assert len(Results(tmp_path / "new", earlier).figures) == len(results.figures) == 1, "its own count first"
+    results = results_of(
+        tmp_path / "new", ("Ceilings", "copy, GB/s read and written", {"value": 4300.0})
+    )
+    assert len(Results(tmp_path / "new", earlier).figures) == len(results.figures) == 1, (
+        "its own count first"
+    )
 
 
 def test_targets_are_hit_missed_or_not_measured(tmp_path):
@@ -388,7 +419,9 @@ def test_a_part_ends_in_time_and_resumes_where_it_stopped(tmp_path, monkeypatch,
     gpu_check.run_part("bench", card, results, minutes=3 / 60)
     assert done == ["a", "b"]
     assert capsys.readouterr().out.endswith("not reached; run it again for b; c\n")
-    assert results.values("Ceilings", "b") == {"value": 2.0, "partial": True}, "what a cut case had is kept"
+    assert results.values("Ceilings", "b") == {"value": 2.0, "partial": True}, (
+        "what a cut case had is kept"
+    )
     gpu_check.run_part("bench", card, results, minutes=1)
     assert done == ["a", "b", "b", "c", "a"]  # cases without a whole figure come first
     assert results.values("Ceilings", "c") == {"errors": {"all": "RuntimeError: the reason"}}
@@ -529,7 +562,9 @@ def test_a_bundle_is_made_in_steps(tmp_path, monkeypatch, capsys):
             file.writestr("nvidia/cu13/bin/ptxas", "#!/bin/sh\n")
 
     monkeypatch.setattr(bundle, "download", download)
-    monkeypatch.setattr(bundle, "finished", lambda name, program, environment, end: "newer" not in name)
+    monkeypatch.setattr(
+        bundle, "finished", lambda name, program, environment, end: "newer" not in name
+    )
     for _ in range(2):
         assert bundle.make(tmp_path / "made", minutes=1.0) == 0
     assert len(asked) == 3, "what is there is kept"
@@ -558,7 +593,9 @@ def test_kernels_are_compiled_for_an_absent_card(tmp_path):
     program = "import sys; from gpu import precompile, bench, standin; precompile.start()\n"
     program += "with standin.cuda(): print(bench.block_case(precompile.Compiling('cpu'), T=2048))"
     variables = environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "errors" not in done.stdout
     kernels = {x.name for x in (tmp_path / "cache").rglob("*.cubin")}
@@ -586,7 +623,9 @@ def test_one_side_that_fails_leaves_the_others(tmp_path, cuda):
 
 def test_the_ratio_is_to_the_faster_peer_and_the_floor_to_the_bytes(monkeypatch, tmp_path):
     sides = dict.fromkeys(("ours", "peer", "peer_fused"), lambda x: 2 * x)
-    monkeypatch.setattr(Card, "times", lambda *_: ({"ours": 2.0, "peer": 6.0, "peer_fused": 3.0}, {}))
+    monkeypatch.setattr(
+        Card, "times", lambda *_: ({"ours": 2.0, "peer": 6.0, "peer_fused": 3.0}, {})
+    )
     monkeypatch.setattr(Card, "bandwidth", 1e3)
     monkeypatch.setattr(Card, "rate", 1.0)
     x = torch.ones(
@@ -601,7 +640,12 @@ def test_the_ratio_is_to_the_faster_peer_and_the_floor_to_the_bytes(monkeypatch,
 
 def test_loss_curves():
     values = train.compare_curves([3.0, 2.0, 1.0], [3.0, 2.5, 1.25])
-    assert (values["steps"], values["torch"], values["triton"], values["difference"]) == (3, 1.0, 1.25, 0.5)
+    assert (values["steps"], values["torch"], values["triton"], values["difference"]) == (
+        3,
+        1.0,
+        1.25,
+        0.5,
+    )
 
 
 def test_a_profile_counts_each_kernel_once():
@@ -620,7 +664,11 @@ def test_a_profile_counts_each_kernel_once():
         row("states", 1100.0, DeviceType.CUDA),
         row("Optimizer.step", 5000.0, DeviceType.CUDA, annotation=True),
     ]
-    assert train.of_a_step(rows, steps=2) == {"device": 1.0, "launches": 4, "top": "states 0.55, gemm 0.45"}
+    assert train.of_a_step(rows, steps=2) == {
+        "device": 1.0,
+        "launches": 4,
+        "top": "states 0.55, gemm 0.45",
+    }
 
 
 # ----------------------------------------------------------------------------------------------------- tuning
@@ -673,7 +721,9 @@ def test_tuning_stops_in_time():
 
 def test_the_written_table_is_read_as_the_shipped_one(tmp_path, monkeypatch):
     shipped = json.loads(Path(common.__file__).with_name("blocks.json").read_text())
-    shipped["sm_90"] = {name: tune.spread(name, "sm_90", common.variants) for name in shipped["sm_80"]}
+    shipped["sm_90"] = {
+        name: tune.spread(name, "sm_90", common.variants) for name in shipped["sm_80"]
+    }
     sizes = {name: common.blocks(name, 2, 200, "sm_90") for name in shipped["sm_80"]}
     tune.write_blocks(shipped, tmp_path / "blocks.json")
     monkeypatch.setenv(common.BLOCKS, str(tmp_path / "blocks.json"))

@@ -40,7 +40,9 @@ def reference(q, k, v, *, block_size, scores, scale=None, cu_seqlens=None):
     i = torch.arange(T)
     block = (i - torch.tensor(bounds)[document]) // block_size
     seen = (i[:, None] >= i) & (document[:, None] == document) & (block[:, None] == block)
-    s = torch.einsum("bihk,bjhk->bhij", q, k) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    s = torch.einsum("bihk,bjhk->bhij", q, k) * (
+        1 / math.sqrt(q.shape[3]) if scale is None else scale
+    )
     if scores == "softmax":
         p = s.masked_fill(~seen, -math.inf).softmax(-1)
     else:
@@ -57,7 +59,9 @@ def run(function, inputs, **options):
     assert o.shape == v.shape
     grads = torch.autograd.grad(o, leaves, d_o)
     assert [x.dtype for x in grads] == [v.dtype] * 3
-    return {name: x.double().cpu() for name, x in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True)}
+    return {
+        name: x.double().cpu() for name, x in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True)
+    }
 
 
 def assert_matches(inputs, function=block_attention, tolerance=0.0, **options):
@@ -66,7 +70,9 @@ def assert_matches(inputs, function=block_attention, tolerance=0.0, **options):
     for name, x in exact.items():
         if x.numel():
             error, size = (ours[name] - x).abs().max(), x.abs().max().clamp_min(1e-3)
-            assert error <= max(tolerance, TOLERANCE[inputs[0].dtype]) * size, f"{name}: {error / size:.1e}"
+            assert error <= max(tolerance, TOLERANCE[inputs[0].dtype]) * size, (
+                f"{name}: {error / size:.1e}"
+            )
     return ours
 
 
@@ -154,7 +160,9 @@ def test_large_scores(dtype):
     q[..., 0], k[..., 0] = 20, torch.linspace(-90, 90, 40)[:, None]
     k[:, 20:23] = k[:, 20:21]  # ties for the maximum
     inputs, options = [q, k, v, d_o], {"block_size": 16, "scores": "softmax"}
-    if dtype == torch.float32:  # in half precision dS times keys of 90 has no digits for a dQ near 0
+    if (
+        dtype == torch.float32
+    ):  # in half precision dS times keys of 90 has no digits for a dQ near 0
         assert_matches(inputs, **options, tolerance=1e-4)
     ours = run(block_attention, inputs, **options)
     assert all(x.isfinite().all() for x in ours.values())
@@ -227,7 +235,9 @@ def test_bad_calls():
         with pytest.raises(ValueError, match=why):
             block_attention(q, k, v, **{"block_size": 16, **options})
     with pytest.raises(ValueError, match="B = 2; flatten"):
-        block_attention(*(x.view(2, 10, 1, -1) for x in (q, k, v)), block_size=4, cu_seqlens=packing(10))
+        block_attention(
+            *(x.view(2, 10, 1, -1) for x in (q, k, v)), block_size=4, cu_seqlens=packing(10)
+        )
     with pytest.raises(ValueError, match=r"\[1, 20, 1, 8\], \[1, 19, 1, 8\]"):
         block_attention(q, k[:, 1:], v, block_size=4)
 
@@ -289,7 +299,11 @@ def test_the_mixer_takes_the_kernel(scores, packed, monkeypatch):
     def results(state=None):
         leaf = x.clone().requires_grad_()
         y, carried = mixer(leaf, seq, state)
-        return y, *torch.autograd.grad(y, [leaf, *mixer.parameters()], d_y), *(carried or {}).values()
+        return (
+            y,
+            *torch.autograd.grad(y, [leaf, *mixer.parameters()], d_y),
+            *(carried or {}).values(),
+        )
 
     expected = results(), results({})
     assert not calls  # the interpreter serves only calls that name it

@@ -30,7 +30,9 @@ def hold(inputs, dtype=torch.float32, tolerance=None, **options):
     expected = run(rounded, "reference", **options)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
-        with warnings.catch_warnings(action="error"):  # such as the warning that another backend serves
+        with warnings.catch_warnings(
+            action="error"
+        ):  # such as the warning that another backend serves
             results = run(inputs, "chunk", dtype, function=on_device, **options)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -43,7 +45,8 @@ def hold(inputs, dtype=torch.float32, tolerance=None, **options):
 def on_device(feature_map=None, **inputs):
     """The kernels' result, moved to the CPU, where tests make and compare tensors."""
     there = {
-        n: x.to(DEVICE) if isinstance(x, torch.Tensor) and n != "cu_seqlens" else x for n, x in inputs.items()
+        n: x.to(DEVICE) if isinstance(x, torch.Tensor) and n != "cu_seqlens" else x
+        for n, x in inputs.items()
     }
     if isinstance(feature_map, torch.nn.Module):
         feature_map = feature_map.to(DEVICE)
@@ -52,7 +55,9 @@ def on_device(feature_map=None, **inputs):
 
 
 def one_head(length, kind, **sizes):
-    return make(1, length, kind=kind, **{"heads": 1, "value_heads": 1, "k_dim": 12, "v_dim": 20} | sizes)
+    return make(
+        1, length, kind=kind, **{"heads": 1, "value_heads": 1, "k_dim": 12, "v_dim": 20} | sizes
+    )
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -89,7 +94,10 @@ def test_half_precision(kind, dtype):
 
 
 def test_sums_beyond_the_range_of_half_precision():
-    q, k, v = (torch.full((1, 256, 1, 16), x, dtype=torch.float16, device=DEVICE) for x in (1e-3, 8.0, 80.0))
+    q, k, v = (
+        torch.full((1, 256, 1, 16), x, dtype=torch.float16, device=DEVICE)
+        for x in (1e-3, 8.0, 80.0)
+    )
     o, state = recurrence.linear_attention(q, k, v, scale=1.0)
     right, _ = ops.linear_attention(q.double(), k.double(), v.double(), scale=1.0, mode="reference")
     assert o.dtype == torch.float16
@@ -125,7 +133,9 @@ def test_beta_two_reflects():
     hold(inputs)
 
 
-@pytest.mark.parametrize("where", [slice(None), slice(30, 40), slice(0, None, 7)], ids=["all", "some", "7th"])
+@pytest.mark.parametrize(
+    "where", [slice(None), slice(30, 40), slice(0, None, 7)], ids=["all", "some", "7th"]
+)
 @every_decay
 def test_strong_decay(kind, where):
     inputs = one_head(100, kind)
@@ -150,7 +160,16 @@ def test_zero_rows(kind):
 MAPS = [
     *(
         (name, {})
-        for name in ("silu", "elu1", "nala", "nala_paper", "nala_released", "nala_code", "pola", "soft")
+        for name in (
+            "silu",
+            "elu1",
+            "nala",
+            "nala_paper",
+            "nala_released",
+            "nala_code",
+            "pola",
+            "soft",
+        )
     ),
     ("nala", {"angle": "raw", "power": 2.5, "power_norm": "raw"}),
 ]
@@ -182,7 +201,9 @@ def test_a_prefix_does_not_depend_on_the_future(kind):
         torch.manual_seed(seed)
         leaves = {n: x.clone() for n, x in inputs.items()}
         for name in leaves.keys() - {"initial_state"}:
-            leaves[name][:, cut:] = torch.rand_like(leaves[name][:, cut:]) * (-9 if name == "g" else 1)
+            leaves[name][:, cut:] = torch.rand_like(leaves[name][:, cut:]) * (
+                -9 if name == "g" else 1
+            )
         leaves = {n: x.to(DEVICE).requires_grad_() for n, x in leaves.items()}
         o, _ = call(**leaves, backend="triton")
         o[:, :cut].square().sum().backward()
@@ -225,7 +246,11 @@ def scheduled(monkeypatch):
 
         def launch(kernel, *args, **options):
             sizes = options.get("sizes") or {}
-            assert {*sizes} <= {*kernel.arg_names, "num_warps", "num_stages"}  # the interpreter drops others
+            assert {*sizes} <= {
+                *kernel.arg_names,
+                "num_warps",
+                "num_stages",
+            }  # the interpreter drops others
             launched.append((kernel.__name__, sizes))
             real(kernel, *args, **options)
 
@@ -269,14 +294,18 @@ def test_segments_of_two_halves_of_features_under_strong_decays(dtype, segments,
 
 def test_segments_are_as_exact_as_whole_sequences(scheduled):
     """In bf16, without decays, which would end errors: five segments are hardly farther off than none."""
-    inputs = {n: x if x is None else x.bfloat16() for n, x in one_head(300, "delta", k_dim=32).items()}
+    inputs = {
+        n: x if x is None else x.bfloat16() for n, x in one_head(300, "delta", k_dim=32).items()
+    }
     wide = {n: x if x is None else x.double() for n, x in inputs.items()}
     right = run(wide, "reference")
     errors = []
     for segments in (0, 1):
         scheduled(segments=segments)
         found = run(inputs, "chunk", torch.bfloat16, function=on_device)
-        errors.append({n: float((found[n].double() - x).norm() / x.norm()) for n, x in right.items()})
+        errors.append(
+            {n: float((found[n].double() - x).norm() / x.norm()) for n, x in right.items()}
+        )
     whole, split = errors
     assert all(split[n] <= 1.1 * whole[n] for n in right), errors
 
@@ -328,7 +357,11 @@ def test_a_map_of_ones_own_is_formed_in_fp32_under_autocast():
 
 
 def test_a_map_of_ones_own_is_called():
-    hold(one_head(40, "delta", initial=False), feature_map=lambda q, k: (q.cos(), k.sin()), qk_norm="l2")
+    hold(
+        one_head(40, "delta", initial=False),
+        feature_map=lambda q, k: (q.cos(), k.sin()),
+        qk_norm="l2",
+    )
 
 
 def test_wide_heads():
@@ -362,7 +395,9 @@ def test_one_operator_for_the_compiler(kind):
     ids=["features", "float64"],
 )
 def test_what_it_cannot_is_served_by_torch(change, reason):
-    inputs = {n: x.float() for n, x in one_head(20, "delta", initial=False).items() if x is not None} | change
+    inputs = {
+        n: x.float() for n, x in one_head(20, "delta", initial=False).items() if x is not None
+    } | change
     nalanda_kernels._say_once.cache_clear()
     with pytest.warns(UserWarning, match=f"delta_rule: not by triton, {reason}"):
         o, _ = ops.delta_rule(**inputs, backend="triton")
@@ -379,7 +414,11 @@ def test_what_it_cannot_is_served_by_torch(change, reason):
     ],
 )
 def test_what_does_not_fit_the_features(kind, message):
-    inputs = {n: x.float() for n, x in one_head(20, kind, initial=kind == "delta").items() if x is not None}
+    inputs = {
+        n: x.float()
+        for n, x in one_head(20, kind, initial=kind == "delta").items()
+        if x is not None
+    }
     feature_map = build_feature_map("nala", num_heads=1, head_dim=12)
     with pytest.raises(ValueError, match=f"{message}.*; q and k have 24 features"):
         ops.delta_rule(**inputs, feature_map=feature_map, backend="triton")

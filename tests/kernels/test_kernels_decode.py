@@ -76,7 +76,9 @@ def near(a, b, tolerance):
 # ------------------------------------------------------------------------------------------ the convolution
 
 
-def check_convolution(shape, width, cu=None, silu=True, with_state=True, dtype=torch.float32, tolerance=3e-6):
+def check_convolution(
+    shape, width, cu=None, silu=True, with_state=True, dtype=torch.float32, tolerance=3e-6
+):
     """y, the new state and every gradient against `ShortConv` in float64 on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     N, D = shape[0] if cu is None else len(cu) - 1, shape[2]
@@ -114,7 +116,9 @@ def check_convolution(shape, width, cu=None, silu=True, with_state=True, dtype=t
 def short_conv(x, weight, state=None, *, activation=None, **options):
     """`short_convs` for one."""
     states = None if state is None else [state]
-    (y,), final = conv_module.short_convs([x], [weight], states, activations=[activation], **options)
+    (y,), final = conv_module.short_convs(
+        [x], [weight], states, activations=[activation], **options
+    )
     return y, None if final is None else final[0]
 
 
@@ -191,7 +195,11 @@ def test_one_token_of_rows_that_lie_apart():
     """torch calls such an x contiguous whatever the stride of its one token is."""
     x = torch.randn(1, 3, 8, device=DEVICE).transpose(0, 1)
     weight = torch.randn(8, 4, device=DEVICE)
-    near(short_conv(x, weight)[0], short_conv(x.clone(memory_format=torch.contiguous_format), weight)[0], 0.0)
+    near(
+        short_conv(x, weight)[0],
+        short_conv(x.clone(memory_format=torch.contiguous_format), weight)[0],
+        0.0,
+    )
 
 
 def test_what_the_convolution_cannot_serve():
@@ -213,7 +221,9 @@ def test_the_convolution_is_one_op_to_the_compiler():
     inputs = [t.to(DEVICE).requires_grad_() for t in (x, weight, state)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     lists = ([t] for t in inputs)
-    torch.library.opcheck(conv_module._forward_op, (*lists, offsets([2, 3]), [True]), test_utils=tests)
+    torch.library.opcheck(
+        conv_module._forward_op, (*lists, offsets([2, 3]), [True]), test_utils=tests
+    )
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -239,7 +249,10 @@ def test_the_model_takes_the_convolution(served, copies):
 
 # ----------------------------------------------------------------------------------------------- the step
 
-WIDE = {"head_dim": 20, "expand_v": 1.5}  # K = 20 of 32 columns; V = 30 in two programs, the second partial
+WIDE = {
+    "head_dim": 20,
+    "expand_v": 1.5,
+}  # K = 20 of 32 columns; V = 30 in two programs, the second partial
 STEPS = {
     "deltanet": {},
     "deltanet, wide": {"feature_map": "identity", **WIDE},
@@ -265,7 +278,11 @@ STEPS = {
     },
     "linear_attention": {},
     "linear_attention, wide": {"feature_map": "nala", "use_gate": True, **WIDE},
-    "linear_attention, sums": {"mixer_options": {"denominator": False}, "feature_map": "elu", **WIDE},
+    "linear_attention, sums": {
+        "mixer_options": {"denominator": False},
+        "feature_map": "elu",
+        **WIDE,
+    },
     "nala": {"conv_size": 0},
     "retention": {"head_dim": 20},
     "gla": WIDE,
@@ -275,7 +292,9 @@ STEPS = {
 def build(name, dtype=torch.float32):
     torch.manual_seed(0)
     mixer = name.split(",")[0]
-    config = NalandaConfig(vocab_size=8, hidden_size=32, num_heads=2, mixer=mixer, **STEPS.get(name, {}))
+    config = NalandaConfig(
+        vocab_size=8, hidden_size=32, num_heads=2, mixer=mixer, **STEPS.get(name, {})
+    )
     return drawn(build_mixer(mixer, config, 0), 0.5).to(DEVICE, dtype)
 
 
@@ -294,7 +313,10 @@ def check_steps(name, batch, dtype, tolerance, served):
     state = prefill(module, x[:, :6])
     wide = {name: t.double() for name, t in state.items()}
     for i in range(6, 8):
-        seq, before = Sequences(past=torch.full((batch,), i)), {n: t.clone() for n, t in state.items()}
+        seq, before = (
+            Sequences(past=torch.full((batch,), i)),
+            {n: t.clone() for n, t in state.items()},
+        )
         with nalanda_kernels.use_backend("triton"):
             y, new = module(x[:, i : i + 1], seq, state)
         with nalanda_kernels.use_backend("torch"):
@@ -322,7 +344,13 @@ def test_a_step_of_any_number_of_heads_can_be_launched(monkeypatch):
     monkeypatch.setattr(step_module, "step_kernel", Launches())
     N, HV, V = 35_000, 2, 40
     heads = {"q": torch.zeros(N, 1, HV), "k": torch.zeros(N, 1, HV), "v": torch.zeros(N, 1, HV * V)}
-    sizes = {"key_dim": 1, "value_dim": V, "num_heads": HV, "num_v_heads": HV, "dtype": torch.float32}
+    sizes = {
+        "key_dim": 1,
+        "value_dim": V,
+        "num_heads": HV,
+        "num_v_heads": HV,
+        "dtype": torch.float32,
+    }
     step_module.step(lambda: heads, {"recurrent": torch.zeros(N, HV, 1, V)}, **sizes)
     assert len(grids) == 1
     assert math.prod(grids[0]) == N * HV * 2  # two tiles of columns
@@ -340,7 +368,10 @@ def test_steps_in_bf16(name, served):
 
 
 def empty(module, batch):
-    return {n: torch.zeros(batch, *shape, device=DEVICE) for n, (shape, _) in module.state_spec(6).items()}
+    return {
+        n: torch.zeros(batch, *shape, device=DEVICE)
+        for n, (shape, _) in module.state_spec(6).items()
+    }
 
 
 @torch.no_grad()
@@ -419,15 +450,23 @@ def tiny_model():
     torch.manual_seed(0)
     mixers = ["gated_deltanet", "linear_attention"]
     config = NalandaConfig(
-        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixers, feature_map="nala",
+        vocab_size=31,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        mixer=mixers,
+        feature_map="nala",
         initializer_range=0.3,
-    )  # fmt: skip
+    )
     return NalandaForCausalLM(config).eval().to(DEVICE)
 
 
 def test_generation_is_that_of_the_torch_path(served):
     model = tiny_model()
-    tokens, mask = torch.randint(31, (2, 7)).to(DEVICE), torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
+    tokens, mask = (
+        torch.randint(31, (2, 7)).to(DEVICE),
+        torch.ones(2, 7, dtype=torch.int64, device=DEVICE),
+    )
     mask[0, :3] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     options |= {"eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
@@ -453,7 +492,12 @@ def test_graphs_generate_what_eager_calls_do(sampled, monkeypatch):
     model, tokens = tiny_model(), torch.randint(31, (3, 7)).to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[1:, :3] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 64, "do_sample": sampled, "pad_token_id": 0}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 64,
+        "do_sample": sampled,
+        "pad_token_id": 0,
+    }
     options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     found = []
     for switch in ("0", "1", "1"):  # the last call finds the graphs of the second

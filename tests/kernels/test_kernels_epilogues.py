@@ -44,9 +44,14 @@ def check(call, reference, leaves: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtypes"),
-    [((3, 64), (FP32, FP32)), ((2, 5, 33), (BF16, BF16)), ((3, 1100), (FP16, FP16)), ((1, 1), (FP32, BF16)),
-     ((0, 8), (FP32, FP32))],
-)  # fmt: skip
+    [
+        ((3, 64), (FP32, FP32)),
+        ((2, 5, 33), (BF16, BF16)),
+        ((3, 1100), (FP16, FP16)),
+        ((1, 1), (FP32, BF16)),
+        ((0, 8), (FP32, FP32)),
+    ],
+)
 def test_swiglu(shape, dtypes):
     generator = torch.Generator().manual_seed(0)
     a, b = (draw(generator, *shape, dtype=dtype) for dtype in dtypes)
@@ -94,7 +99,9 @@ def test_rms_norm(case):
         return total, h
 
     check(call, normed, leaves)
-    check(lambda **x: call(**x)[1:], lambda **x: normed(**x)[1:], leaves)  # as the last norm of a model
+    check(
+        lambda **x: call(**x)[1:], lambda **x: normed(**x)[1:], leaves
+    )  # as the last norm of a model
 
 
 PARTS = {
@@ -137,7 +144,9 @@ def test_frozen_inputs(frozen):
 def test_sums_of_weights_do_not_depend_on_order():
     """The same gradients twice: no atomics."""
     x, w = torch.randn(300, 64, device=DEVICE), torch.ones(64, device=DEVICE, requires_grad=True)
-    first, second = (torch.autograd.grad(rms_norm(x, w, EPS, dtype=FP32)[1].sum(), w)[0] for _ in "12")
+    first, second = (
+        torch.autograd.grad(rms_norm(x, w, EPS, dtype=FP32)[1].sum(), w)[0] for _ in "12"
+    )
     assert torch.equal(first, second)
 
 

@@ -14,7 +14,11 @@ pytest.importorskip("fla.ops")
 
 K, V = 16, 16
 # Relative to the largest entry of the same tensor. bf16 has 8 bits; compiled, fp32 means TF32.
-TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5 if INTERPRETED else 4e-3}
+TOLERANCE = {
+    torch.bfloat16: 4e-2,
+    torch.float16: 6e-3,
+    torch.float32: 2e-5 if INTERPRETED else 4e-3,
+}
 
 
 def make(kind, length, *, batch=1, heads=1, value_heads=1, key_dim=K, sequences=None, initial=True):
@@ -30,10 +34,14 @@ def make(kind, length, *, batch=1, heads=1, value_heads=1, key_dim=K, sequences=
         "k": F.normalize(normal(batch, length, heads, key_dim), dim=-1),
         "v": normal(batch, length, value_heads, V),
         "beta": normal(batch, length, value_heads).sigmoid() if kind.endswith("delta") else None,
-        "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 2) if "_" in kind else None,
+        "g": F.logsigmoid(normal(batch, length, value_heads, *channels) + 2)
+        if "_" in kind
+        else None,
         "erase": normal(batch, length, value_heads, key_dim).sigmoid() if "gates" in kind else None,
         "write": normal(batch, length, value_heads, V).sigmoid() if "gates" in kind else None,
-        "initial_state": normal(sequences or batch, value_heads, key_dim, V) / 4 if initial else None,
+        "initial_state": normal(sequences or batch, value_heads, key_dim, V) / 4
+        if initial
+        else None,
     }
     return {name: x.to(DEVICE) for name, x in inputs.items() if x is not None}
 
@@ -59,7 +67,9 @@ def run(inputs, dtype, **options):
 
 def check(inputs, dtype=torch.bfloat16, **options):
     """Both sides get the same rounded inputs, so only the arithmetic differs."""
-    inputs = {n: x.to(dtype).double() if n in "qkv" else x.float().double() for n, x in inputs.items()}
+    inputs = {
+        n: x.to(dtype).double() if n in "qkv" else x.float().double() for n, x in inputs.items()
+    }
     expected = run(inputs, torch.float64, mode="reference", **options)
     found = run(inputs, dtype, backend="fla", **options)
     assert found["o"].dtype == dtype
@@ -76,7 +86,9 @@ def no_fallback(recwarn):
     assert not [w for w in recwarn if "not by fla" in str(w.message)]
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("vector_delta", "vector_gates_delta")]
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("vector_delta", "vector_gates_delta")
+]
 LINEAR = ("linear", "gated_linear", "vector_linear")
 
 
@@ -147,14 +159,18 @@ def test_autocast_does_not_reach_inside():
 
 
 def test_bad_bounds():
-    inputs = {n: x.bfloat16() if n in "qkv" else x for n, x in make("delta", 20, sequences=1).items()}
+    inputs = {
+        n: x.bfloat16() if n in "qkv" else x for n, x in make("delta", 20, sequences=1).items()
+    }
     with pytest.raises(ValueError, match="does not rise from 0 to the 20 tokens"):
         call(inputs, backend="fla", cu_seqlens=torch.tensor([0, 19]))
 
 
 def direct(kind, dtype, **options):
     """Calls the backend itself; the op would fall back to torch."""
-    inputs = make(kind, 16, key_dim=options.pop("key_dim", K), initial=options.pop("initial", False))
+    inputs = make(
+        kind, 16, key_dim=options.pop("key_dim", K), initial=options.pop("initial", False)
+    )
     inputs = {n: x.to(dtype) if n in "qkv" else x.float() for n, x in inputs.items()}
     op = backend.delta_rule if "beta" in inputs else backend.linear_attention
     return op(**inputs, **options)

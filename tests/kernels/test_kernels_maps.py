@@ -13,7 +13,11 @@ from nalanda_kernels.triton.feature_maps import describe, features, features_bac
 from nalanda.model.feature_maps import build_feature_map
 from nalanda.model.ops import _map
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a row's largest entry
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}  # of a row's largest entry
 ANGLES = ("direction", "rms", 20.0, "raw", "relu_split")
 PLAIN = [(name, {}) for name in ("identity", "silu", "relu", "elu", "elu1", "exp")]
 NALA = [("nala", {"angle": angle}) for angle in ANGLES]
@@ -77,9 +81,17 @@ def assert_close(x, y, tolerance, floor: float = 1e-3):
 
 @triton.jit
 def registers_kernel(
-    x, d, phi, dx, T,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
-):  # fmt: skip
+    x,
+    d,
+    phi,
+    dx,
+    T,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    MAP: tl.constexpr,
+    IS_Q: tl.constexpr,
+):
     """phi [2, BT, BK] and dx [BT, BK] in full, masked entries included."""
     t, c = tl.arange(0, BT)[:, None], tl.arange(0, BK)[None, :]
     m = (t < T) & (c < K)
@@ -133,7 +145,9 @@ def compare(name, options, qk_norm, dtype=torch.float32, shape=(2, 9, 2, 24), k_
     d = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in got]
     gradients = torch.autograd.grad(got, leaves, [x.to(DEVICE) for x in d])
     expected = _map(*wide, reference, qk_norm)
-    wanted = torch.autograd.grad(expected, wide + list(reference.parameters()), [x.double() for x in d])
+    wanted = torch.autograd.grad(
+        expected, wide + list(reference.parameters()), [x.double() for x in d]
+    )
     for x, y in zip(got, expected, strict=True):
         assert x.dtype == dtype
         assert_close(x.detach().cpu(), y.detach(), TOLERANCE[dtype])
@@ -144,7 +158,9 @@ def compare(name, options, qk_norm, dtype=torch.float32, shape=(2, 9, 2, 24), k_
 
 
 @each_norm
-@pytest.mark.parametrize(("name", "options"), [*POLA, PLAIN[1], PLAIN[4], NALA[1], NALA[3]], ids=each["ids"])
+@pytest.mark.parametrize(
+    ("name", "options"), [*POLA, PLAIN[1], PLAIN[4], NALA[1], NALA[3]], ids=each["ids"]
+)
 def test_one_pass(name, options, qk_norm):
     compare(name, options, qk_norm)
 

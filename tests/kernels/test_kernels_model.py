@@ -21,7 +21,9 @@ from nalanda.train.optim import build_optimizer
 
 BLOCK = {"rms_norm", "swiglu"}  # the kernels of every block
 # On a card heads are as wide as in the recipes, so that the compiler takes its tensor cores' widest products.
-SHAPE = {"num_hidden_layers": 1} | ({} if INTERPRETED else {"hidden_size": 256, "intermediate_size": 512})
+SHAPE = {"num_hidden_layers": 1} | (
+    {} if INTERPRETED else {"hidden_size": 256, "intermediate_size": 512}
+)
 LENGTHS = (7, 13) if INTERPRETED else (70, 130)  # documents of a row
 PROMPT = LENGTHS[0] + 2
 KERNELS = {  # the kernels that serve a mixer's tokens; no other kernel may serve them
@@ -113,12 +115,18 @@ def test_every_mixer(mixer, options, monkeypatch):
 def test_a_training_step(mixer):
     """The trainer's step on packed rows: bf16 autocast on the kernels gives what torch gives in fp32."""
     tokens, bounds = ids(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0)
-    batch, device = {"input_ids": tokens, "labels": tokens, "cu_seqlens": bounds}, torch.device(DEVICE)
+    batch, device = (
+        {"input_ids": tokens, "labels": tokens, "cu_seqlens": bounds},
+        torch.device(DEVICE),
+    )
 
     def step(backend: str, bf16: bool) -> tuple[torch.Tensor, ...]:
         model = build(mixer, dtype=torch.float32, initializer_range=0.1, **SHAPE).to(DEVICE).train()
         optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-        with nalanda_kernels.use_backend(backend), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with (
+            nalanda_kernels.use_backend(backend),
+            torch.autocast(device.type, torch.bfloat16, enabled=bf16),
+        ):
             before = summed_loss(model, batch, device) / tokens.numel()
         with nalanda_kernels.use_backend(backend):
             before.backward()
@@ -139,7 +147,9 @@ def test_a_training_step(mixer):
 
 @interpreted_only
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "pola", "gla", "diag_attention", "delta_product"])
+@pytest.mark.parametrize(
+    "mixer", ["gated_deltanet", "pola", "gla", "diag_attention", "delta_product"]
+)
 def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
     """Packed, forward and backward, with a document's number and lengths that change."""
     # DeltaProduct keeps more digits than its inputs have.
@@ -151,7 +161,9 @@ def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
         found = []
         for bounds in packings:
             model.zero_grad()
-            loss = model(tokens, labels=tokens, cu_seqlens=torch.tensor(bounds), use_cache=False).loss
+            loss = model(
+                tokens, labels=tokens, cu_seqlens=torch.tensor(bounds), use_cache=False
+            ).loss
             loss.backward()
             found += [loss.detach(), *(x.grad.clone() for x in model.parameters())]
         return found
@@ -164,7 +176,9 @@ def test_compiled_blocks_take_the_kernels_without_a_graph_break(mixer):
         found = results()
     assert counters["stats"]["unique_graphs"] == 1
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=50 * slack, atol=slack * max(1.0, float(b.abs().max())))
+        torch.testing.assert_close(
+            a, b, rtol=50 * slack, atol=slack * max(1.0, float(b.abs().max()))
+        )
 
 
 @interpreted_only
@@ -175,14 +189,18 @@ def test_training_under_autocast(mixer):
 
     def gradients(backend: str, bf16: bool) -> torch.Tensor:
         model.zero_grad()
-        with nalanda_kernels.use_backend(backend), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with (
+            nalanda_kernels.use_backend(backend),
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+        ):
             model(tokens, labels=tokens).loss.backward()
         return torch.cat([x.grad.flatten() for x in model.parameters()])
 
     exact = gradients("torch", bf16=False)
     torch.testing.assert_close(gradients("triton", bf16=False), exact, rtol=1e-3, atol=1e-4)
     errors = [
-        (gradients(backend, bf16=True) - exact).norm() / exact.norm() for backend in ("torch", "triton")
+        (gradients(backend, bf16=True) - exact).norm() / exact.norm()
+        for backend in ("torch", "triton")
     ]
     assert errors[1] < 1.3 * errors[0] < 0.15
 
@@ -227,7 +245,9 @@ def test_few_frames_lie_between_an_op_and_its_launch():
 def test_a_layer_of_the_flagship_launches_and_moves_little():
     """Counts of today. Casts move little, because norms give Linear layers the dtype that they read."""
     costs = script("step_cost").layer_costs("nala_gated_deltanet_340m", length=64)
-    launches = {name: sum(x.launches for key, x in costs.items() if key[0] == name) for name, _ in costs}
+    launches = {
+        name: sum(x.launches for key, x in costs.items() if key[0] == name) for name, _ in costs
+    }
     assert 0 < launches["forward"] <= 27
     assert 0 < launches["backward"] <= 58
     assert 0 < launches["a token"] <= 9

@@ -87,7 +87,9 @@ def results(function, backend, leaves):
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
     with nalanda_kernels.use_backend(backend):
         outputs = function(leaves)
-        loss = sum((o * draw(*o.shape, seed=i).to(o.dtype)).sum() for i, o in enumerate(outputs.values()))
+        loss = sum(
+            (o * draw(*o.shape, seed=i).to(o.dtype)).sum() for i, o in enumerate(outputs.values())
+        )
         grads = torch.autograd.grad(loss, list(leaves.values()))
     return {n: o.detach() for n, o in outputs.items()} | {
         f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)
@@ -157,12 +159,22 @@ def composed(q, k, v, g, state, positions, cu, mirrored):
         q, k = torch.stack([q, opposite(q)], 3).flatten(2, 3), k.repeat_interleave(2, 2)
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     o, new = linear_attention(
-        q, k, v, g, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=cu, backend="torch"
+        q,
+        k,
+        v,
+        g,
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=cu,
+        backend="torch",
     )
     return o[..., :-1] / (o[..., -1:] + EPS * (positions + 1)[..., None, None]), new
 
 
-def check_op(H, HV, T, K=12, name="elu1", cu=None, mirrored=False, decay=True, zeros=False, function=None):
+def check_op(
+    H, HV, T, K=12, name="elu1", cu=None, mirrored=False, decay=True, zeros=False, function=None
+):
     """The op itself, with a decay and a state, against that composition."""
     N = 1 if cu is None else len(cu) - 1
     positions = Sequences(cu).positions(T, torch.device(DEVICE))
@@ -187,9 +199,17 @@ def check_op(H, HV, T, K=12, name="elu1", cu=None, mirrored=False, decay=True, z
 
     def kernel(x):
         o, state, _ = (function or recurrence.normalized_attention)(
-            x["q"], x["k"], x["v"], x.get("g"), feature_map=feature_map, positions=positions,
-            mirrored=mirrored, initial_state=x["state"], output_final_state=True, cu_seqlens=cu,
-        )  # fmt: skip
+            x["q"],
+            x["k"],
+            x["v"],
+            x.get("g"),
+            feature_map=feature_map,
+            positions=positions,
+            mirrored=mirrored,
+            initial_state=x["state"],
+            output_final_state=True,
+            cu_seqlens=cu,
+        )
         return {"o": o, "new": state}
 
     def torch_path(x):
@@ -267,16 +287,27 @@ def test_what_the_compiler_is_told_of_gates_by_channel():
     ids=["float64", "channels", "magnitude"],
 )
 def test_what_it_cannot(change, options, reason):
-    inputs = {"q": torch.zeros(1, 4, 1, 12), "k": torch.zeros(1, 4, 1, 12), "v": torch.zeros(1, 4, 1, 20)}
+    inputs = {
+        "q": torch.zeros(1, 4, 1, 12),
+        "k": torch.zeros(1, 4, 1, 12),
+        "v": torch.zeros(1, 4, 1, 20),
+    }
     with pytest.raises(nalanda_kernels.Unsupported, match=reason):
-        recurrence.normalized_attention(**inputs | change, positions=torch.arange(4)[None], **options)
+        recurrence.normalized_attention(
+            **inputs | change, positions=torch.arange(4)[None], **options
+        )
 
 
 def test_half_precision_is_computed_in_fp32():
     q, k, v = (draw(1, 20, 1, n).to(torch.float16) for n in (12, 12, 20))
     positions = torch.arange(20, device=DEVICE)[None]
-    options = {"feature_map": build_feature_map("elu1", num_heads=1, head_dim=12), "positions": positions}
+    options = {
+        "feature_map": build_feature_map("elu1", num_heads=1, head_dim=12),
+        "positions": positions,
+    }
     o, state, total = recurrence.normalized_attention(q, k, v, **options)
     assert o.dtype == torch.float32
     assert state is total is None
-    assert torch.equal(o, recurrence.normalized_attention(q.float(), k.float(), v.float(), **options)[0])
+    assert torch.equal(
+        o, recurrence.normalized_attention(q.float(), k.float(), v.float(), **options)[0]
+    )

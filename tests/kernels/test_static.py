@@ -67,7 +67,12 @@ except ValueError as error:
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, **options
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        **options,
     )
 
 
@@ -99,7 +104,9 @@ def test_toys(tmp_path):
     assert turned["register_a"] > 0
     assert turned["overwritten"] == 0
     assert widened["register_a"] > 0
-    assert widened["overwritten"] > 0, "the pipeliner loads the next A while the last product reads it"
+    assert widened["overwritten"] > 0, (
+        "the pipeliner loads the next A while the last product reads it"
+    )
     assert second == "arch='sm_80': this process compiles for sm_90; start another process"
 
 
@@ -136,15 +143,29 @@ END, OTHER = ", gsb0", "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR12], R56, gsb0"
         ([PRODUCT.format(END), "SHFL.BFLY PT, R91, R3, 0x1, 0x1f", WAIT.format(0)], 1),
         ([PRODUCT.format(""), PRODUCT.format(END), WAIT.format(0), WRITE], 0),
         ([PRODUCT.format(END), WAIT.format(1), WRITE], 1),  # one group may still run: the product's
-        ([PRODUCT.format(END), OTHER, WAIT.format(1), WRITE], 0),  # one may run, and two were started
-        ([".L_x_0:", WRITE, PRODUCT.format(END), WAIT.format(1), "@P0 BRA `(.L_x_0)", WAIT.format(0)], 1),
+        (
+            [PRODUCT.format(END), OTHER, WAIT.format(1), WRITE],
+            0,
+        ),  # one may run, and two were started
+        (
+            [
+                ".L_x_0:",
+                WRITE,
+                PRODUCT.format(END),
+                WAIT.format(1),
+                "@P0 BRA `(.L_x_0)",
+                WAIT.format(0),
+            ],
+            1,
+        ),
         ([".L_x_0:", WRITE, PRODUCT.format(END), WAIT.format(0), "@P0 BRA `(.L_x_0)", "EXIT"], 0),
         ([PRODUCT.format(END), "BRA `(.L_x_1)", WRITE, ".L_x_1:", WAIT.format(0)], 0),
     ],
-)  # fmt: skip
+)
 def test_registers_written_before_the_wait(code, count):
     lines = (
-        x if x.endswith(":") else f"        /*{i:04x}*/                   {x} ;" for i, x in enumerate(code)
+        x if x.endswith(":") else f"        /*{i:04x}*/                   {x} ;"
+        for i, x in enumerate(code)
     )
     assert hazards.overwritten("\n".join(lines)) == count
 
@@ -164,35 +185,70 @@ LAST = "%o = tt.dot {}, {}, {} : tensor<64x64xbf16> * tensor<64x64xbf16> -> tens
         ([DOT, CAST, LAST.format("%c", "%a", "%zero")], 0),
         ([TRANS.format("%a"), LAST.format("%t", "%a", "%zero")], 0),
         ([DOT, CAST, TRANS.format("%c"), LAST.format("%a", "%a", "%t")], 0),  # a sum, no operand
-        ([DOT, TRANS.format("%s"), "%u = arith.mulf %t, %b : f32", LAST.format("%u", "%a", "%zero")], 1),
+        (
+            [
+                DOT,
+                TRANS.format("%s"),
+                "%u = arith.mulf %t, %b : f32",
+                LAST.format("%u", "%a", "%zero"),
+            ],
+            1,
+        ),
         ([DOT, TRANS.format("%s").replace("1, 0>", "0, 1>"), LAST.format("%t", "%a", "%zero")], 0),
         (
             [
                 "%r:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %a, %y = %zero) -> (f32, f32) : i32 {",
-                DOT, "scf.yield %a, %s : f32, f32 loc(#loc2)", "}",
-                TRANS.format("%r#1"), LAST.format("%t", "%a", "%zero"),
+                DOT,
+                "scf.yield %a, %s : f32, f32 loc(#loc2)",
+                "}",
+                TRANS.format("%r#1"),
+                LAST.format("%t", "%a", "%zero"),
             ],
             1,
         ),
         (
             [
                 "%r:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %a, %y = %zero) -> (f32, f32) : i32 {",
-                TRANS.format("%x"), LAST.format("%t", "%a", "%zero"), "scf.yield %o, %a : f32, f32", "}",
+                TRANS.format("%x"),
+                LAST.format("%t", "%a", "%zero"),
+                "scf.yield %o, %a : f32, f32",
+                "}",
             ],
             1,
         ),
-        (["%r = scf.if %b -> (f32) {", "scf.yield %a : f32", "} else {", DOT, "scf.yield %s : f32", "}",
-          TRANS.format("%r"), LAST.format("%t", "%a", "%zero")], 1),
+        (
+            [
+                "%r = scf.if %b -> (f32) {",
+                "scf.yield %a : f32",
+                "} else {",
+                DOT,
+                "scf.yield %s : f32",
+                "}",
+                TRANS.format("%r"),
+                LAST.format("%t", "%a", "%zero"),
+            ],
+            1,
+        ),
     ],
-)  # fmt: skip
+)
 def test_products_of_a_products_transpose(code, count):
     assert hazards.transposed("\n".join(f"    {x}" for x in [LOAD, *code])) == count
 
 
 # ------------------------------------------------------------------------------------------------- limits
 
-ROW = {"arch": "sm_90", "job": "deltanet", "kernel": "states", "registers": 200, "spilled": 8, "shared": 1000,
-       "register_a": 16, "overwritten": 0, "transposed": 0, "tensor_cores": "wgmma"}  # fmt: skip
+ROW = {
+    "arch": "sm_90",
+    "job": "deltanet",
+    "kernel": "states",
+    "registers": 200,
+    "spilled": 8,
+    "shared": 1000,
+    "register_a": 16,
+    "overwritten": 0,
+    "transposed": 0,
+    "tensor_cores": "wgmma",
+}
 
 
 def recorded() -> dict:
@@ -271,13 +327,17 @@ def test_the_file_has_a_line_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(static, "LIMITS", tmp_path / "limits.json")
     static.write_limits(recorded())
     assert static.limits() == recorded()
-    line = '"register_a": 16, "registers": 200, "shared": 1000, "spilled": 8, "tensor_cores": "wgmma"}'
+    line = (
+        '"register_a": 16, "registers": 200, "shared": 1000, "spilled": 8, "tensor_cores": "wgmma"}'
+    )
     assert f'"states": {{{line}' in static.LIMITS.read_text()
 
 
 def test_bad_calls_say_what_to_change(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="arch='sm_70': unknown; choose one of sm_80, sm_90, sm_100"):
+    with pytest.raises(
+        ValueError, match="arch='sm_70': unknown; choose one of sm_80, sm_90, sm_100"
+    ):
         static.compile_calls("sm_70", [])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET: .* unset it"):

@@ -27,7 +27,9 @@ def whole(x, y, total, last, BLOCK: tl.constexpr):
     tl.atomic_cas(last, 0, 1)
 
 
-@triton.autotune([triton.Config({"TIMES": n}, num_warps=w) for n in (3, 1, 2) for w in (2, 4)], key=[])
+@triton.autotune(
+    [triton.Config({"TIMES": n}, num_warps=w) for n in (3, 1, 2) for w in (2, 4)], key=[]
+)
 @triton.jit
 def again(x, y, TIMES: tl.constexpr):
     for _ in range(TIMES):
@@ -44,7 +46,12 @@ def test_masked_lanes_do_not_count():
 
 
 def test_unmasked_loads_block_pointers_and_atomics_count():
-    x, y, total, last = torch.ones(32), torch.ones(8, 10), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    x, y, total, last = (
+        torch.ones(32),
+        torch.ones(8, 10),
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.int32),
+    )
     with traffic.counting() as found:
         whole[(3,)](x, y, total, last, BLOCK=32)
     assert found.loads["whole"] == 3 * (32 * 4 + 80 * 4 + 4 + 4)
@@ -86,7 +93,9 @@ def test_floor():
 def test_bytes_by_token_and_head_do_not_depend_on_their_number():
     case = Case(**DELTA, K=16, V=16, H=1, map="nala", gated=True)
     more = Case(**DELTA, K=16, V=16, H=2, map="nala", gated=True)
-    one, other = (traffic.totals(traffic.our_count(c, B, T)) for c, B, T in ((case, 1, 64), (more, 2, 128)))
+    one, other = (
+        traffic.totals(traffic.our_count(c, B, T)) for c, B, T in ((case, 1, 64), (more, 2, 128))
+    )
     for name in traffic.PASSES:
         assert one[name] == pytest.approx(other[name], rel=0.03)
 

@@ -27,13 +27,22 @@ def build(mixer, options=None, **more) -> NalandaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": 2, "num_heads": H}
     config = NalandaConfig(
-        mixer=mixer, mixer_options=options, intermediate_size=32, initializer_range=0.3, **{**sizes, **more}
+        mixer=mixer,
+        mixer_options=options,
+        intermediate_size=32,
+        initializer_range=0.3,
+        **{**sizes, **more},
     )
     return NalandaForCausalLM(config).eval()
 
 
 def mixer_of(name: str, options=None, **more) -> Mixer:
-    return build(name, options, num_hidden_layers=1, use_bias=True, **more).double().model.layers[0].mixer
+    return (
+        build(name, options, num_hidden_layers=1, use_bias=True, **more)
+        .double()
+        .model.layers[0]
+        .mixer
+    )
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +63,8 @@ def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-10) -> None:
 def projected(mixer: Mixer, x: torch.Tensor):
     """q, k, v as `[B, H, T, …]`, k and v repeated for the query heads that they serve."""
     q, k, v = (
-        p(x).unflatten(-1, (-1, K)).transpose(1, 2) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+        p(x).unflatten(-1, (-1, K)).transpose(1, 2)
+        for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
     )
     return q, *(y.repeat_interleave(H // y.shape[1], 1) for y in (k, v))
 
@@ -113,7 +123,9 @@ def test_softmax(heads, window):
         close(weights.sum(-1), torch.ones(2, H, T).double())
         v = projected(mixer, x)[2]
         close(mixer.o_proj(joined_heads(weights @ v)), mixer(x, Sequences())[0])
-        close(mixer(x, Sequences())[0], softmax_reference(mixer, x, window), 1e-5)  # angles are fp32
+        close(
+            mixer(x, Sequences())[0], softmax_reference(mixer, x, window), 1e-5
+        )  # angles are fp32
 
 
 def test_angles_of_llama_3_are_those_of_transformers():
@@ -139,7 +151,10 @@ def test_diag(scores, block):
         x = draw(2, T, D)
         weights = diag_weights(mixer, x, block, scores)
         o = joined_heads(weights @ projected(mixer, x)[2])
-        close(mixer(x, Sequences())[0], mixer.o_proj(o if scores == "softmax" else normed(o, placement)))
+        close(
+            mixer(x, Sequences())[0],
+            mixer.o_proj(o if scores == "softmax" else normed(o, placement)),
+        )
         ours, i = mixer.weights(x), torch.arange(T)
         close(ours, weights)
         outside = (i[:, None] < i) | (i[:, None] // block != i // block)
@@ -150,7 +165,9 @@ def test_local_score_of_a_block():
     """The share of a row's last r scores rises with r, to 1 at the block."""
     weights = mixer_of("diag_attention", {"block_size": 16}).weights(draw(2, 40, D))
     distance = torch.arange(40)[:, None] - torch.arange(40)
-    score = torch.stack([(weights * ((distance >= 0) & (distance < r))).sum(-1) for r in range(1, 41)])
+    score = torch.stack(
+        [(weights * ((distance >= 0) & (distance < r))).sum(-1) for r in range(1, 41)]
+    )
     assert (score.diff(dim=0) >= 0).all()
     close(score[15:], torch.ones_like(score[15:]))
     assert score[0].min() < 0.9
@@ -161,7 +178,9 @@ def test_local_score_of_a_block():
 @pytest.mark.parametrize("positions", ["lrpe", "none"])
 def test_norm_attention(feature_map, placement, positions):
     mixer = mixer_of(
-        "norm_attention", {"norm_eps_placement": placement, "positions": positions}, feature_map=feature_map
+        "norm_attention",
+        {"norm_eps_placement": placement, "positions": positions},
+        feature_map=feature_map,
     )
     phi = {None: lambda x: 1 + F.elu(x), "elu": F.elu, "relu": F.relu}[feature_map]
     for T in (1, 65, 130):
@@ -225,7 +244,9 @@ def test_lrpe_is_an_isometry_and_relative():
     places = torch.arange(T)[None]
     q, k = (module(x.expand(1, T, H, K), places) for x in (q, k))
     close(q.norm(dim=-1), q[:, :1].norm(dim=-1).expand(1, T, H), 1e-6)
-    scores = torch.einsum("bihk,bjhk->hij", q, k)  # one q and one k everywhere: constant along diagonals
+    scores = torch.einsum(
+        "bihk,bjhk->hij", q, k
+    )  # one q and one k everywhere: constant along diagonals
     for distance in range(-T + 1, T):
         diagonal = scores.diagonal(distance, 1, 2)
         close(diagonal, diagonal[:, :1].expand_as(diagonal))
@@ -264,7 +285,9 @@ def test_packed_is_separate(case):
     mixer, lengths = mixer_of(*CASES[case]), [0, 1, 2, 0, 31, 5, 16, 3, 17, 0]
     x = draw(1, sum(lengths), D).requires_grad_()
     out = mixer(x, Sequences(packing(lengths)))[0]
-    alone = torch.cat([mixer(part, Sequences())[0] for part in x.split([n for n in lengths if n], 1)], 1)
+    alone = torch.cat(
+        [mixer(part, Sequences())[0] for part in x.split([n for n in lengths if n], 1)], 1
+    )
     close(out, alone)
     grads = [torch.autograd.grad((y * draw(*y.shape, seed=3)).sum(), x)[0] for y in (out, alone)]
     close(*grads)
@@ -274,7 +297,9 @@ def test_packed_is_separate(case):
 def test_rows_read_in_pieces_of_any_length(case):
     """Rows with different lengths, with no token in a piece, or with no token yet."""
     mixer = mixer_of(*CASES[case])
-    pieces = torch.tensor([[3, 0, 2], [4, 0, 1], [0, 0, 9], [6, 3, 0], [1, 1, 1], [2, 7, 1], [1, 1, 1]])
+    pieces = torch.tensor(
+        [[3, 0, 2], [4, 0, 1], [0, 0, 9], [6, 3, 0], [1, 1, 1], [2, 7, 1], [1, 1, 1]]
+    )
     total = pieces.sum(0)
     texts = [draw(1, int(n), D, seed=i) for i, n in enumerate(total)]
     whole = [mixer(text, Sequences())[0] for text in texts]
@@ -424,9 +449,14 @@ def small_transnormer(options, **more) -> NalandaForCausalLM:
 def test_published_parameter_count(options):
     """WikiText-103: 155.99 M (table 2 of the paper)."""
     config = NalandaConfig(
-        vocab_size=267744, hidden_size=512, num_heads=8, intermediate_size=1365, dropout=0.1,
-        max_position_embeddings=512, **transnormer(options),
-    )  # fmt: skip
+        vocab_size=267744,
+        hidden_size=512,
+        num_heads=8,
+        intermediate_size=1365,
+        dropout=0.1,
+        max_position_embeddings=512,
+        **transnormer(options),
+    )
     with torch.device("meta"):
         model = NalandaForCausalLM(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == 155.99
@@ -481,14 +511,17 @@ def test_half_precision(name, tmp_path):
         cache = NalandaCache(2)
         first = model(tokens[:, :28], past_key_values=cache).logits
         out = torch.cat(
-            [first, *(model(t, past_key_values=cache).logits for t in tokens[:, 28:].split(1, 1))], 1
+            [first, *(model(t, past_key_values=cache).logits for t in tokens[:, 28:].split(1, 1))],
+            1,
         )
         assert out.dtype == torch.bfloat16
         assert (out.float() - expected).norm() < 0.05 * expected.norm()
         spec = [layer.mixer.state_spec(30) for layer in model.model.layers]
         for state, promised in zip(cache.states, spec, strict=True):
             carried = {n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()}
-            assert carried == {n: (shape, own or torch.bfloat16) for n, (shape, own) in promised.items()}
+            assert carried == {
+                n: (shape, own or torch.bfloat16) for n, (shape, own) in promised.items()
+            }
     with torch.autocast("cpu", torch.bfloat16):
         assert (full(tokens).logits.float() - expected).norm() < 0.05 * expected.norm()
     assert model.half()(tokens).logits.isfinite().all()

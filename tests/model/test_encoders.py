@@ -43,7 +43,10 @@ IN_ORDER = {
     [
         *({"mixer": "linear_attention", "feature_map": name} for name in ("elu1", "nala", "exp")),
         {"mixer": "nala"},
-        *({"mixer": "mala", "mixer_options": {"scale": scale}} for scale in ("code", "inverse_t", "literal")),
+        *(
+            {"mixer": "mala", "mixer_options": {"scale": scale}}
+            for scale in ("code", "inverse_t", "literal")
+        ),
         {"mixer": "softmax", "mixer_options": {"rope_theta": None, "num_kv_heads": 1}},
         {"mixer": "norm_attention", "mixer_options": {"positions": "none"}},
         {"mixer": "soft", "feature_map_options": {"window": 1, "inverse": "cholesky"}},
@@ -163,7 +166,9 @@ def apart(T):
 @pytest.mark.parametrize("window", [None, 5, 100])
 def test_softmax(T, window):
     """With a window, the tokens less than `window` away on either side."""
-    mixer, _, q, k, weights = mixed("softmax", T, mixer_options={"window": window, "num_kv_heads": 1})
+    mixer, _, q, k, weights = mixed(
+        "softmax", T, mixer_options={"window": window, "num_kv_heads": 1}
+    )
     scores = q @ k.mT * mixer.K**-0.5
     expected = scores.masked_fill(apart(T) >= (window or T), -torch.inf).softmax(-1)
     close(weights, expected)
@@ -172,11 +177,17 @@ def test_softmax(T, window):
 @pytest.mark.parametrize("T", [3, 37, 40])
 @pytest.mark.parametrize("scores", ["softmax", "relu"])
 def test_diag(T, scores):
-    mixer, _, q, k, weights = mixed("diag_attention", T, mixer_options={"block_size": 5, "scores": scores})
+    mixer, _, q, k, weights = mixed(
+        "diag_attention", T, mixer_options={"block_size": 5, "scores": scores}
+    )
     block = torch.arange(T) // 5
     apart, s = block[:, None] != block, q @ k.mT * mixer.K**-0.5
-    close(weights, s.masked_fill(apart, -torch.inf).softmax(-1) if scores == "softmax" else
-          s.relu().masked_fill(apart, 0))  # fmt: skip
+    close(
+        weights,
+        s.masked_fill(apart, -torch.inf).softmax(-1)
+        if scores == "softmax"
+        else s.relu().masked_fill(apart, 0),
+    )
 
 
 def test_norm_attention():
@@ -196,4 +207,6 @@ def test_convolutions_are_centred(width):
     """As `padding="same"`: of an even number of taps, the one more looks ahead."""
     conv, x = ShortConv(6, width).double(), torch.randn(2, 11, 6, dtype=torch.float64)
     torch.nn.init.normal_(conv.weight)
-    close(conv(x, Sequences(both=True))[0], F.conv1d(x.mT, conv.weight, padding="same", groups=6).mT)
+    close(
+        conv(x, Sequences(both=True))[0], F.conv1d(x.mT, conv.weight, padding="same", groups=6).mT
+    )

@@ -43,7 +43,9 @@ def test_nala_product(options):
     assert phi_q.shape == phi_k.shape == (3, 5, 2, 2 * K)
     n, nk = ((x.square().sum(-1, keepdim=True) + 1e-6) ** 0.5 for x in (q, k))
     base = {"unit": q / n, "sqrt": math.sqrt(K) * q / n, "none": q}[options["direction_scale"]]
-    p = options["power"] * (0.5 + torch.tanh(n / math.sqrt(K) if options["power_norm"] == "rms" else n))
+    p = options["power"] * (
+        0.5 + torch.tanh(n / math.sqrt(K) if options["power_norm"] == "rms" else n)
+    )
     weight = base.abs() ** p * k.abs() ** options["power"]
     if options["angle"] == "relu_split":
         factor = (q.sign() == k.sign()).double()
@@ -78,11 +80,16 @@ def test_nalas_variants(signs, key_power, angle):
     ):
         base = torch.where(x > 0, 1 + x, x.exp()) if signs == "elu" else x.abs()
         raised = base**exponent * (x.sign() if signs == "keep" else 1)
-        torch.testing.assert_close(phi, before * (raised / x.abs() ** plain_exponent).repeat(1, 1, 1, 2))
+        torch.testing.assert_close(
+            phi, before * (raised / x.abs() ** plain_exponent).repeat(1, 1, 1, 2)
+        )
     negative = (features(q, k)[0] * features(q, k)[1]).sum(-1) < 0
     assert features.nonnegative is not bool(negative.any())
     assert features.fused is None  # no kernel forms these
-    assert ("sgn" in features.equation, "ELU" in features.equation) == (signs == "keep", signs == "elu")
+    assert ("sgn" in features.equation, "ELU" in features.equation) == (
+        signs == "keep",
+        signs == "elu",
+    )
 
 
 @pytest.mark.parametrize("angle", ["direction", "rms", "raw", "relu_split"])
@@ -108,7 +115,9 @@ def test_the_angle_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         angle = build("angle")
-    for phi, x in zip(angle(q, k), (math.sqrt(K) * q / q.norm(dim=-1, keepdim=True), k), strict=True):
+    for phi, x in zip(
+        angle(q, k), (math.sqrt(K) * q / q.norm(dim=-1, keepdim=True), k), strict=True
+    ):
         theta = math.pi / 4 * torch.tanh(math.sqrt(K) * x / x.norm(dim=-1, keepdim=True))
         expected = x.abs().repeat(1, 1, 1, 2) * torch.cat([theta.cos(), theta.sin()], -1)
         torch.testing.assert_close(phi, expected, rtol=1e-5, atol=1e-5)
@@ -125,7 +134,9 @@ def test_learnt_exponents(angle):
         learnt.a.copy_(torch.tensor([0.5, 1.0]))
         learnt.b.copy_(torch.tensor([0.7, -9.0]))
     r = 1 + torch.log1p(torch.tensor([0.5, 1.0]).double().exp())[:, None]
-    p = r + torch.tensor([0.7, -9.0])[:, None] * torch.tanh(q.norm(dim=-1, keepdim=True) / math.sqrt(K))
+    p = r + torch.tensor([0.7, -9.0])[:, None] * torch.tanh(
+        q.norm(dim=-1, keepdim=True) / math.sqrt(K)
+    )
     p = p.clamp(min=0.5)
     assert (p == 0.5).any()
     for phi, x, exponent in zip(learnt(q, k), (q, k), (p, r), strict=True):
@@ -195,7 +206,14 @@ PAIRS = [(mixer, name) for mixer in MIXERS for name in FEATURE_MAPS if takes(mix
 
 
 def test_delta_rules_and_norm_attention_take_every_map():
-    free = {"deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product", "norm_attention"}
+    free = {
+        "deltanet",
+        "gated_deltanet",
+        "kda",
+        "gated_deltanet2",
+        "delta_product",
+        "norm_attention",
+    }
     assert set(PAIRS) >= {(mixer, name) for mixer in free for name in FEATURE_MAPS}
 
 
@@ -203,7 +221,9 @@ def test_delta_rules_and_norm_attention_take_every_map():
 def test_a_layers_equation_depends_on_its_own_name_and_options_alone(mixer, name):
     """Not on the other layers, nor on whether a default is written out."""
     alone = first_layer(mixer, name)
-    assert f"(feature_map): {build(name, head_dim=16)}" in alone.replace("landmarks=64", "landmarks=5")
+    assert f"(feature_map): {build(name, head_dim=16)}" in alone.replace(
+        "landmarks=64", "landmarks=5"
+    )
     written_out = defaults(FEATURE_MAPS[name])
     assert first_layer(mixer, name, feature_map_options=written_out) == alone
     for neighbour in ("gated_deltanet", "nala", "softmax"):
@@ -226,7 +246,9 @@ def test_another_name_begins_with_the_defaults_of_its_own_map(name, before, tmp_
     for made in (config, loaded, again):
         assert str(build_mixer("deltanet", made, 0).feature_map) == expected
 
-    model = recorded_model(keys | {"feature_map": before}, NalandaConfig(**keys, feature_map=before))
+    model = recorded_model(
+        keys | {"feature_map": before}, NalandaConfig(**keys, feature_map=before)
+    )
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": model}))
     model = read_sections(tmp_path / "recipe.yaml", [f"model.feature_map={name}"])["model"]
     assert str(build_mixer("deltanet", NalandaConfig(**model), 0).feature_map) == expected
@@ -240,7 +262,9 @@ def test_a_config_keeps_the_options_that_its_maps_defaults_do_not_give():
         (None, {"power": 3.0, "angle": "rms"}, {"power": 3.0}),  # NaLa's block chooses its own map
     ):
         config = NalandaConfig(
-            mixer="norm_attention" if name else "nala", feature_map=name, feature_map_options=options
+            mixer="norm_attention" if name else "nala",
+            feature_map=name,
+            feature_map_options=options,
         )
         assert config.feature_map_options == kept
     with pytest.raises(ValueError, match="scale=1 must be bool"):
@@ -265,10 +289,14 @@ def test_saved_maps_of_the_version_before_are_what_they_were(saved, name, option
     assert (config.feature_map, config.feature_map_options) == (name, options)
 
 
-@pytest.mark.parametrize("saved", [{"power": None}, {"power": None, "key_power": 3.0, "power_norm": "rms"}])
+@pytest.mark.parametrize(
+    "saved", [{"power": None}, {"power": None, "key_power": 3.0, "power_norm": "rms"}]
+)
 @pytest.mark.parametrize("name", ["nala", "angle"])
 def test_a_saved_nala_without_exponents_is_the_angle(name, saved):
-    config = NalandaConfig.from_dict({"mixer": "deltanet", "feature_map": name, "feature_map_options": saved})
+    config = NalandaConfig.from_dict(
+        {"mixer": "deltanet", "feature_map": name, "feature_map_options": saved}
+    )
     assert config.feature_map == "angle"
     kept = {option: value for option, value in saved.items() if option == "key_power"}
     assert config.feature_map_options == kept
@@ -298,7 +326,9 @@ def test_nala_entropy_falls_with_the_query_norm():
     assert (falling.diff() < 0).all()
     for name in ("relu", "pola"):
         homogeneous = build(name, num_heads=1)
-        assert entropy(homogeneous, 1.0) == pytest.approx(float(entropy(homogeneous, 3.0)), abs=1e-9)
+        assert entropy(homogeneous, 1.0) == pytest.approx(
+            float(entropy(homogeneous, 3.0)), abs=1e-9
+        )
 
 
 PLAIN = {

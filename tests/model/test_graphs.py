@@ -99,7 +99,11 @@ def test_text_is_that_of_eager_decoding(name, batch, options):
     model, tokens = tiny(name), ids(batch, 5)
     mask = torch.ones_like(tokens)
     mask[1:, :2] = 0
-    options = options | {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+    options = options | {
+        "attention_mask": mask,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     torch.manual_seed(0)
     expected, none = replays(lambda: eager(model, tokens, **options))
     torch.manual_seed(0)
@@ -145,11 +149,15 @@ def test_states_continue_and_do_not_change(name):
             said.append(found[-1].argmax(-1))
     assert Tape.replays == NEW - 2
     text = torch.cat(said, 1)
-    assert torch.equal(text[:, 1:], torch.cat(found, 1).argmax(-1))  # later tokens do not overwrite logits
+    assert torch.equal(
+        text[:, 1:], torch.cat(found, 1).argmax(-1)
+    )  # later tokens do not overwrite logits
     for i, *both in forks:
         for fork in both:
             assert fork.get_seq_length() == 5 + i
-            again = [logits(model, x, past_key_values=fork).argmax(-1) for x in text[:, i:-1].split(1, 1)]
+            again = [
+                logits(model, x, past_key_values=fork).argmax(-1) for x in text[:, i:-1].split(1, 1)
+            ]
             assert torch.equal(torch.cat(again, 1), text[:, i + 1 :])
 
 
@@ -191,7 +199,9 @@ def test_threads_and_states_between_them():
     assert Tape.replays > 12 * (NEW - 4)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
+)
 def test_beams_and_copies(options):
     model, tokens, options = tiny("nala"), ids(2, 5), GREEDY | options
     torch.manual_seed(0)
@@ -218,7 +228,9 @@ def test_weights_that_change():
     found, count = replays(lambda: model.generate(tokens, **GREEDY))
     assert torch.equal(found, expected)
     assert count == NEW - 1
-    weights = {name: -x if "lm_head" in name else x.clone() for name, x in model.state_dict().items()}
+    weights = {
+        name: -x if "lm_head" in name else x.clone() for name, x in model.state_dict().items()
+    }
     model.load_state_dict(weights, assign=True)
     expected = eager(model, tokens, **GREEDY)
     found, count = replays(lambda: model.generate(tokens, **GREEDY))
@@ -251,7 +263,9 @@ def test_what_cannot_be_captured_is_said_once():
     layer = model.model.layers[0]
     layer.mlp = torch.nn.Sequential(layer.mlp, Hostile())
     expected = eager(model, ids(1, 5), **GREEDY)
-    with pytest.warns(UserWarning, match=r"decoding without CUDA graphs: aten._local_scalar_dense") as said:
+    with pytest.warns(
+        UserWarning, match=r"decoding without CUDA graphs: aten._local_scalar_dense"
+    ) as said:
         assert torch.equal(model.generate(ids(1, 5), **GREEDY), expected)
     assert len(said) == 1
     with warnings.catch_warnings(action="error"):

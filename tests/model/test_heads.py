@@ -22,7 +22,12 @@ from nalanda.model.loss import linear_cross_entropy
 
 def config(is_decoder=False, **options):
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2}
-    options = {"mixer": "linear_attention", "intermediate_size": 32, "initializer_range": 0.3, **options}
+    options = {
+        "mixer": "linear_attention",
+        "intermediate_size": 32,
+        "initializer_range": 0.3,
+        **options,
+    }
     return NalandaConfig(**sizes, is_decoder=is_decoder, **options)
 
 
@@ -32,7 +37,9 @@ def made(auto, **options):
 
 
 def some_labels():
-    return ids(2, 40).where(torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < 0.2, -100)
+    return ids(2, 40).where(
+        torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < 0.2, -100
+    )
 
 
 def test_masked_lm_loss_is_of_the_logits_in_place():
@@ -41,7 +48,9 @@ def test_masked_lm_loss_is_of_the_logits_in_place():
     out = model(tokens, labels=labels)
     close(out.loss, F.cross_entropy(out.logits.flatten(0, 1), labels.flatten()))
     expected = torch.autograd.grad(out.loss, model.parameters())
-    fused = mock.patch("nalanda.model.modeling.linear_cross_entropy", side_effect=linear_cross_entropy)
+    fused = mock.patch(
+        "nalanda.model.modeling.linear_cross_entropy", side_effect=linear_cross_entropy
+    )
     with fused as read:
         trained = model.train()(tokens, labels=labels)
     assert len(read.call_args.args[0]) == (labels != -100).sum()
@@ -61,7 +70,8 @@ def test_masked_lm_loss_is_of_the_logits_in_place():
     own = labels.masked_fill(mask == 0, -100)
     close(*(model(tokens, attention_mask=mask, labels=x).loss for x in (labels, own)))
     z = [
-        torch.autograd.grad(model(tokens, labels=labels, z_loss=z).loss, model.lm_head.weight) for z in (0, 1)
+        torch.autograd.grad(model(tokens, labels=labels, z_loss=z).loss, model.lm_head.weight)
+        for z in (0, 1)
     ]
     assert not torch.allclose(z[0][0], z[1][0])
 
@@ -113,7 +123,9 @@ def test_sequences_are_classified_alone_padded_or_packed(is_decoder):
         model(tokens, attention_mask=mask)
 
 
-@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize(
+    "auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
     pad, lengths = VOCAB - 1, (9, 1, 17)
@@ -123,7 +135,9 @@ def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
     for row, length in zip(tokens, lengths, strict=True):
         row[length:] = pad
     padded = model(tokens).logits
-    close(model(tokens, position_ids=torch.arange(17)[None]).logits, padded)  # these begin no document
+    close(
+        model(tokens, position_ids=torch.arange(17)[None]).logits, padded
+    )  # these begin no document
     for row, length, scores in zip(tokens, lengths, padded, strict=True):
         alone = model(row[None, :length], attention_mask=torch.ones(1, length)).logits[0]
         close(scores if scores.dim() == 1 else scores[:length], alone)
@@ -133,7 +147,8 @@ def test_without_a_mask_pad_ids_at_the_end_are_padding(auto, is_decoder):
 
 
 @pytest.mark.parametrize(
-    "auto", [AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification]
+    "auto",
+    [AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification],
 )
 def test_keywords_of_other_models(auto):
     """Those of trainers, collators and tokenizers; a misspelt one is refused."""
@@ -162,11 +177,15 @@ def test_rows_of_a_decoder_end_at_a_known_place():
     ("labels", "num_labels", "problem", "loss"),
     [
         (torch.tensor([2, 0]), 3, "single_label_classification", F.cross_entropy),
-        (torch.tensor([[1.0, 0, 1], [0, 0, 1]]), 3, "multi_label_classification",
-         F.binary_cross_entropy_with_logits),
+        (
+            torch.tensor([[1.0, 0, 1], [0, 0, 1]]),
+            3,
+            "multi_label_classification",
+            F.binary_cross_entropy_with_logits,
+        ),
         (torch.tensor([0.5, -1]), 1, "regression", lambda x, y: F.mse_loss(x[:, 0], y.double())),
     ],
-)  # fmt: skip
+)
 def test_problem_type_chooses_the_loss(labels, num_labels, problem, loss):
     model = made(AutoModelForSequenceClassification, num_labels=num_labels)
     out = model(ids(2, 9), labels=labels)

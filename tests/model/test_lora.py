@@ -68,7 +68,10 @@ def test_adapters_train_save_load_and_merge(mixer, tmp_path):
         assert torch.equal(p, before[name]) != ("lora_" in name), name
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     again = peft.PeftModel.from_pretrained(build(mixer), tmp_path)
     assert torch.equal(logits(again), expected)
     with model.disable_adapter():  # layers with adapters are products of their own
@@ -130,11 +133,15 @@ def test_checkpointing_changes_no_gradient():
 
     plain, again = gradients(False), gradients(True)
     assert plain.keys() == again.keys()
-    assert all("lora_" in name and torch.allclose(plain[name], again[name], atol=1e-7) for name in plain)
+    assert all(
+        "lora_" in name and torch.allclose(plain[name], again[name], atol=1e-7) for name in plain
+    )
 
 
 def test_half_precision_keeps_fp32_decays_and_adapters_apart():
-    model = adapted(build("gated_deltanet").bfloat16(), target_modules=["q_proj", "v_proj", "a_proj"])
+    model = adapted(
+        build("gated_deltanet").bfloat16(), target_modules=["q_proj", "v_proj", "a_proj"]
+    )
     losses = train(model.train())
     assert losses[-1] < losses[0]
     assert {p.dtype for n, p in model.named_parameters() if ".decay." in n} == {torch.float32}
@@ -146,7 +153,9 @@ def test_norms_are_tuned(mixer, tmp_path):
     """An adapter around a norm has neither its weight nor its epsilon."""
     model = build(mixer)
     norms = [n for n, m in model.named_modules() if type(m).__name__ in ("RMSNorm", "LayerNorm")]
-    model = peft.get_peft_model(model, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=norms))
+    model = peft.get_peft_model(
+        model, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=norms)
+    )
     losses = train(model.train())
     assert losses[-1] < losses[0]
     expected = logits(model)

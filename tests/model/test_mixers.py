@@ -106,7 +106,8 @@ def test_mala(scale):
 def test_mala_sharpens_as_the_query_grows():
     """φ(q) → aφ(q) makes β' = (β + a − 1)/a and γ' = aγ; where all weights are positive, ratios sharpen."""
     phi_q, phi_k = (
-        torch.rand(9, K, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+        torch.rand(9, K, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for i in (1, 2)
     )
     module = build("mala", feature_map="relu", mixer_options={"scale": "literal"})
     q, k = (phi[None, :, None].expand(1, 9, H, K) for phi in (0.05 * phi_q, phi_k))
@@ -135,7 +136,9 @@ def test_mala_sharpens_as_the_query_grows():
 def test_rotation_leaves_opposite_signs_apart(mixer, seq):
     """A channel's positive and negative parts stay features of their own, at any distance."""
     options = {"feature_map": "nala", "feature_map_options": {"angle": "relu_split"}}
-    module = build(mixer, head_dim=8, is_decoder=False, mixer_options={"rope_theta": 10.0}, **options)
+    module = build(
+        mixer, head_dim=8, is_decoder=False, mixer_options={"rope_theta": 10.0}, **options
+    )
     q = F.one_hot(torch.arange(H), 8).double().expand(1, T, H, 8)  # a channel a head
     v = torch.randn(1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert module.mix({"q": q, "k": -q, "v": v}, seq, {}, None).abs().max() == 0
@@ -144,7 +147,9 @@ def test_rotation_leaves_opposite_signs_apart(mixer, seq):
 
 def test_both_streams_rotate_by_the_same_angles():
     module = build("nala", head_dim=8, is_decoder=False, mixer_options={"rope_theta": 10.0})
-    q, k, v = torch.randn(3, 1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = torch.randn(
+        3, 1, T, H, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     features, angles = module.feature_map(q, k), place_angles(q, BOTH, 8, 10.0)
 
     def scores(q, k):
@@ -159,7 +164,9 @@ def test_both_streams_rotate_by_the_same_angles():
 
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_pola(gate_first):
-    module = build("pola", mixer_options={"gate_first": gate_first}, feature_map_options={"alpha": 3})
+    module = build(
+        "pola", mixer_options={"gate_first": gate_first}, feature_map_options={"alpha": 3}
+    )
     torch.nn.init.normal_(module.feature_map.w)
     x, y, (q, k, v) = run(module)
     # The released code's softplus scale is at its start, where it divides by 1.
@@ -202,7 +209,9 @@ def test_soft(name):
 def test_retention():
     module = build("retention")
     x, y, (q, k, v) = run(module)
-    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, K, 2) / K)  # fp32, as in the mixer
+    angles = torch.arange(T)[:, None] * 10000.0 ** (
+        -torch.arange(0, K, 2) / K
+    )  # fp32, as in the mixer
     turn = torch.polar(torch.ones(()), angles.float()).to(torch.complex128)
 
     def turned(z):
@@ -299,7 +308,9 @@ def test_norm_write(name, monkeypatch):
 
     monkeypatch.setattr(delta, "delta_rule", spy)
     for norm in ("l2", "rms", "none"):
-        module = build("deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm})
+        module = build(
+            "deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm}
+        )
         heads = module.heads(torch.randn(1, T, H * K, dtype=torch.float64), Sequences(), {}, None)
         for size in (0.0, 1e-9, 1.0, 1e4):
             k = (size * heads["k"]).detach().requires_grad_()
@@ -335,7 +346,9 @@ HOMOGENEOUS = ("identity", "relu", "pola", "nala_code", *NORMING)
 def test_whether_norms_move_the_normalised_weights(name):
     """In every mixer that takes the map. Two have another use for norms: MALA, and the norm-aware write."""
     seen = "" if name in HOMOGENEOUS else "q" if name == "nala" else "qk"
-    expected = dict.fromkeys(("deltanet", "gated_deltanet", "linear_attention", "norm_attention"), seen)
+    expected = dict.fromkeys(
+        ("deltanet", "gated_deltanet", "linear_attention", "norm_attention"), seen
+    )
     if nonnegative := build_map(name).nonnegative:
         expected |= {"nala": seen, "mala": "k" if name in NORMING else "qk"}
     for mixer, these in expected.items():
@@ -369,7 +382,9 @@ def test_readings_and_mixers_without_a_choice_of_map(seen, options):
 
 
 def test_norm_read_scales_each_head_by_its_query():
-    plain, aware = (build("gated_deltanet", mixer_options={"norm_read": on}) for on in (False, True))
+    plain, aware = (
+        build("gated_deltanet", mixer_options={"norm_read": on}) for on in (False, True)
+    )
     plain.o_proj, aware.o_proj = torch.nn.Identity(), torch.nn.Identity()
     x = torch.randn(1, T, H * K, dtype=torch.float64)
     q = plain.heads(x, Sequences(), {}, None)["q"]
@@ -382,7 +397,9 @@ def test_norm_read_scales_each_head_by_its_query():
 def test_rms_features_give_what_l2_gives(name):
     """Their length √F cancels, in the step and in the readout's scale."""
     a, b = (
-        build("gated_deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm})
+        build(
+            "gated_deltanet", feature_map=name, mixer_options={"norm_write": True, "qk_norm": norm}
+        )
         for norm in ("l2", "rms")
     )
     same(run(a)[1], run(b)[1])
@@ -419,7 +436,9 @@ def test_delta_rules_refuse_a_state_that_grows(options, map_options, words):
 )
 def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
     """In bf16, with β near 2 and no decay: the length of a rounded key is not 1."""
-    model = tiny(mixer, dtype=torch.float32, hidden_size=64, num_heads=16, head_dim=8, conv_size=0, **options)
+    model = tiny(
+        mixer, dtype=torch.float32, hidden_size=64, num_heads=16, head_dim=8, conv_size=0, **options
+    )
     layer = model.model.layers[0].mixer
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -436,7 +455,9 @@ def test_one_token_again_and_again_does_not_lengthen_the_state(mixer, options):
         assert found["recurrent"].norm(dim=(2, 3)).max() < 4 * longest
 
 
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product"])
+@pytest.mark.parametrize(
+    "mixer", ["deltanet", "gated_deltanet", "kda", "gated_deltanet2", "delta_product"]
+)
 @pytest.mark.parametrize("negative", [True, False])
 def test_kernels_learn_of_negative_eigenvalues(mixer, negative, monkeypatch):
     told, real = [], delta.delta_rule

@@ -90,24 +90,44 @@ def test_what_a_map_may_break(mixer, feature_map):
             "mixer": ["diag_attention", "norm_attention"],
             "mixer_options": {"diag_attention": {"block_size": 3}},
         },
-        {"mixer": "norm_attention", "feature_map": "elu", "mixer_options": {"norm_eps_placement": "outside"}},
+        {
+            "mixer": "norm_attention",
+            "feature_map": "elu",
+            "mixer_options": {"norm_eps_placement": "outside"},
+        },
         {
             "mixer": "diag_attention",
             "mixer_options": {"block_size": 7, "scores": "relu", "positions": "none"},
         },
         {"mixer": "softmax", "mixer_options": {"rope_theta": None}},
         {"mixer": "mala", "mixer_options": {"scale": "inverse_t"}, "conv_size": 0},
-        {"mixer": "pola", "mixer_options": {"gate_first": True}, "feature_map_options": {"scale": False}},
+        {
+            "mixer": "pola",
+            "mixer_options": {"gate_first": True},
+            "feature_map_options": {"scale": False},
+        },
         {"mixer": "nala", "feature_map_options": {"power": 3}, "use_gate": False},
         {"mixer": "soft", "feature_map_options": {"landmarks": 7, "inverse": "newton"}},
-        {"feature_map_options": {"angle": "raw", "power": 3, "power_norm": "raw", "direction_scale": "unit"}},
+        {
+            "feature_map_options": {
+                "angle": "raw",
+                "power": 3,
+                "power_norm": "raw",
+                "direction_scale": "unit",
+            }
+        },
     ],
     ids=str,
 )
 def test_options(options):
     model, tokens = build(**options), ids(2, 20)
     whole, cache = logits(model, tokens), NalandaCache(2)
-    close(torch.cat([logits(model, t, past_key_values=cache) for t in tokens.split([7, 1, 12], 1)], 1), whole)
+    close(
+        torch.cat(
+            [logits(model, t, past_key_values=cache) for t in tokens.split([7, 1, 12], 1)], 1
+        ),
+        whole,
+    )
     assert not torch.allclose(whole, logits(build(), tokens))
     spec = [{n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()} for state in cache.states]
     for layer, state in zip(model.model.layers, spec, strict=True):
@@ -120,7 +140,9 @@ def test_options(options):
 def test_options_of_each_mixer_by_its_name():
     layers = build(**VARIANTS["hybrid"]).model.layers
     assert layers[1].mixer.reach == 9
-    flat = build(mixer=["deltanet", "gated_deltanet"], mixer_options={"num_v_heads": 4}).model.layers
+    flat = build(
+        mixer=["deltanet", "gated_deltanet"], mixer_options={"num_v_heads": 4}
+    ).model.layers
     assert [layer.mixer.num_v_heads for layer in flat] == [4, 4]
 
 
@@ -167,7 +189,9 @@ def test_a_parameter_that_nothing_sets_is_refused(monkeypatch, tmp_path):
     weights = model.state_dict()
     absent = [name for name in weights if name.endswith(("mixer.scale", "taps.weight"))]
     assert len(absent) == 4
-    model.save_pretrained(tmp_path, state_dict={n: x for n, x in weights.items() if n not in absent})
+    model.save_pretrained(
+        tmp_path, state_dict={n: x for n, x in weights.items() if n not in absent}
+    )
     torch.manual_seed(0)
     again = NalandaForCausalLM.from_pretrained(tmp_path)
     for name, x in again.state_dict().items():
@@ -191,8 +215,16 @@ def small() -> NalandaForCausalLM:
 
 
 def test_generate_cached_equals_uncached(small):
-    kwargs = {"max_new_tokens": 8, "attention_mask": torch.ones(2, 9, dtype=torch.long), "pad_token_id": 0}
-    for strategy in ({"do_sample": False}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+    kwargs = {
+        "max_new_tokens": 8,
+        "attention_mask": torch.ones(2, 9, dtype=torch.long),
+        "pad_token_id": 0,
+    }
+    for strategy in (
+        {"do_sample": False},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+    ):
         a = small.generate(ids(2, 9), **kwargs, **strategy)
         assert torch.equal(a, small.generate(ids(2, 9), use_cache=False, **kwargs, **strategy))
         assert torch.equal(a, small.generate(ids(2, 9), prefill_chunk_size=4, **kwargs, **strategy))
@@ -248,14 +280,20 @@ def test_decoding_does_not_look_at_the_mask(small):
     cache = NalandaCache(2)
     logits(small, ids(1, 5), past_key_values=cache)
     not_looked_at = torch.ones(1, 6, device="meta")
-    assert logits(small, ids(1, 1), attention_mask=not_looked_at, past_key_values=cache).isfinite().all()
+    assert (
+        logits(small, ids(1, 1), attention_mask=not_looked_at, past_key_values=cache)
+        .isfinite()
+        .all()
+    )
 
 
 def test_generate_goes_on_from_a_cache(small):
     kwargs = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     whole = small.generate(ids(1, 9), max_new_tokens=8, **kwargs)
     half = small.generate(ids(1, 9), max_new_tokens=4, return_dict_in_generate=True, **kwargs)
-    rest = small.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=4, **kwargs)
+    rest = small.generate(
+        half.sequences, past_key_values=half.past_key_values, max_new_tokens=4, **kwargs
+    )
     assert torch.equal(rest, whole)
 
 
@@ -323,9 +361,14 @@ def test_streamer(small):
             return "".join(f" {int(t)}" for t in tokens)
 
     streamer = TextIteratorStreamer(Words(), skip_prompt=True)
-    out = small.generate(ids(1, 5), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=None)
+    out = small.generate(
+        ids(1, 5), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=None
+    )
     assert "".join(streamer).split() == [str(int(t)) for t in out[0, 5:]]
-    state, options = small.read(ids(1, 5)), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    state, options = (
+        small.read(ids(1, 5)),
+        {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None},
+    )
     for more in (
         ids(1, 2),
         None,
@@ -389,8 +432,11 @@ def test_packed_batches_of_transformers(small, options):
     batch = DataCollatorWithFlattening(**options)([{"input_ids": text.tolist()} for text in texts])
     packed, alone = small(**batch), [small(text[None], labels=text[None]) for text in texts]
     close(packed.logits, torch.cat([out.logits for out in alone], 1), 1e-5)
-    close(packed.loss, sum(out.loss * (len(text) - 1) for out, text in zip(alone, texts, strict=True)) / 14,
-          1e-5)  # fmt: skip
+    close(
+        packed.loss,
+        sum(out.loss * (len(text) - 1) for out, text in zip(alone, texts, strict=True)) / 14,
+        1e-5,
+    )
     hidden = torch.cat([small.model(text[None]).last_hidden_state for text in texts], 1)
     del batch["labels"]
     close(small.model(**batch).last_hidden_state, hidden, 1e-5)
@@ -398,7 +444,11 @@ def test_packed_batches_of_transformers(small, options):
 
 def test_keywords_of_other_models_change_nothing_or_are_refused(small):
     tokens = ids(2, 6)
-    empty = {"token_type_ids": torch.zeros_like(tokens), "cache_position": torch.arange(6), "head_mask": None}
+    empty = {
+        "token_type_ids": torch.zeros_like(tokens),
+        "cache_position": torch.arange(6),
+        "head_mask": None,
+    }
     assert torch.equal(small(tokens, **empty).logits, small(tokens).logits)
     types = empty["token_type_ids"]
     assert torch.equal(
@@ -441,7 +491,10 @@ def test_keywords_of_other_models_change_nothing_or_are_refused(small):
         ({"input_ids": ids(6)}, r"input_ids must be integers \[batch, length\], got int64 \[6\]"),
         ({"input_ids": ids(2, 6).float()}, r"input_ids must be integers .*, got float32 \[2, 6\]"),
         ({"labels": [[1] * 6] * 2}, "labels must be a tensor, got list"),
-        ({"inputs_embeds": torch.ones(6, 24)}, r"inputs_embeds must be \[batch, length, 24\], got \[6, 24\]"),
+        (
+            {"inputs_embeds": torch.ones(6, 24)},
+            r"inputs_embeds must be \[batch, length, 24\], got \[6, 24\]",
+        ),
         ({"inputs_embeds": torch.ones(2, 6, 23)}, r"inputs_embeds must be .* got \[2, 6, 23\]"),
         ({"labels": ids(2, 5)}, r"labels must be integers .*\[2, 6\], got torch.int64 \[2, 5\]"),
         ({"labels": ids(6)}, r"labels must be .* got torch.int64 \[6\]"),
@@ -528,7 +581,9 @@ def test_half_precision_gradients_are_not_scaled_by_a_rounded_divisor(dtype, cou
     h, w = torch.randn(1500, 64).to(half), (torch.randn(VOCAB, 64) / 10).to(half)
     labels, gradients = torch.randint(VOCAB, (1500,)), []
     for kind in (half, torch.float32):
-        inputs = [x.to(torch.float32 if dtype == "autocast" else kind).detach().clone() for x in (h, w)]
+        inputs = [
+            x.to(torch.float32 if dtype == "autocast" else kind).detach().clone() for x in (h, w)
+        ]
         a, b = (x.requires_grad_() for x in inputs)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast" and kind is half):
             (linear_cross_entropy(a, b, labels) / count).backward()
@@ -540,7 +595,10 @@ def test_half_precision_gradients_are_not_scaled_by_a_rounded_divisor(dtype, cou
 WITHOUT_A_LABEL = {
     "ignored": {"labels": torch.full((2, 6), -100)},
     "no items": {"num_items_in_batch": 0, "labels": torch.full((2, 6), -100)},
-    "no items, a tensor": {"num_items_in_batch": torch.tensor(0), "labels": torch.full((2, 6), -100)},
+    "no items, a tensor": {
+        "num_items_in_batch": torch.tensor(0),
+        "labels": torch.full((2, 6), -100),
+    },
     "z_loss": {"z_loss": 0.5, "labels": torch.full((2, 6), -100)},
     "a token a row": {"attention_mask": F.pad(torch.ones(2, 1), (0, 5))},
     "padding alone": {"attention_mask": torch.zeros(2, 6)},
@@ -558,11 +616,17 @@ def test_a_batch_without_a_label_changes_no_weight(mixer):
         loss = model(**{"input_ids": ids(2, 6), "labels": ids(2, 6), **described}).loss
         loss.backward()
         assert loss == 0, name
-        changed = [n for n, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())]
+        changed = [
+            n
+            for n, p in model.named_parameters()
+            if p.grad is not None and bool((p.grad != 0).any())
+        ]
         assert not changed, name
 
 
-@pytest.mark.parametrize("count", [-1, True, torch.tensor(-1), torch.tensor(True), torch.tensor([3, 4])])
+@pytest.mark.parametrize(
+    "count", [-1, True, torch.tensor(-1), torch.tensor(True), torch.tensor([3, 4])]
+)
 def test_a_number_of_labels_that_is_none_is_refused(small, count):
     with pytest.raises(ValueError, match="num_items_in_batch"):
         small(ids(2, 6), labels=ids(2, 6), num_items_in_batch=count)
@@ -598,10 +662,17 @@ def test_z_loss_is_in_the_gradient_alone(small):
         grads.append((loss.detach(), weight.grad.clone()))
     llama = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=31, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+            vocab_size=31,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
         )
     )
-    batch = {"input_ids": tokens % 31, "labels": (tokens % 31).masked_fill(torch.rand(2, 11) < 0.2, -100)}
+    batch = {
+        "input_ids": tokens % 31,
+        "labels": (tokens % 31).masked_fill(torch.rand(2, 11) < 0.2, -100),
+    }
     batch |= {"position_ids": torch.arange(11).repeat(2, 1), "cu_seqlens": torch.arange(3) * 11}
     for z_loss in (0.0, 0.5):
         llama.zero_grad()
@@ -641,7 +712,9 @@ def test_labels_may_be_shifted_already(small):
     labels[0, 3:6] = -100
     theirs = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=0)).loss_function
     for count in (None, 40):
-        expected = theirs(logits(small, tokens), labels, VOCAB, num_items_in_batch=count, shift_labels=labels)
+        expected = theirs(
+            logits(small, tokens), labels, VOCAB, num_items_in_batch=count, shift_labels=labels
+        )
         for mode in (small.train(), small.eval()):
             for others in ({}, {"labels": tokens}):
                 out = mode(tokens, shift_labels=labels, num_items_in_batch=count, **others)
@@ -657,9 +730,16 @@ def test_loss_is_that_of_the_texts_alone(small):
         rows = torch.stack([F.pad(texts[0], side), texts[1]])
         mask = torch.stack([F.pad(torch.ones_like(texts[0]), side), torch.ones_like(texts[1])])
         close(small(rows, attention_mask=mask, labels=rows).loss, total / 12, 1e-5)
-        close(small(rows, attention_mask=mask, labels=rows, num_items_in_batch=3).loss, total / 3, 1e-5)
+        close(
+            small(rows, attention_mask=mask, labels=rows, num_items_in_batch=3).loss,
+            total / 3,
+            1e-5,
+        )
     row = torch.cat(texts)[None]
-    bounds, places = torch.tensor([0, 5, 5, 14, 14]), torch.cat([torch.arange(5), torch.arange(9)])[None]
+    bounds, places = (
+        torch.tensor([0, 5, 5, 14, 14]),
+        torch.cat([torch.arange(5), torch.arange(9)])[None],
+    )
     for described in ({"cu_seqlens": bounds}, {"position_ids": places}):
         close(small(row, labels=row, **described).loss, total / 12, 1e-5)
     whole = torch.stack([row[0], row[0]])
@@ -672,7 +752,9 @@ def test_loss_is_that_of_the_heads_call(small, tmp_path):
     expected = small(tokens, labels=tokens).loss
     small.save_pretrained(tmp_path)
     places = {"model": "cpu", "lm_head": "disk"}
-    away = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    away = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "off"
+    )
     close(away.eval()(tokens, labels=tokens).loss, expected, 1e-5)
     small.lm_head.register_forward_hook(lambda module, inputs, out: 0 * out)
     close(small(tokens, labels=tokens).loss, torch.tensor(float(VOCAB)).log(), 1e-5)
@@ -691,7 +773,12 @@ def test_transformers_trainer_trains(small, tmp_path):
     rows = [{"input_ids": ids(12, seed=i), "labels": ids(12, seed=i)} for i in range(4)]
     before = small.lm_head.weight.clone()
     arguments = TrainingArguments(
-        tmp_path, max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True
+        tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
     )
     result = Trainer(model=small, args=arguments, train_dataset=rows).train()
     assert result.training_loss > 0
@@ -773,10 +860,20 @@ with torch.no_grad():
         assert head(tokens, attention_mask=torch.ones_like(tokens)).logits.shape == (2, 2)
 model.save_pretrained({str(tmp_path / "again")!r})
 """
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {p.name for p in (tmp_path / "again").glob("*.py")} >= {"modeling.py", "ops.py", "mixers.py"}
+    assert {p.name for p in (tmp_path / "again").glob("*.py")} >= {
+        "modeling.py",
+        "ops.py",
+        "mixers.py",
+    }
 
 
 def test_auto_model_is_the_decoder(small, tmp_path):
@@ -785,7 +882,10 @@ def test_auto_model_is_the_decoder(small, tmp_path):
     names = {"AutoConfig": "configuration.NalandaConfig", **AUTO_MAP}
     del names["AutoModelForMaskedLM"], names["AutoModelForImageClassification"]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == names
-    decoder, tokens = AutoModel.from_pretrained(tmp_path, output_hidden_states=True).eval(), ids(2, 9)
+    decoder, tokens = (
+        AutoModel.from_pretrained(tmp_path, output_hidden_states=True).eval(),
+        ids(2, 9),
+    )
     with torch.no_grad():
         out, head = decoder(tokens), small(tokens, output_hidden_states=True)
         assert len(out.hidden_states) == 1 + len(decoder.layers)
@@ -822,7 +922,11 @@ def test_decay_becomes_fp32_from_a_half_precision_checkpoint(small, tmp_path):
 
     small.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    save_file({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.bfloat16() for n, t in weights.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
     assert loaded.lm_head.weight.dtype == torch.bfloat16
     decays = [p for layer in loaded.model.layers for p in layer.mixer.decay.parameters()]
@@ -832,7 +936,11 @@ def test_decay_becomes_fp32_from_a_half_precision_checkpoint(small, tmp_path):
 @pytest.mark.parametrize("feature_map", ["elu1", "exp", "nala"])
 def test_sums_do_not_leave_half_precisions_range(feature_map):
     """3000 equal tokens under features that are all positive."""
-    options = {"mixer": "linear_attention", "mixer_options": {"denominator": False}, "hidden_size": 64}
+    options = {
+        "mixer": "linear_attention",
+        "mixer_options": {"denominator": False},
+        "hidden_size": 64,
+    }
     model = build(feature_map=feature_map, dtype=torch.float16, **options)
     assert logits(model, torch.full((1, 3000), 5)).isfinite().all()
 
@@ -868,7 +976,9 @@ def test_masked_batches_compile_into_one_graph():
         model.zero_grad()
         out = function(tokens, attention_mask=mask, labels=tokens, use_cache=False)
         out.loss.backward()
-        results.append([out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())])
+        results.append(
+            [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
+        )
     for right, mine in zip(*results, strict=True):
         close(mine, right)
 
@@ -882,8 +992,14 @@ def nats_a_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def test_bf16_is_rounded_alike_with_a_cache_and_without(mixer):
     """Either may be away from the exact result; where both round alike, they are nearer to one another.
     torch's softmax attention rounds otherwise for one query than for many. `-rP` prints the figures."""
-    model, tokens, cache = build(mixer, dtype=torch.bfloat16, hidden_size=64), ids(4, 40), NalandaCache(2)
-    pieces = [logits(model, piece, past_key_values=cache) for piece in tokens.split([8] + [1] * 32, 1)]
+    model, tokens, cache = (
+        build(mixer, dtype=torch.bfloat16, hidden_size=64),
+        ids(4, 40),
+        NalandaCache(2),
+    )
+    pieces = [
+        logits(model, piece, past_key_values=cache) for piece in tokens.split([8] + [1] * 32, 1)
+    ]
     cached, whole = torch.cat(pieces, 1).double(), logits(model, tokens).double()
     exact = logits(model.double(), tokens)
     apart = nats_a_token(cached, tokens) - nats_a_token(whole, tokens)
@@ -945,7 +1061,12 @@ def check_decay(decay: Decay) -> None:
 
 def test_decay_starts_as_defined(tmp_path):
     config = NalandaConfig(
-        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_heads=256, head_dim=1, intermediate_size=8
+        vocab_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_heads=256,
+        head_dim=1,
+        intermediate_size=8,
     )
     made = AutoModelForCausalLM.from_config(config)
     check_decay(made.model.layers[0].mixer.decay)
@@ -956,7 +1077,9 @@ def test_decay_starts_as_defined(tmp_path):
     assert empty.model.layers[0].mixer.o_norm.weight.eq(1).all()
     made.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again.model.layers[0].mixer.decay.A_log, made.model.layers[0].mixer.decay.A_log)
+    assert torch.equal(
+        again.model.layers[0].mixer.decay.A_log, made.model.layers[0].mixer.decay.A_log
+    )
 
 
 @pytest.fixture
@@ -974,7 +1097,12 @@ def test_decay_stays_as_defined_in_distributed_wrappers(wrapper, process_group, 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     config = NalandaConfig(
-        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_heads=256, head_dim=1, intermediate_size=8
+        vocab_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_heads=256,
+        head_dim=1,
+        intermediate_size=8,
     )
     with torch.device("meta"):
         model = NalandaForCausalLM(config)
@@ -1015,7 +1143,10 @@ def test_offloaded_weights(mixer):
 
     model, kwargs = build(mixer), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        expected, loss = model.generate(ids(2, 9), **kwargs), model(ids(2, 9), labels=ids(2, 9)).loss
+        expected, loss = (
+            model.generate(ids(2, 9), **kwargs),
+            model(ids(2, 9), labels=ids(2, 9)).loss,
+        )
         cpu_offload(model, torch.device("cpu"))
         assert all(p.is_meta for p in model.parameters())
         assert torch.equal(model.generate(ids(2, 9), **kwargs), expected)
@@ -1036,8 +1167,13 @@ def test_tied_embeddings_stay_tied(tmp_path):
 def test_a_pattern_repeats_over_the_layers(tmp_path):
     names = ["gated_deltanet", "gated_deltanet", "softmax"]
     options = {"softmax": {"num_heads": 2, "head_dim": 8, "gate": "head", "qk_norm": True}}
-    config = NalandaConfig(mixer={"pattern": names}, num_hidden_layers=5, hidden_size=32, num_heads=4,
-                           mixer_options=options)  # fmt: skip
+    config = NalandaConfig(
+        mixer={"pattern": names},
+        num_hidden_layers=5,
+        hidden_size=32,
+        num_heads=4,
+        mixer_options=options,
+    )
     assert config.mixer == config.layer_mixers == [*names, *names[:2]]
     config.save_pretrained(tmp_path)
     assert NalandaConfig.from_pretrained(tmp_path).mixer == config.mixer
@@ -1057,7 +1193,10 @@ def test_a_pattern_repeats_over_the_layers(tmp_path):
         ({"mixer_options": {"num_v_head": 4}}, "num_v_head"),
         ({"mixer_options": {"num_v_heads": 3}}, "multiple of num_heads=2"),
         ({"feature_map": "nala", "feature_map_options": {"angel": "rms"}}, "angel"),
-        ({"feature_map": "nala", "feature_map_options": {"angle": "cosine"}}, "direction, rms, raw"),
+        (
+            {"feature_map": "nala", "feature_map_options": {"angle": "cosine"}},
+            "direction, rms, raw",
+        ),
         ({"feature_map": "nala", "feature_map_options": {"power": 0}}, "positive"),
         ({"num_heads": 5}, "multiple of num_heads=5"),
         ({"expand_k": 0.3}, "expand_k"),
@@ -1097,9 +1236,15 @@ def test_a_pattern_repeats_over_the_layers(tmp_path):
         ({"mixer_options": {"gated_deltanet": 3}}, "gated_deltanet=3 must be dict"),
         ({"mixer_options": {"allow_neg_eigval": "no"}}, "allow_neg_eigval='no' must be bool"),
         ({"mixer": "softmax", "mixer_options": {"window": 2.5}}, "window=2.5 must be int"),
-        ({"mixer": "retention", "mixer_options": {"rope_theta": -1}}, "rope_theta=-1 must be positive"),
+        (
+            {"mixer": "retention", "mixer_options": {"rope_theta": -1}},
+            "rope_theta=-1 must be positive",
+        ),
         ({"feature_map": "nala", "feature_map_options": {"power": "2"}}, "power='2' must be float"),
-        ({"feature_map": "soft", "feature_map_options": {"landmarks": True}}, "landmarks=True must be int"),
+        (
+            {"feature_map": "soft", "feature_map_options": {"landmarks": True}},
+            "landmarks=True must be int",
+        ),
         ({"position_embedding": "absolute"}, "none, sinusoidal, learnt"),
         ({"position_embedding": "learnt"}, "set image_size"),
         ({"initializer": "kaiming"}, "normal, xavier"),
@@ -1157,7 +1302,9 @@ def test_flops_count_what_is_done():
         return 2 * a[0] * a[1] * a[2] * b[2]
 
     model, T = build(dtype=torch.float32, hidden_size=64, num_heads=1, vocab_size=200), 128
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: baddbmm_}) as counter:
+    with FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.baddbmm_: baddbmm_}
+    ) as counter:
         logits(model, torch.zeros(1, T, dtype=torch.long))
     ratio = model.config.flops_per_token(T) * T / counter.get_total_flops()
     assert 0.98 < ratio < 1.05, ratio
@@ -1175,11 +1322,15 @@ def test_convolution_is_conv1d():
     state = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight, groups=6).transpose(1, 2)
     close(conv(x, Sequences())[0], expected)
-    long = torch.randn(1, 600, 6, dtype=torch.float64, requires_grad=True)  # more than the backward's block
+    long = torch.randn(
+        1, 600, 6, dtype=torch.float64, requires_grad=True
+    )  # more than the backward's block
     padded = F.pad(long.transpose(1, 2), (3, 0))
     whole = F.conv1d(padded, conv.weight, groups=6).transpose(1, 2)
     leaves, weights = (long, conv.weight), torch.randn_like(whole)
-    ours, theirs = (torch.autograd.grad(y, leaves, weights) for y in (conv(long, Sequences())[0], whole))
+    ours, theirs = (
+        torch.autograd.grad(y, leaves, weights) for y in (conv(long, Sequences())[0], whole)
+    )
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
 

@@ -34,7 +34,9 @@ KINDS = (
     *("gdn2_delta", "gated_gdn2_delta", "vector_gdn2_delta"),
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_decay = pytest.mark.parametrize("kind", [kind for kind in KINDS if "gated" in kind or "vector" in kind])
+every_decay = pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "gated" in kind or "vector" in kind]
+)
 
 
 def assert_same(results, expected, dtype=torch.float64, tolerance=None):
@@ -59,10 +61,15 @@ def test_modes_agree_with_the_reference(mode, kind, value_heads, length):
 
 
 def test_reference_is_the_recurrence():
-    x = {name: t[0, :, 0] if t.ndim > 2 and name != "initial_state" else t for name, t in make(1, 5).items()}
+    x = {
+        name: t[0, :, 0] if t.ndim > 2 and name != "initial_state" else t
+        for name, t in make(1, 5).items()
+    }
     state, outputs = x["initial_state"][0, 0], []
     for q, k, v, beta, g in zip(x["q"], x["k"], x["v"], x["beta"], x["g"], strict=True):
-        state = g.exp() * (torch.eye(8, dtype=torch.float64) - beta * k.outer(k)) @ state + beta * k.outer(v)
+        state = g.exp() * (
+            torch.eye(8, dtype=torch.float64) - beta * k.outer(k)
+        ) @ state + beta * k.outer(v)
         outputs.append(8**-0.5 * q @ state)
     results = run(make(1, 5), "reference")
     torch.testing.assert_close(results["o"][0, :, 0], torch.stack(outputs))
@@ -77,7 +84,9 @@ def expanded(g, k):
 def against_peer(mode, names, peer, dtype=torch.float32, **sizes):
     """Holds the op, and all gradients of `names`, to a reference of flash-linear-attention's in fp32."""
     kind = "vector_gdn2_delta" if "erase" in names else "vector_delta"
-    inputs = {n: x for n, x in make(2, 70, kind=kind, **sizes).items() if n in (*names, "initial_state")}
+    inputs = {
+        n: x for n, x in make(2, 70, kind=kind, **sizes).items() if n in (*names, "initial_state")
+    }
     if "beta" not in names:
         inputs["beta"] = torch.ones(*inputs["v"].shape[:3], dtype=torch.float64)
 
@@ -123,8 +132,11 @@ def test_steps_between_tokens_are_deltaproduct(mode):
     first, last = (x[name].unflatten(1, (-1, n)) for name in ("g", "q"))
     o, state = naive.naive_recurrent_gated_delta_product(
         *(last[:, :, -1], x["k"], x["v"], first[:, :, 0], x["beta"]),
-        scale=8**-0.5, initial_state=x["initial_state"].float(), output_final_state=True, num_householder=n,
-    )  # fmt: skip
+        scale=8**-0.5,
+        initial_state=x["initial_state"].float(),
+        output_final_state=True,
+        num_householder=n,
+    )
     first[:, :, 1:] = 0
     ours, final = call(**x, mode=mode, output_final_state=True)
     assert_same({"o": o, "state": state}, {"o": ours[:, n - 1 :: n], "state": final}, torch.float32)
@@ -153,7 +165,9 @@ def test_linear_attention_is_the_masked_quadratic_form(kind):
 @pytest.mark.parametrize("chunk_size", [1, 8, 64, 128])
 @pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_any_chunk_size_gives_the_same(chunk_size, kind):
-    inputs = make(1, 200, kind=kind, k_dim=160, v_dim=96)  # wide enough for whole chunks of 64 on a CPU
+    inputs = make(
+        1, 200, kind=kind, k_dim=160, v_dim=96
+    )  # wide enough for whole chunks of 64 on a CPU
     assert_same(run(inputs, "chunk", chunk_size=chunk_size), run(inputs, "reference"))
 
 
@@ -161,14 +175,30 @@ def test_any_chunk_size_gives_the_same(chunk_size, kind):
 @every_kind
 @pytest.mark.parametrize("value_heads", [2, 4], ids=["plain", "grouped"])
 def test_packed_sequences_are_those_alone(mode, kind, value_heads):
-    bounds = [0, 0, 1, 16, 79, 79, 143, 208, 335, 535, 535]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
+    bounds = [
+        0,
+        0,
+        1,
+        16,
+        79,
+        79,
+        143,
+        208,
+        335,
+        535,
+        535,
+    ]  # lengths 0, 1, 15, 63, 0, 64, 65, 127, 200, 0
     inputs = make(1, bounds[-1], value_heads=value_heads, kind=kind, sequences=len(bounds) - 1)
     for dtype in (torch.int32, torch.int64):
         packed = run(inputs, mode, cu_seqlens=torch.tensor(bounds, dtype=dtype))
         assert_same(packed, run(inputs, "reference", cu_seqlens=torch.tensor(bounds)))
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
         alone = {
-            name: None if x is None else x[n : n + 1] if name == "initial_state" else x[:, start:stop]
+            name: None
+            if x is None
+            else x[n : n + 1]
+            if name == "initial_state"
+            else x[:, start:stop]
             for name, x in inputs.items()
         }
         o, state = call(**alone, mode="chunk", output_final_state=True)
@@ -243,7 +273,11 @@ def test_a_reset_begins_a_sequence(mode, kind):
     o, state = call(**inputs, mode=mode, output_final_state=True)
     start = F.pad(inputs.pop("initial_state"), (0, 0) * 3 + (0, 3))
     separate, states = call(
-        **inputs, initial_state=start, mode=mode, output_final_state=True, cu_seqlens=torch.tensor(bounds)
+        **inputs,
+        initial_state=start,
+        mode=mode,
+        output_final_state=True,
+        cu_seqlens=torch.tensor(bounds),
     )
     torch.testing.assert_close(o, separate)
     torch.testing.assert_close(state, states[-1:])
@@ -324,7 +358,9 @@ def test_initial_state_is_left_alone():
 
 
 @pytest.mark.parametrize("split", [1, 16, 63, 64, 65, 128])
-@pytest.mark.parametrize("modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")])
+@pytest.mark.parametrize(
+    "modes", [("chunk", "chunk"), ("chunk", "recurrent"), ("recurrent", "chunk")]
+)
 @pytest.mark.parametrize("kind", ["gated_delta", "vector_linear", "vector_gdn2_delta"])
 def test_state_carries_over(split, modes, kind):
     inputs = make(2, 129, kind=kind)
@@ -380,7 +416,9 @@ def test_feature_map_and_norm_are_applied_inside(qk_norm, mode):
     q, k = doubling_map(inputs["q"], inputs["k"])
     if qk_norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    mapped = run(inputs | {"q": q, "k": k}, mode, scale=16**-0.5)  # the default scale counts mapped features
+    mapped = run(
+        inputs | {"q": q, "k": k}, mode, scale=16**-0.5
+    )  # the default scale counts mapped features
     torch.testing.assert_close(results["o"], mapped["o"])
 
 
@@ -458,7 +496,11 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given, made = (
-            {x.untyped_storage()._cdata: x for x in tree_leaves(values) if isinstance(x, torch.Tensor)}
+            {
+                x.untyped_storage()._cdata: x
+                for x in tree_leaves(values)
+                if isinstance(x, torch.Tensor)
+            }
             for values in ((args, kwargs), result)
         )
         for key in made.keys() - given.keys():  # a view has the storage of an input
@@ -474,14 +516,18 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_nothing_the_backward_needs_outlives_it(checkpointed, kind):
     """Nor the forward, where a checkpoint computes it again."""
-    inputs = {name: x.requires_grad_() for name, x in make(1, 128, kind=kind).items() if x is not None}
+    inputs = {
+        name: x.requires_grad_() for name, x in make(1, 128, kind=kind).items() if x is not None
+    }
 
     def loss_of(*tensors):
         return call(**dict(zip(inputs, tensors, strict=True)))[0].sum()
 
     with Live() as live:
         if checkpointed:
-            loss = checkpoint(loss_of, *inputs.values(), use_reentrant=False, preserve_rng_state=False)
+            loss = checkpoint(
+                loss_of, *inputs.values(), use_reentrant=False, preserve_rng_state=False
+            )
             assert live.bytes() == loss.nbytes
         else:
             loss = loss_of(*inputs.values())
@@ -505,7 +551,9 @@ def test_gradcheck(kind):
 
 @every_kind
 def test_gradients_through_one_output_only(kind):
-    inputs = {name: x.requires_grad_() for name, x in make(1, 70, kind=kind).items() if x is not None}
+    inputs = {
+        name: x.requires_grad_() for name, x in make(1, 70, kind=kind).items() if x is not None
+    }
     for pick in (0, 1):
         chunk, reference = (
             torch.autograd.grad(
@@ -533,7 +581,9 @@ def test_strided_inputs():
     for length in (64, 63):
         cut = {name: x if name == "initial_state" else x[:, :length] for name, x in inputs.items()}
         views = cut | {"q": q[:, :length], "k": k[:, :length]}
-        torch.testing.assert_close(ops.delta_rule(**views)[0], ops.delta_rule(**cut, mode="reference")[0])
+        torch.testing.assert_close(
+            ops.delta_rule(**views)[0], ops.delta_rule(**cut, mode="reference")[0]
+        )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -570,7 +620,9 @@ def test_one_graph_serves_all_lengths(kind):
 
 @every_kind
 def test_operators_are_declared_as_they_behave(kind):
-    inputs = {name: x if x is None else x.requires_grad_() for name, x in make(1, 70, kind=kind).items()}
+    inputs = {
+        name: x if x is None else x.requires_grad_() for name, x in make(1, 70, kind=kind).items()
+    }
     names = ("q", "k", "v", "beta", "g", "erase", "write", "initial_state")
     inputs = [inputs.get(name) for name in names]
     torch.library.opcheck(ops.chunk_op, (*inputs, None, 1.0, 64, True))
@@ -621,7 +673,8 @@ def test_a_registered_kernel_is_found(monkeypatch):
         linear = {name: x for name, x in inputs.items() if name != "beta"}
         assert torch.equal(module.linear_attention(**linear, backend=backend)[0], inputs["v"] + 1)
     torch.testing.assert_close(
-        module.delta_rule(**inputs, backend="torch")[0], ops.delta_rule(**inputs, mode="reference")[0]
+        module.delta_rule(**inputs, backend="torch")[0],
+        ops.delta_rule(**inputs, mode="reference")[0],
     )
 
 
@@ -639,7 +692,9 @@ def test_the_choice_of_a_backend(monkeypatch):
         torch.testing.assert_close(ops.delta_rule(**inputs)[0], torch_path)
         with nalanda_kernels.use_backend("auto"):
             assert chosen()
-        assert torch.equal(ops.delta_rule(**inputs, backend="fake")[0], fake)  # the argument overrides all
+        assert torch.equal(
+            ops.delta_rule(**inputs, backend="fake")[0], fake
+        )  # the argument overrides all
     with (
         nalanda_kernels.use_backend("triton"),
         pytest.raises(ValueError, match="choose one of auto, torch, fake"),
@@ -649,16 +704,24 @@ def test_the_choice_of_a_backend(monkeypatch):
 
 
 def test_the_environment_names_a_backend():
-    program = "import nalanda_kernels; print(nalanda_kernels.candidates('delta_rule', 'auto', 'cuda'))"
+    program = (
+        "import nalanda_kernels; print(nalanda_kernels.candidates('delta_rule', 'auto', 'cuda'))"
+    )
     environment = {**os.environ, "NALANDA_BACKEND": "torch"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
 def test_an_unknown_backend_is_refused_where_it_was_named(monkeypatch):
-    with pytest.raises(ValueError, match=r"^backend='bogus': no delta_rule for cpu; choose one of auto"):
+    with pytest.raises(
+        ValueError, match=r"^backend='bogus': no delta_rule for cpu; choose one of auto"
+    ):
         nalanda_kernels.candidates("delta_rule", "bogus", "cpu")
-    monkeypatch.setattr(nalanda_kernels, "_chosen", ["bogus"])  # as the environment sets it at the start
+    monkeypatch.setattr(
+        nalanda_kernels, "_chosen", ["bogus"]
+    )  # as the environment sets it at the start
     with pytest.raises(ValueError, match=r"^NALANDA_BACKEND='bogus': no delta_rule"):
         nalanda_kernels.candidates("delta_rule", "auto", "cpu")
 

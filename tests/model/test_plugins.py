@@ -75,9 +75,12 @@ def write(folder: Path, name: str, text: str) -> Path:
 def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
     settings = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, "-c", program], env={**settings, **environment}, cwd=folder, capture_output=True,
+        [sys.executable, "-c", program],
+        env={**settings, **environment},
+        cwd=folder,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
 
 
 WITHOUT_NALANDA = """
@@ -122,10 +125,17 @@ def test_the_files_of_the_page_pass_their_tests(tmp_path, monkeypatch):
 def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_accelerate, forget):
     """With a recipe of the example's model over a small corpus; the plugin stands beside the recipe."""
     shutil.copy(EXAMPLE / "my_mixer.py", tmp_path)
-    text = (EXAMPLE / "recipe.yaml").read_text().replace("source: python", f"source: {recipe.parent}")
+    text = (
+        (EXAMPLE / "recipe.yaml").read_text().replace("source: python", f"source: {recipe.parent}")
+    )
     (tmp_path / "recipe.yaml").write_text(text)
     run_dir = tmp_path / "run"
-    settings = [f"output_dir={run_dir}", "train.steps=3", "tokenizer.vocab_size=320", "train.cpu_threads=1"]
+    settings = [
+        f"output_dir={run_dir}",
+        "train.steps=3",
+        "tokenizer.vocab_size=320",
+        "train.cpu_threads=1",
+    ]
     train(load_config(tmp_path / "recipe.yaml", settings))
     assert "plugins:\n- my_mixer\n" in (run_dir / "config.yaml").read_text()
     for folder in (run_dir / "final", run_dir / "checkpoints" / "step-3"):
@@ -134,16 +144,16 @@ def test_trains_exports_and_loads_where_nalanda_is_not(tmp_path, recipe, fresh_a
 
     model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
     torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
-    exporting = (
-        "from pathlib import Path; from nalanda.train.export import export; export(Path('run'), Path('out'))"
-    )
+    exporting = "from pathlib import Path; from nalanda.train.export import export; export(Path('run'), Path('out'))"
     done = run(
         exporting, tmp_path, PYTHONSAFEPATH="1"
     )  # as the console script, without the working directory
     assert done.returncode == 0, done.stderr[-2000:]
     (tmp_path / "my_mixer.py").unlink()
     forget()
-    with pytest.raises(InputError, match=r"step-3: plugins: my_mixer is not importable; import it first"):
+    with pytest.raises(
+        InputError, match=r"step-3: plugins: my_mixer is not importable; import it first"
+    ):
         export(run_dir, tmp_path / "exported")
     program = WITHOUT_NALANDA + COMPARE.format(name="run/final", trust=True)
     done = run(program + 'model.save_pretrained("again")', tmp_path)
@@ -161,7 +171,9 @@ def test_loads_with_nalanda(my_mixer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     torch.save(logits(model, ids(2, 9)), tmp_path / "expected.pt")
     program = "import os, torch, nalanda\nfrom transformers import AutoModelForCausalLM\n"
-    plain, trusted = (program + COMPARE.format(name="model", trust=trust) for trust in (False, True))
+    plain, trusted = (
+        program + COMPARE.format(name="model", trust=trust) for trust in (False, True)
+    )
     done = run(plain, tmp_path, PYTHONPATH=os.pathsep.join([*sys.path[1:], str(EXAMPLE)]))
     assert done.returncode == 0, done.stderr[-2000:]
     # A file beside the weights is code from elsewhere, even where it stands in the working directory.
@@ -216,7 +228,10 @@ FAULTS = {  # property → methods of a class that lacks it
 @pytest.mark.parametrize("fault", FAULTS)
 def test_checks_name_the_property(fault, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    write(tmp_path, "faulty", f"""
+    write(
+        tmp_path,
+        "faulty",
+        f"""
 import torch
 from nalanda.model import register_mixer
 from nalanda.model.linear import LinearAttention
@@ -227,7 +242,8 @@ class Faulty(LinearAttention):
         return None
 
 register_mixer("faulty", Faulty)
-""")  # fmt: skip
+""",
+    )
     import faulty  # noqa: F401
 
     with pytest.raises(AssertionError, match=f"mixer faulty: .*{fault}"):
@@ -275,7 +291,11 @@ def test_rows_of_a_mixer_that_knows_no_parts_are_not_cut(monkeypatch):
     ("name", "mixer", "says"),
     [
         ("mine", 3, "is not a subclass of Mixer"),
-        ("mine", Bare, "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops"),
+        (
+            "mine",
+            Bare,
+            "no text `equation`; .*no text `source`; does not define mix.*state_spec.*flops",
+        ),
         ("mine", Changed, r"changes read_out\(\) but inherits step_options\(\) of DeltaNet"),
         ("mine", Gentler, r"changes gates\(\) but inherits step_options\(\) of DeltaNet"),
         ("mine", Counted, r"changes counts\(\) but inherits step_options\(\) of LinearAttention"),
@@ -329,7 +349,10 @@ class Map(nalanda.model.FeatureMap):
     ("kind", "says"),
     [
         (nalanda.model.FeatureMap, "does not define forward"),
-        (Map, "no `equation`; has no `source`; has no `feature_dim`; .* no Fp32Module; .* no initial"),
+        (
+            Map,
+            "no `equation`; has no `source`; has no `feature_dim`; .* no Fp32Module; .* no initial",
+        ),
         (torch.nn.ReLU, "not a subclass of FeatureMap"),
     ],
 )
@@ -359,7 +382,11 @@ register_feature_map("twice_{name}", Twice)
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
-        ("takes_yaml", "import yaml", "takes_yaml.py, line 2: imports yaml; checkpoints carry this file"),
+        (
+            "takes_yaml",
+            "import yaml",
+            "takes_yaml.py, line 2: imports yaml; checkpoints carry this file",
+        ),
         (
             "takes_train",
             "from nalanda.train.optim import register_optimizer",
@@ -411,7 +438,10 @@ def test_a_config_imports_plugins_only(tmp_path, monkeypatch):
 
 
 def test_a_run_with_an_optimizer_and_a_reader(tmp_path, monkeypatch, recipe, fresh_accelerate):
-    write(tmp_path, "my_parts", """
+    write(
+        tmp_path,
+        "my_parts",
+        """
 import torch
 from nalanda.data.documents import Document, register_reader
 from nalanda.train.optim import register_optimizer
@@ -426,20 +456,27 @@ def read_records(path, fields, start):
 
 register_optimizer("momentum", momentum)
 register_reader(".records", read_records)
-""")  # fmt: skip
+""",
+    )
     (tmp_path / "corpus").mkdir()
-    texts = [json.loads(line)["text"] for line in (recipe.parent / "a.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in (recipe.parent / "a.jsonl").read_text().splitlines()
+    ]
     (tmp_path / "corpus" / "a.records").write_text("%".join(texts))
     monkeypatch.chdir(tmp_path)
     settings = [
         *("plugins=[my_parts]", "optim.name=momentum", f"data.source={tmp_path / 'corpus'}"),
         *("data.workers=2", "checkpoint.every=2", f"output_dir={tmp_path / 'run'}"),
     ]
-    with pytest.raises(InputError, match=r"optim.name: expected one of adamw, muon; got 'momentum'"):
+    with pytest.raises(
+        InputError, match=r"optim.name: expected one of adamw, muon; got 'momentum'"
+    ):
         load_config(recipe, settings[1:])
     train(load_config(recipe, [*settings, "train.steps=2"]))
     train(load_config(recipe, [*settings, "train.steps=4"]))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
 
     from nalanda.config.schema import TokenizerConfig

@@ -48,7 +48,9 @@ def gradients(model, dtype=None) -> list[torch.Tensor]:
 def generated(model) -> torch.Tensor:
     """Logits of a prompt and two tokens."""
     cache = NalandaCache(len(model.model.layers))
-    return torch.cat([logits(model, t, past_key_values=cache) for t in ids(2, 9).split([7, 1, 1], 1)], 1)
+    return torch.cat(
+        [logits(model, t, past_key_values=cache) for t in ids(2, 9).split([7, 1, 1], 1)], 1
+    )
 
 
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
@@ -153,7 +155,9 @@ def test_weights_side_by_side_are_saved_copied_and_moved_one_by_one(tmp_path):
     expected, mixer = generated(model), model.model.layers[0].mixer
     assert mixer._joined is not None
     parameters = {n: p for n, p in model.state_dict().items() if n.startswith("model.layers.")}
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()}
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()
+    }
     assert len(storages) == len(parameters)
     assert sum(storages.values()) == sum(p.nbytes for p in parameters.values())
     save_file(model.state_dict(), tmp_path / "model.safetensors")  # refuses shared storage
@@ -249,7 +253,9 @@ def test_weights_stay_what_they_are_in_inference_mode():
     with torch.no_grad():
         close(generated(made), generated(model))
     model = build().train()
-    model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight.data.clone()
+    model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[
+        0
+    ].mlp.gate_proj.weight.data.clone()
     with torch.inference_mode():
         model.eval()
     assert not model.model.layers[0].mlp.gate_proj.weight.is_inference()

@@ -19,7 +19,9 @@ K, M = 16, 6
 
 
 def draw(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
-    return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return spread * torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def kernel(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -42,8 +44,12 @@ def spectral(X: torch.Tensor) -> torch.Tensor:
 
 def test_kernel():
     x, z = draw(2, 3, 7, K), draw(3, M, K, seed=1)  # z is broadcast over the batch
-    torch.testing.assert_close(gaussian_kernel(x, z), kernel(x, z.expand(2, 3, M, K)), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(gaussian_kernel(x, x).diagonal(dim1=-2, dim2=-1), torch.ones(2, 3, 7).double())
+    torch.testing.assert_close(
+        gaussian_kernel(x, z), kernel(x, z.expand(2, 3, M, K)), rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(
+        gaussian_kernel(x, x).diagonal(dim1=-2, dim2=-1), torch.ones(2, 3, 7).double()
+    )
     # A shared offset of x and z, here 100 in every coordinate, must not cause cancellation in fp32.
     x, z = ((100 + y).float() for y in (x, z.expand(2, 3, M, K)))
     torch.testing.assert_close(
@@ -65,7 +71,9 @@ def test_landmark_weights(normalized, inverse, ridge):
 
 
 @pytest.mark.parametrize("name", ["soft", "softpp"])
-@pytest.mark.parametrize("options", [{}, {"ridge": 0.1, "inverse": "newton"}], ids=["default", "newton"])
+@pytest.mark.parametrize(
+    "options", [{}, {"ridge": 0.1, "inverse": "newton"}], ids=["default", "newton"]
+)
 def test_map(name, options):
     """φ_q·φ_k = κ(q, Z) W κ(Z, k), the regularised Nyström entry, for each head with its own landmarks."""
     feature_map = build_feature_map(name, num_heads=2, head_dim=K, landmarks=M, **options).double()
@@ -74,10 +82,14 @@ def test_map(name, options):
     q, k = draw(3, 5, 2, K), draw(3, 7, 2, K, seed=1)
     phi_q, phi_k = feature_map(q, k)
     assert phi_q.shape == (3, 5, 2, M)
-    torch.testing.assert_close(phi_k.transpose(1, 2), kernel(k.transpose(1, 2), Z.expand(3, 2, M, K)))
+    torch.testing.assert_close(
+        phi_k.transpose(1, 2), kernel(k.transpose(1, 2), Z.expand(3, 2, M, K))
+    )
     Pq, Pk = (kernel(x.transpose(1, 2), Z.expand(3, 2, M, K)) for x in (q, k))
     expected = Pq @ weights(Z, options.get("ridge", 0.01), name == "softpp") @ Pk.mT
-    torch.testing.assert_close(torch.einsum("bthm,bshm->bhts", phi_q, phi_k), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.einsum("bthm,bshm->bhts", phi_q, phi_k), expected, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("T", [1, 3, 8, 30])
@@ -121,7 +133,9 @@ def test_attention_is_the_similarity_times_v(options):
     T = 34
     q, v = draw(2, T, 3, K).requires_grad_(), draw(2, T, 3, 5, seed=1).requires_grad_()
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(tuple(x.shape)) or x, lambda x: x
+    ):
         o = soft_attention(q, v, **options)
     assert saved
     assert all(shape[-2:] != (T, T) for shape in saved)
@@ -135,7 +149,9 @@ def test_attention_is_the_similarity_times_v(options):
 def test_attention_gradients():
     q, v = draw(1, 6, 2, 4).requires_grad_(), draw(1, 6, 2, 3, seed=1).requires_grad_()
     for inverse in ("cholesky", "newton"):
-        assert torch.autograd.gradcheck(lambda q, v, i=inverse: soft_attention(q, v, inverse=i), (q, v))
+        assert torch.autograd.gradcheck(
+            lambda q, v, i=inverse: soft_attention(q, v, inverse=i), (q, v)
+        )
 
 
 def matrix(condition: float, size: int = 12, seed: int = 0) -> torch.Tensor:

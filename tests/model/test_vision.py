@@ -46,9 +46,20 @@ ATTENTIONS = {
 
 
 def config(name: str, **options) -> NalandaConfig:
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 12, "num_labels": 5}
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "head_dim": 12,
+        "num_labels": 5,
+    }
     sizes |= {"intermediate_size": 32, "image_size": ROWS * PATCH, "patch_size": PATCH}
-    keys = {"mixer": name, "value_conv": 3, "position_embedding": "learnt", "initializer_range": 0.3}
+    keys = {
+        "mixer": name,
+        "value_conv": 3,
+        "position_embedding": "learnt",
+        "initializer_range": 0.3,
+    }
     return NalandaConfig(is_decoder=False, **(sizes | keys | ATTENTIONS.get(name, {}) | options))
 
 
@@ -141,10 +152,14 @@ def test_rotation_depends_on_both_distances():
     seq, q, k = Sequences(both=True, grid=(4, 5)), *torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
     x = q.expand(1, 20, 1, 8)
     angles = place_angles(x, seq, 8, 100.0)
-    scores = (rotate(x, angles)[0, :, 0] @ rotate(k.expand(1, 20, 1, 8), angles)[0, :, 0].T).view(4, 5, 4, 5)
+    scores = (rotate(x, angles)[0, :, 0] @ rotate(k.expand(1, 20, 1, 8), angles)[0, :, 0].T).view(
+        4, 5, 4, 5
+    )
     close(scores[0, 0, 2, 1], scores[1, 3, 3, 4])
     assert abs(scores[0, 0, 2, 1] - scores[0, 0, 1, 2]) > 1e-3
-    assert abs(scores[0, 0, 0, 2] - scores[0, 3, 1, 0]) > 1e-3  # as far apart in the row of all patches
+    assert (
+        abs(scores[0, 0, 0, 2] - scores[0, 3, 1, 0]) > 1e-3
+    )  # as far apart in the row of all patches
 
 
 def test_features_rotate_above_the_denominator_alone():
@@ -176,7 +191,9 @@ def test_other_sizes_interpolate_positions():
     model = made("mala")
     wide = torch.randn(1, 3, 3 * PATCH, 5 * PATCH, dtype=torch.float64)
     assert model(wide, interpolate_pos_encoding=True).logits.shape == (1, 5)
-    with pytest.raises(ValueError, match=r"images are 12 × 20, the model reads 12 × 12: resize them, or set"):
+    with pytest.raises(
+        ValueError, match=r"images are 12 × 20, the model reads 12 × 12: resize them, or set"
+    ):
         model(wide)
     same = model(images(), interpolate_pos_encoding=True).logits
     assert torch.equal(same, model(images()).logits)
@@ -192,7 +209,10 @@ def test_other_sizes_interpolate_positions():
         ({"value_conv": 1}, "value_conv=1 must be 0"),
         ({"image_size": None}, "position_embedding=learnt is a table for images; set image_size"),
         ({"mixer": "softmax", "head_dim": 6}, "rotary_dim=6 must be a multiple of 4 in images"),
-        ({"mixer": "delta_product", "directions": 2}, "value_conv=3: a token has 2 values; leave it out"),
+        (
+            {"mixer": "delta_product", "directions": 2},
+            "value_conv=3: a token has 2 values; leave it out",
+        ),
     ],
 )
 def test_bad_configs_are_one_line(options, message):
@@ -205,9 +225,15 @@ def test_bad_inputs_are_one_line():
     model = made("mala")
     for call, message in (
         (lambda: model(images()[:, :1]), r"pixel_values must be \[batch, 3, height, width\], got"),
-        (lambda: model(images()[..., :9], interpolate_pos_encoding=True), "multiples of patch_size=4"),
+        (
+            lambda: model(images()[..., :9], interpolate_pos_encoding=True),
+            "multiples of patch_size=4",
+        ),
         (lambda: model(None), "image_size=12: the model reads images: give pixel_values"),
-        (lambda: model.model(torch.zeros(1, 3).long()), "the model reads images: give pixel_values"),
+        (
+            lambda: model.model(torch.zeros(1, 3).long()),
+            "the model reads images: give pixel_values",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -241,20 +267,36 @@ def test_trainer_pipeline_and_remote_code(tmp_path):
     torch.manual_seed(0)
     names = ["dark", "light"]
     keys = {"initializer_range": 0.1, "id2label": dict(enumerate(names))}
-    options = config("mala").to_diff_dict() | keys | {"label2id": {n: i for i, n in enumerate(names)}}
+    options = (
+        config("mala").to_diff_dict() | keys | {"label2id": {n: i for i, n in enumerate(names)}}
+    )
     model = AutoModelForImageClassification.from_config(NalandaConfig(**options))
     size = {"height": 12, "width": 12}
     processor = ViTImageProcessorPil(size=size)
-    pictures = [(Image.new("RGB", (20, 20), (40 + 150 * (i % 2) + i,) * 3), i % 2) for i in range(16)]
+    pictures = [
+        (Image.new("RGB", (20, 20), (40 + 150 * (i % 2) + i,) * 3), i % 2) for i in range(16)
+    ]
     rows = [{"pixel_values": processor(x)["pixel_values"][0], "labels": y} for x, y in pictures]
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=25, learning_rate=3e-3, report_to=[], use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=8, save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=25,
+        learning_rate=3e-3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=8,
+        save_strategy="no",
+        logging_strategy="no",
+    )
     trainer = Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator,
-        processing_class=processor, compute_metrics=lambda p: {"right": (p[0].argmax(-1) == p[1]).mean()},
-    )  # fmt: skip
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=default_data_collator,
+        processing_class=processor,
+        compute_metrics=lambda p: {"right": (p[0].argmax(-1) == p[1]).mean()},
+    )
     trainer.train()
     assert trainer.evaluate()["eval_right"] == 1
     trainer.save_model(str(tmp_path / "saved"))
@@ -281,6 +323,12 @@ x, logits = torch.load({str(tmp_path / "expected.pt")!r})
 with torch.no_grad():
     assert torch.equal(model(x).logits, logits)
 """
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -20,12 +20,22 @@ SHAPES = {
     LlamaConfig: {"num_attention_heads": 2, "intermediate_size": 32},
     MambaConfig: {},
     GPT2Config: {"num_attention_heads": 2},
-    Qwen3NextConfig: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 2,
-                      "linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16,
-                      "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 32,
-                      "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1,
-                      "layer_types": ["linear_attention", "full_attention"]},
-}  # fmt: skip
+    Qwen3NextConfig: {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "moe_intermediate_size": 16,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "intermediate_size": 32,
+        "shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
 
 
 def packed(*documents: list[int]) -> dict[str, torch.Tensor]:
@@ -46,9 +56,14 @@ def test_bigram_by_hand():
     # Pairs 01 ×2, 12, 10, 20 ×3, 03: counts [2, 1, 1, 3, 1], three ones and one two, so d = 3/5. Tokens have
     # 2, 1, 1 and 1 predecessors (0 from 1 and 2): three ones, one two again, e = 3/5. Five bigrams, V = 5.
     bigram = Bigram([packed([0, 1, 2, 0], [0, 1, 0, 3]), packed([2, 0], [2, 0])], vocab_size=5)
-    lower = {0: (2 - 0.6) / 5 + 0.6 * 4 / 5 / 5, 3: (1 - 0.6) / 5 + 0.6 * 4 / 5 / 5, 4: 0.6 * 4 / 5 / 5}
+    lower = {
+        0: (2 - 0.6) / 5 + 0.6 * 4 / 5 / 5,
+        3: (1 - 0.6) / 5 + 0.6 * 4 / 5 / 5,
+        4: 0.6 * 4 / 5 / 5,
+    }
     expected = [
-        (2 - 0.6) / 3 + 0.6 * 2 / 3 * ((1 - 0.6) / 5 + 0.6 * 4 / 5 / 5),  # 1 after 0: c(01) = 2 of c(0) = 3
+        (2 - 0.6) / 3
+        + 0.6 * 2 / 3 * ((1 - 0.6) / 5 + 0.6 * 4 / 5 / 5),  # 1 after 0: c(01) = 2 of c(0) = 3
         0.6 * 2 / 3 * lower[0],  # 0 after 0: unseen, 0 has two followers
         (3 - 0.6) / 3 + 0.6 * 1 / 3 * lower[0],  # 0 after 2
         0.6 * 2 / 3 * lower[4],  # 4 was never seen
@@ -58,7 +73,9 @@ def test_bigram_by_hand():
     assert found == pytest.approx(expected)
 
     row = packed([0, 1], [3, 3])
-    assert bigram.perplexity([row]) == pytest.approx(math.exp(-np.log([expected[0], expected[4]]).mean()))
+    assert bigram.perplexity([row]) == pytest.approx(
+        math.exp(-np.log([expected[0], expected[4]]).mean())
+    )
 
 
 def test_bigram_sums_to_one():
@@ -69,10 +86,14 @@ def test_bigram_sums_to_one():
         assert bigram.probabilities(np.full(11, first), second).sum() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig])
+@pytest.mark.parametrize(
+    "kind", [NalandaConfig, LlamaConfig, MambaConfig, GPT2Config, Qwen3NextConfig]
+)
 def test_zeroing_is_undone_and_isolates_tokens(kind):
     torch.manual_seed(0)
-    config = kind(vocab_size=31, hidden_size=32, num_hidden_layers=2, initializer_range=0.5, **SHAPES[kind])
+    config = kind(
+        vocab_size=31, hidden_size=32, num_hidden_layers=2, initializer_range=0.5, **SHAPES[kind]
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.tensor([[1, 2, 3, 4], [4, 2, 3, 4]])  # they differ in the first token
@@ -107,7 +128,9 @@ def test_perplexity_of_packed_documents():
         ids = torch.tensor([document])
         logp = model(ids).logits.log_softmax(-1)
         nll += (-logp[0, :-1].gather(-1, ids[0, 1:, None])).flatten().tolist()
-    assert measure_perplexity(model, [packed(*documents)]) == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
+    assert measure_perplexity(model, [packed(*documents)]) == pytest.approx(
+        math.exp(np.mean(nll)), rel=1e-5
+    )
 
 
 def test_recipe_is_whole_and_builds():

@@ -46,7 +46,12 @@ MORE = {
 def published() -> tuple[int, float]:
     """Parameters and multiply-adds of transformers' DeiT-tiny. Published are 5.7 M, and 1.3 G or (without the
     products of queries, keys and values) 1.08 G."""
-    sizes = {"hidden_size": D, "num_attention_heads": 3, "intermediate_size": 4 * D, "num_labels": 1000}
+    sizes = {
+        "hidden_size": D,
+        "num_attention_heads": 3,
+        "intermediate_size": 4 * D,
+        "num_labels": 1000,
+    }
     with torch.device("meta"):
         model = ViTForImageClassification(ViTConfig(**sizes, attn_implementation="eager")).eval()
         with FlopCounterMode(display=False) as counter:
@@ -64,7 +69,9 @@ def test_sizes_are_the_published_ones(name, published):
     """Parameters to 0.5 % those of DeiT-tiny with that attention, multiply-adds to 12 % DeiT-tiny's."""
     parameters, products = published
     assert (parameters, round(products / 1e9, 2)) == (5_717_416, 1.25)
-    config = NalandaConfig(is_decoder=False, **DEIT["model"], **DEIT["attentions"][name], num_labels=1000)
+    config = NalandaConfig(
+        is_decoder=False, **DEIT["model"], **DEIT["attentions"][name], num_labels=1000
+    )
     with torch.device("meta"):
         found = NalandaForImageClassification(config).num_parameters()
     assert found == pytest.approx(parameters + LAYERS * MORE[name], rel=5e-3)
@@ -86,10 +93,29 @@ def write_images(folder: Path) -> None:
 
 
 SMALL = [
-    *("model.image_size=16", "model.patch_size=4", "model.hidden_size=24", "model.num_hidden_layers=1"),
-    *("model.intermediate_size=32", "augment.randaugment=0", "augment.erasing=0", "train.bf16=false"),
-    *("train.per_device_train_batch_size=8", "train.dataloader_num_workers=0", "train.learning_rate=0.02"),
-    *("train.num_train_epochs=6", "train.disable_tqdm=true", "train.use_cpu=true", "attention=mala"),
+    *(
+        "model.image_size=16",
+        "model.patch_size=4",
+        "model.hidden_size=24",
+        "model.num_hidden_layers=1",
+    ),
+    *(
+        "model.intermediate_size=32",
+        "augment.randaugment=0",
+        "augment.erasing=0",
+        "train.bf16=false",
+    ),
+    *(
+        "train.per_device_train_batch_size=8",
+        "train.dataloader_num_workers=0",
+        "train.learning_rate=0.02",
+    ),
+    *(
+        "train.num_train_epochs=6",
+        "train.disable_tqdm=true",
+        "train.use_cpu=true",
+        "attention=mala",
+    ),
 ]
 
 
@@ -110,10 +136,14 @@ def test_trains_on_a_folder_and_resumes(tmp_path, capsys):
 
 def test_a_run_is_resumed_under_its_own_settings_only(tmp_path):
     def recipe(**train) -> object:
-        return script.Recipe(str(tmp_path), "digits", {"hidden_size": 8}, {"mala": {"mixer": "mala"}}, train)
+        return script.Recipe(
+            str(tmp_path), "digits", {"hidden_size": 8}, {"mala": {"mixer": "mala"}}, train
+        )
 
     script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.1), "mala")
-    script.check_same_recipe(tmp_path / "mala-0", recipe(learning_rate=0.1, num_train_epochs=9), "mala")
+    script.check_same_recipe(
+        tmp_path / "mala-0", recipe(learning_rate=0.1, num_train_epochs=9), "mala"
+    )
     with pytest.raises(
         InputError, match=r"mala-0: was begun with train\.learning_rate 0\.1, and this is 0\.2"
     ):

@@ -30,7 +30,13 @@ def twin(recipe: Path):
     if "mixer" in keys:
         keys["max_position_embeddings"] = 64  # room for a block
     mixer = keys.get("mixer")
-    if names := mixer["pattern"] if isinstance(mixer, dict) else mixer if isinstance(mixer, list) else []:
+    if (
+        names := mixer["pattern"]
+        if isinstance(mixer, dict)
+        else mixer
+        if isinstance(mixer, list)
+        else []
+    ):
         keys["mixer"] = [names[0], names[-1]]
     own = {"num_heads": 2, "num_kv_heads": 1, "num_v_heads": 4, "head_dim": 32, "rotary_dim": 16}
     options = keys.get("mixer_options") or {}
@@ -94,11 +100,15 @@ def test_twin_learns_by_its_mixers(recipe):
     second[:, -1] = first[:, -1]
     with torch.no_grad():
         a, b = (model(input_ids=tokens, use_cache=False).logits for tokens in (first, second))
-    torch.testing.assert_close(a[:, -1], b[:, -1])  # without mixers nothing earlier reaches the last token
+    torch.testing.assert_close(
+        a[:, -1], b[:, -1]
+    )  # without mixers nothing earlier reaches the last token
     assert not torch.allclose(a[:, -2], b[:, -2])
 
 
-@pytest.mark.parametrize("recipe", [p for p in RECIPES if "wikitext103" in p.stem], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "recipe", [p for p in RECIPES if "wikitext103" in p.stem], ids=lambda p: p.stem
+)
 def test_transnormers_setting_does_not_clip(recipe):
     assert load_config(recipe).optim.max_grad_norm == 0
 
@@ -139,7 +149,10 @@ def test_packed_documents_reach_flash_linear_attention_as_bounds(monkeypatch):
             calls.append(options)
             return SimpleNamespace(logits=input_ids[..., None].float())
 
-    tokens, positions = torch.arange(12).view(2, 6), torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]])
+    tokens, positions = (
+        torch.arange(12).view(2, 6),
+        torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]),
+    )
     bounds = torch.tensor([0, 4, 6, 12])
     for module, keys in (("fla.models", {"cu_seqlens"}), ("transformers.models", {"position_ids"})):
         monkeypatch.setattr(Model, "__module__", module)

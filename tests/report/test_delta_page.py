@@ -11,12 +11,18 @@ from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.report.tables import LENGTH, SHAPE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "delta_rules.md").read_text(encoding="utf-8")
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.count("|") == 9 and "`" in line]
+ROWS = [
+    line.strip("| ").split(" | ")
+    for line in PAGE.splitlines()
+    if line.count("|") == 9 and "`" in line
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_of_the_mixers(row):
-    name, equation, parameters, mflops, state, recipes, theirs, source = (cell.strip("`") for cell in row)
+    name, equation, parameters, mflops, state, recipes, theirs, source = (
+        cell.strip("`") for cell in row
+    )
     config = NalandaConfig(mixer=name, **SHAPE)
     mixer = config.distinct_mixers()[name]
     assert equation.split(":")[-1].strip() in MIXERS[name].equation

@@ -89,7 +89,9 @@ def test_every_340m_recipe_has_its_literature_figure():
 def test_state_is_what_generation_carries():
     figures = info("nala_gated_deltanet_340m", [])
     heads, features, values, channels = 6, 256, 256, 768 + 768 + 1536
-    assert figures["state_bytes_per_sequence"] == 21 * (4 * heads * features * values + 2 * 3 * channels)
+    assert figures["state_bytes_per_sequence"] == 21 * (
+        4 * heads * features * values + 2 * 3 * channels
+    )
     half = info("nala_gated_deltanet_340m", ["model.expand_k=0.5"])
     plain = info("gated_deltanet_340m", [])
     assert half["state_bytes_per_sequence"] < 1.01 * plain["state_bytes_per_sequence"]
@@ -98,8 +100,15 @@ def test_state_is_what_generation_carries():
 def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": "d e f"}\n{"text": "a g"}\n')
     words = [
-        *(f"output_dir={tmp_path / 'run'}", "model={hidden_size: 64, num_hidden_layers: 1, num_heads: 1}"),
-        *("tokenizer={train: words}", f"data.source={tmp_path}", f"data.validation_source={tmp_path}"),
+        *(
+            f"output_dir={tmp_path / 'run'}",
+            "model={hidden_size: 64, num_hidden_layers: 1, num_heads: 1}",
+        ),
+        *(
+            "tokenizer={train: words}",
+            f"data.source={tmp_path}",
+            f"data.validation_source={tmp_path}",
+        ),
     ]
 
     def table(*overrides: str) -> int:
@@ -112,7 +121,10 @@ def test_vocabulary_of_words_that_are_not_counted_yet(tmp_path, monkeypatch):
     assert table("tokenizer.vocab_size=1000") == 1024
     assert table("model.vocab_size=267744") == 267744
     assert (
-        table("model={auto: mamba, hidden_size: 64, tie_word_embeddings: false}", "tokenizer.vocab_size=99")
+        table(
+            "model={auto: mamba, hidden_size: 64, tie_word_embeddings: false}",
+            "tokenizer.vocab_size=99",
+        )
         == 128
     )
 
@@ -129,7 +141,9 @@ def test_saved_bytes_are_counted():
 
 
 def test_attention_keeps_no_matrix_of_probabilities():
-    config = NalandaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax")
+    config = NalandaConfig(
+        vocab_size=16, hidden_size=32, num_hidden_layers=1, num_heads=2, mixer="softmax"
+    )
     counts = [activation_bytes(config, 1, T, torch.float32, False) for T in (512, 1024, 2048)]
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])
 
@@ -184,13 +198,17 @@ def test_time_is_flops_over_a_share_of_the_peak():
 
 def test_weights_and_moments_by_how_they_are_shared():
     def held(*overrides: str, processes: int = 1) -> int:
-        return info("gla_340m", list(overrides), processes, memory=False)["weights_and_optimizer_bytes"]
+        return info("gla_340m", list(overrides), processes, memory=False)[
+            "weights_and_optimizer_bytes"
+        ]
 
     n = info("gla_340m", [], memory=False)["parameters"]
     assert held() == 16 * n
     assert held(processes=4) == 20 * n  # DDP's buckets
     muon = held("optim.name=muon")
-    assert 12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024  # one moment, except for embedding and head
+    assert (
+        12 * n < muon < 13 * n + 4 * 2 * 32000 * 1024
+    )  # one moment, except for embedding and head
     once = "train.tokens_per_step=65536"  # one micro-batch a step
     split = held("train.parallel=fsdp", once, processes=4)
     assert 4 * n < split < 8 * n
@@ -214,7 +232,9 @@ def test_the_estimate_before_a_run(tmp_path):
     tokens = (512 - 256) * 2048
     longest = duration(tokens * 1e9 / (UTILISATION[0] * 1e12))
     assert f"to {longest}, assuming 10 to 40 % of the peak; " in text
-    assert f"{size(16 * model.num_parameters())} a device for weights, gradients and moments" in text
+    assert (
+        f"{size(16 * model.num_parameters())} a device for weights, gradients and moments" in text
+    )
     assert "for activations" in text
 
 
@@ -223,7 +243,12 @@ def test_printed(capsys):
     printed = capsys.readouterr().out
     for figure in ("374.4 M", "308.8 M", "15.032 B", "12.4 MiB", "28,672"):
         assert figure in printed
-    assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5,120.0 GiB"]
+    assert [size(n) for n in (5, 2048, 3 << 20, 5 << 40)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5,120.0 GiB",
+    ]
 
 
 def test_every_key_of_a_recipe_is_explained():
@@ -232,7 +257,9 @@ def test_every_key_of_a_recipe_is_explained():
     assert found["data.seq_len"]["default"] == str(DataConfig().seq_len)
     assert found["model.conv_size"]["type"] == "int | null"
     assert found["optim.groups[].match"]["default"] == "required"
-    own = {f"model.{f.name}" for f in fields(NalandaConfig) if f.name in NalandaConfig.__annotations__}
+    own = {
+        f"model.{f.name}" for f in fields(NalandaConfig) if f.name in NalandaConfig.__annotations__
+    }
     assert own - {"model.model_type"} <= found.keys()
     assert [row["key"] for row in key_rows(r"^data\.seq")] == ["data.seq_len"]
     with pytest.raises(InputError, match="regular expression"):
@@ -242,7 +269,9 @@ def test_every_key_of_a_recipe_is_explained():
 @pytest.mark.parametrize("page", tables.TABLES)
 def test_the_tables_of_a_page_are_the_codes(page):
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
-    assert tables.updated(page, text) == text, f"{page}: its tables are not the code's; run `make tables`"
+    assert tables.updated(page, text) == text, (
+        f"{page}: its tables are not the code's; run `make tables`"
+    )
     stale = re.sub(r"(-->\n\|.*\n\|.*\n)\|.*\n", r"\1| `old` |\n", text)
     assert stale != text
     assert tables.updated(page, stale) == text
@@ -261,5 +290,7 @@ def test_tables_fit_a_terminal(capsys):
 
 def test_the_folder_of_a_run_names_its_recipe(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(InputError, match=f"a folder, not a recipe; its recipe is {tmp_path / 'config.yaml'}"):
+    with pytest.raises(
+        InputError, match=f"a folder, not a recipe; its recipe is {tmp_path / 'config.yaml'}"
+    ):
         info(str(tmp_path), [])

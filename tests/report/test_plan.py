@@ -7,21 +7,49 @@ import pytest
 
 from nalanda.common.errors import InputError
 from nalanda.model.ops import delta_rule_flops
-from nalanda.report.plan import Cluster, Counts, Split, clusters, count, plan, predict, tensor_parallelism
+from nalanda.report.plan import (
+    Cluster,
+    Counts,
+    Split,
+    clusters,
+    count,
+    plan,
+    predict,
+    tensor_parallelism,
+)
 from nalanda_cli import main
 
 COUNTS = Counts(
-    seq_len=1000, steps=100, rows=64, micro=2, parameters=10**9, matrices=8 * 10**8, wire=2,
-    layers=10, hidden_size=2048,
-    flops=2e9, held=lambda processes, shards, more: (16 // shards + 4 * (more and shards > 1)) * 10**9,
+    seq_len=1000,
+    steps=100,
+    rows=64,
+    micro=2,
+    parameters=10**9,
+    matrices=8 * 10**8,
+    wire=2,
+    layers=10,
+    hidden_size=2048,
+    flops=2e9,
+    held=lambda processes, shards, more: (16 // shards + 4 * (more and shards > 1)) * 10**9,
     kept=lambda tokens, again: 1e6 * tokens,
-    passing=3e8, transitions=10**6, states=2 * 10**6, halos=10**5,
-    state_messages=10, halo_messages=10,
-)  # fmt: skip
-SIMPLE = Cluster(2, peak=1, mfu=0.5, memory=100, hbm=1000, nvlink=10, network=8, latency=0, overlap=0)
+    passing=3e8,
+    transitions=10**6,
+    states=2 * 10**6,
+    halos=10**5,
+    state_messages=10,
+    halo_messages=10,
+)
+SIMPLE = Cluster(
+    2, peak=1, mfu=0.5, memory=100, hbm=1000, nvlink=10, network=8, latency=0, overlap=0
+)
 ATTENTION = replace(COUNTS, attention=1e9, keys=100, key_messages=2, growing=2)
 TINY = [
-    *("model.hidden_size=64", "model.num_heads=2", "model.vocab_size=128", "model.intermediate_size=128"),
+    *(
+        "model.hidden_size=64",
+        "model.num_heads=2",
+        "model.vocab_size=128",
+        "model.intermediate_size=128",
+    ),
     *("data.seq_len=128", "train.tokens_per_step=1024", "train.micro_batch_size=1"),
 ]
 
@@ -35,9 +63,13 @@ def test_ddp_by_hand():
     assert (cost.sent, cost.crossing, cost.accumulation) == (4e9, 0, 16)
     assert cost.idle == pytest.approx(reduced / cost.step)
     assert cost.mfu == pytest.approx(0.5 * compute / cost.step)
-    hidden = predict(COUNTS, replace(SIMPLE, overlap=1), Split(micro=2))  # behind 2/3 of a micro-batch
+    hidden = predict(
+        COUNTS, replace(SIMPLE, overlap=1), Split(micro=2)
+    )  # behind 2/3 of a micro-batch
     assert hidden.step == pytest.approx(cost.step - reduced)
-    slow = predict(COUNTS, replace(SIMPLE, devices=16, network=0.8), Split(micro=2))  # two nodes, 0.1 GB/s
+    slow = predict(
+        COUNTS, replace(SIMPLE, devices=16, network=0.8), Split(micro=2)
+    )  # two nodes, 0.1 GB/s
     assert slow.sent == slow.crossing == pytest.approx(2 * 15 / 16 * 4e9)
     assert slow.step == pytest.approx(compute / 8 + slow.sent / 0.1e9 + update)
 
@@ -57,7 +89,9 @@ def test_fsdp_by_hand():
 def test_hybrid_crosses_nodes_with_gradients_only():
     cluster = replace(SIMPLE, devices=16)
     fsdp, hybrid = (predict(COUNTS, cluster, Split(kind)) for kind in ("fsdp", "hybrid"))
-    assert hybrid.crossing == pytest.approx(8 * 2 * 4e9 / 8 / 2)  # each of 8 shards, among two nodes
+    assert hybrid.crossing == pytest.approx(
+        8 * 2 * 4e9 / 8 / 2
+    )  # each of 8 shards, among two nodes
     assert fsdp.crossing == pytest.approx(15 / 16 * (4 * (4 * 2e8 + 2 * 2 * 8e8) + 4e9))
 
 
@@ -102,8 +136,12 @@ def test_softmax_over_parts_is_imbalanced():
 @pytest.mark.parametrize("devices", [8, 64])
 def test_what_holds_for_all(counts, devices):
     base = Cluster(devices, overlap=0.9)
-    splits = [Split(kind, context, 1, again) for kind in ("ddp", "fsdp", "hybrid") for context in (1, 4, 8)
-              for again in (False, True)]  # fmt: skip
+    splits = [
+        Split(kind, context, 1, again)
+        for kind in ("ddp", "fsdp", "hybrid")
+        for context in (1, 4, 8)
+        for again in (False, True)
+    ]
     for split in splits:
         cost = predict(counts, base, split)
         assert 0 <= cost.idle < 1
@@ -155,7 +193,9 @@ def test_counts_of_a_recipe():
     read = 2 * 8 * F * V
     kda, steps = count("kda_340m", []), count("delta_product_340m", [])
     assert kda.passing == pytest.approx(24 * (read + delta_rule_flops(8, F, F, channels=True)))
-    assert steps.passing == pytest.approx(24 * 2 * (read + delta_rule_flops(8, F, F)))  # two steps a token
+    assert steps.passing == pytest.approx(
+        24 * 2 * (read + delta_rule_flops(8, F, F))
+    )  # two steps a token
 
 
 def test_printed(capsys, monkeypatch):
@@ -163,7 +203,12 @@ def test_printed(capsys, monkeypatch):
     main(["info", "demo", *TINY, "--devices", "2,16", "--cluster", "latency=0"])
     out = capsys.readouterr().out
     assert out.count("← best") == 2
-    assert len(re.findall(r"^\d+ devices: 512 steps take \d+ s; tensor parallelism", out, re.MULTILINE)) == 2
+    assert (
+        len(
+            re.findall(r"^\d+ devices: 512 steps take \d+ s; tensor parallelism", out, re.MULTILINE)
+        )
+        == 2
+    )
     main(["info", "demo", *TINY, "--devices", "2", "--json"])
     assert '"devices": 2' in capsys.readouterr().out
 

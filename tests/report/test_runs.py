@@ -25,7 +25,9 @@ from nalanda.report.plot import _caption, _title, curve, labels, plot, smoothed
 from nalanda.report.runs import RunSummary
 
 
-def make(folder: Path, *, lines: list[dict] | None = None, facts: dict | None = None, **settings) -> Path:
+def make(
+    folder: Path, *, lines: list[dict] | None = None, facts: dict | None = None, **settings
+) -> Path:
     """A run's folder; settings: `model__mixer="gla"`."""
     config = {"output_dir": str(folder), "model": {"mixer": "gla"}, "optim": {"lr": 0.001}}
     config |= {"train": {"steps": 100}, "seed": 0}
@@ -49,10 +51,18 @@ def losses(count: int, *, rate: float = 3600.0, events: dict[int, str] | None = 
             continue
         loss = 3 + 5 * math.exp(-step / 9)
         lines.append(
-            {"step": step, "tokens": step * 512, "loss": loss, "tokens_per_second": rate, "mfu": 0.25}
+            {
+                "step": step,
+                "tokens": step * 512,
+                "loss": loss,
+                "tokens_per_second": rate,
+                "mfu": 0.25,
+            }
         )
         if step % 20 == 0:
-            lines.append({"step": step, "tokens": step * 512, "val_loss": loss, "val_ppl": math.exp(loss)})
+            lines.append(
+                {"step": step, "tokens": step * 512, "val_loss": loss, "val_ppl": math.exp(loss)}
+            )
     return lines
 
 
@@ -65,20 +75,31 @@ def dead() -> int:
 
 def test_the_list(tmp_path, monkeypatch, capsys):
     here, facts = platform.node(), {"parameters": 2_400_000, "step": 40}
-    make(tmp_path / "done", lines=losses(40), facts={**facts, "state": "finished"}, model__feature_map="nala")
+    make(
+        tmp_path / "done",
+        lines=losses(40),
+        facts={**facts, "state": "finished"},
+        model__feature_map="nala",
+    )
     make(
         tmp_path / "deep" / "live",
         lines=losses(3),
         facts={"state": "running", "host": here, "pid": os.getpid()},
     )
-    make(tmp_path / "gone", lines=losses(3), facts={"state": "running", "host": here, "pid": dead()})
+    make(
+        tmp_path / "gone", lines=losses(3), facts={"state": "running", "host": here, "pid": dead()}
+    )
     own = {"state": "running", "host": here, "pid": os.getpid()}
     make(tmp_path / "held", lines=losses(3), facts=own)
-    make(tmp_path / "reused", lines=losses(3), facts=own)  # the process of this number is another one
+    make(
+        tmp_path / "reused", lines=losses(3), facts=own
+    )  # the process of this number is another one
     (tmp_path / "reused" / ".lock").touch()
     held = FileLock(tmp_path / "held" / ".lock")
     held.acquire()
-    make(tmp_path / "failed", lines=losses(3), facts={"state": "failed", "reason": "the loss is nan"})
+    make(
+        tmp_path / "failed", lines=losses(3), facts={"state": "failed", "reason": "the loss is nan"}
+    )
     make(tmp_path / "new", model={"auto": "state-spaces/mamba-130m"})
     make(tmp_path / "hybrid", model__mixer=["gla", "gla", "softmax"], facts=facts)
     (tmp_path / "done" / "final").mkdir()
@@ -113,7 +134,12 @@ def test_the_list(tmp_path, monkeypatch, capsys):
         "bare": "unreadable",
     }
     done = found["done"]
-    assert (done.model, done.step, done.steps, done.parameters) == ("gla + nala", 40, 100, 2_400_000)
+    assert (done.model, done.step, done.steps, done.parameters) == (
+        "gla + nala",
+        40,
+        100,
+        2_400_000,
+    )
     assert done.loss == pytest.approx(3 + 5 * math.exp(-40 / 9))
     assert done.val_ppl == pytest.approx(math.exp(done.loss))
     assert (done.tokens_per_second, done.mfu) == (3600.0, 0.25)
@@ -123,7 +149,9 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     assert found["failed"].problem == "the loss is nan"
     assert found["no-yaml"].problem == "config.yaml is not YAML"
     assert found["bare"].problem == "config.yaml is missing"
-    assert [run["name"] for run in json.loads(runs.runs_to_json(list(found.values())))] == list(found)
+    assert [run["name"] for run in json.loads(runs.runs_to_json(list(found.values())))] == list(
+        found
+    )
 
     console = Console(width=120, record=True, file=io.StringIO())
     runs.print_runs(list(found.values()), console)
@@ -133,7 +161,9 @@ def test_the_list(tmp_path, monkeypatch, capsys):
     narrow = Console(width=80, record=True, file=io.StringIO())
     runs.print_runs(list(found.values()), narrow)
     heading = narrow.export_text().splitlines()[0].split()
-    assert heading == [word for word in text.splitlines()[0].split() if word not in ("MFU", "params")]
+    assert heading == [
+        word for word in text.splitlines()[0].split() if word not in ("MFU", "params")
+    ]
     tight = Console(width=46, record=True, file=io.StringIO())
     runs.print_runs([found["done"]], tight)
     assert tight.export_text().split()[:6] == ["run", "state", "step", "loss", "val", "ppl"]
@@ -166,7 +196,9 @@ def test_a_narrow_table_has_fewer_columns_and_no_shortened_text(width):
 
 def test_events_and_their_losses_are_no_losses(tmp_path):
     folder = make(
-        tmp_path / "run", lines=losses(30, events={30: "skipped", 7: "rollback"}), facts={"step": 20}
+        tmp_path / "run",
+        lines=losses(30, events={30: "skipped", 7: "rollback"}),
+        facts={"step": 20},
     )
     run = runs.read_run(folder)
     assert run.loss == pytest.approx(3 + 5 * math.exp(-29 / 9))
@@ -184,7 +216,9 @@ def test_events_and_their_losses_are_no_losses(tmp_path):
 def test_the_legend_tells_what_differs(tmp_path):
     def legend(*settings: dict) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return labels([curve(make(folder / f"run{i}", lines=losses(3), **s)) for i, s in enumerate(settings)])
+        return labels(
+            [curve(make(folder / f"run{i}", lines=losses(3), **s)) for i, s in enumerate(settings)]
+        )
 
     assert legend({}, {"optim__lr": 0.01}) == ["lr 0.001", "lr 0.01"]
     assert legend({}, {"model__mixer": "retnet"}, {"model__mixer": "gla", "seed": 1}) == [
@@ -226,7 +260,8 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
     events = {31: "skipped", 40: "rollback", 50: "interrupted"}
     folders = [
-        make(tmp_path / f"run{i}", lines=losses(60, events=events if i else None), seed=i) for i in (0, 1)
+        make(tmp_path / f"run{i}", lines=losses(60, events=events if i else None), seed=i)
+        for i in (0, 1)
     ]
     png = plot(folders, tmp_path / "pictures" / "loss.png", x=x)
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -234,7 +269,8 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
     assert [text.get_text() for text in axes.texts] == ["seed 0", "seed 1"]
     caption = drawn[0].get_supxlabel()
     assert all(
-        what in caption for what in ("validation", "rollback", "skipped step", "n = 2 runs, seeds 0, 1")
+        what in caption
+        for what in ("validation", "rollback", "skipped step", "n = 2 runs, seeds 0, 1")
     )
     ends = {"tokens": 60 * 512, "steps": 60, "hours": 60 * 512 / 3600 / 3600}
     assert max(max(line.get_xdata(), default=0) for line in axes.lines) == pytest.approx(ends[x])
@@ -247,11 +283,27 @@ def test_several_runs_in_one_picture(tmp_path, x, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "bits", "title"),
     [
-        ({"optim__lr": 0.01}, [2.0, 1.0], "Lowest last validation loss: lr 0.01, 1.000 nats a token"),
-        ({"tokenizer": {"train": "bpe", "vocab_size": 9}}, [1.0, 2.0], "Lowest .*size 8.*1.000 bits a byte"),
-        ({"tokenizer": {"train": "bpe", "vocab_size": 9}}, [None, 2.0], "Validation loss of 2 runs"),
+        (
+            {"optim__lr": 0.01},
+            [2.0, 1.0],
+            "Lowest last validation loss: lr 0.01, 1.000 nats a token",
+        ),
+        (
+            {"tokenizer": {"train": "bpe", "vocab_size": 9}},
+            [1.0, 2.0],
+            "Lowest .*size 8.*1.000 bits a byte",
+        ),
+        (
+            {"tokenizer": {"train": "bpe", "vocab_size": 9}},
+            [None, 2.0],
+            "Validation loss of 2 runs",
+        ),
         ({"data__source": "b"}, [1.0, 2.0], "Validation loss of 2 runs"),
-        ({"data__source": "b", "data__validation_source": "v"}, [1.0, 2.0], "Lowest .*a.*1.000 bits a byte"),
+        (
+            {"data__source": "b", "data__validation_source": "v"},
+            [1.0, 2.0],
+            "Lowest .*a.*1.000 bits a byte",
+        ),
         ({"data__max_validation_rows": 2}, [1.0, 2.0], "Validation loss of 2 runs"),
         ({"data__seq_len": 2}, [2.0, 1.0], "Lowest last validation loss: .* 1.000 nats a token"),
     ],
@@ -261,10 +313,13 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
     own = {"validation_source": "v"} if "data__validation_source" in settings else {}
     base = {"tokenizer": {"train": "bpe", "vocab_size": 8}, "data": {"source": "a"} | own}
     curves = [
-        replace(curve(make(tmp_path / f"run{i}", lines=losses(1), **base | more)), bits_per_byte=bits[i],
-                validation=[(1, 1, 1, 2.0 - i)])
+        replace(
+            curve(make(tmp_path / f"run{i}", lines=losses(1), **base | more)),
+            bits_per_byte=bits[i],
+            validation=[(1, 1, 1, 2.0 - i)],
+        )
         for i, more in enumerate(({}, settings))
-    ]  # fmt: skip
+    ]
     assert re.fullmatch(title, _title(curves, labels(curves)))
     texts = {"data__source", "data__max_validation_rows"} & settings.keys() and not own
     assert ("validation texts differ" in _caption(curves, labels(curves), True)) == bool(texts)
@@ -275,7 +330,9 @@ def test_only_losses_that_compare_are_compared(tmp_path, settings, bits, title):
 
 def test_one_runs_picture(tmp_path):
     folder = make(tmp_path / "run", lines=losses(60))
-    plain, smooth = (plot([folder], tmp_path / f"{s}.png", smooth=s).stat().st_size for s in (False, True))
+    plain, smooth = (
+        plot([folder], tmp_path / f"{s}.png", smooth=s).stat().st_size for s in (False, True)
+    )
     assert plain > 10_000
     assert smooth != plain
     (tmp_path / "plain").mkdir()
@@ -294,10 +351,15 @@ def test_a_run_that_ended_without_a_loss_says_so(tmp_path):
     for line in lines:
         if line["step"] in (5, 26, 27, 28, 29, 30):
             line["loss"] = math.nan if line["step"] % 2 else "inf"
-    broken, whole = make(tmp_path / "broken", lines=lines), make(tmp_path / "whole", lines=losses(30))
+    broken, whole = (
+        make(tmp_path / "broken", lines=lines),
+        make(tmp_path / "whole", lines=losses(30)),
+    )
     one, two = [curve(broken)], [curve(broken), curve(whole)]
     assert _title(one, ["broken"]) == "broken: no finite training loss from step 26 on"
-    assert _title(two, ["a", "b"]) == "Training loss of 2 runs, of which 1 ended without a finite one"
+    assert (
+        _title(two, ["a", "b"]) == "Training loss of 2 runs, of which 1 ended without a finite one"
+    )
     assert "Without a finite training loss: a from step 26 on." in _caption(two, ["a", "b"], True)
     assert plot([broken], tmp_path / "loss.png").is_file()
 
@@ -314,13 +376,17 @@ def test_commands(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     folders = [
-        make(tmp_path / "runs" / name, lines=losses(9), optim__lr=lr) for name, lr in (("a", 1.0), ("b", 2.0))
+        make(tmp_path / "runs" / name, lines=losses(9), optim__lr=lr)
+        for name, lr in (("a", 1.0), ("b", 2.0))
     ]
     call = CliRunner().invoke
     out = call(app, ["runs"]).stdout
     assert "a" in out
     assert "9/100" in out
-    assert {r["name"] for r in json.loads(call(app, ["runs", "runs", "--json"]).stdout)} == {"a", "b"}
+    assert {r["name"] for r in json.loads(call(app, ["runs", "runs", "--json"]).stdout)} == {
+        "a",
+        "b",
+    }
     assert isinstance(call(app, ["runs", "nowhere"]).exception, InputError)
     assert call(app, ["plot", str(folders[0])]).exit_code == 0
     assert (folders[0] / "loss.png").is_file()

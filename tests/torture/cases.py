@@ -76,7 +76,9 @@ class Work:
         run = self.run(f"whole-{name}")
         with self.locks.setdefault(name, threading.Lock()):
             if not (run / "final").exists():
-                finish(self.recipe, run, f"train.steps={self.steps}", *overrides, processes=processes)
+                finish(
+                    self.recipe, run, f"train.steps={self.steps}", *overrides, processes=processes
+                )
         return run
 
 
@@ -93,7 +95,9 @@ def check_saved(run: Path) -> None:
 
 
 def loss_error(run: Path, expected: Path, limit: float) -> float:
-    a, b = ({line["step"]: line["loss"] for line in lines(r) if "loss" in line} for r in (run, expected))
+    a, b = (
+        {line["step"]: line["loss"] for line in lines(r) if "loss" in line} for r in (run, expected)
+    )
     need(a.keys() == b.keys(), "metrics of other steps")
     error = max(abs(a[step] - b[step]) / abs(b[step]) for step in b)
     need(error <= limit, f"losses differ by {error:.1e}")
@@ -180,7 +184,13 @@ def prepare(work: Work, source: str, output: Path, *options: str) -> subprocess.
     """`nalanda data prepare` of one of the two sources, with the tokenizer of the uninterrupted run."""
     command = [str(Path(sys.executable).with_name("nalanda")), "data", "prepare"]
     tokenizer = work.whole() / "tokenizer"
-    command += [str(work.folder / "corpus" / source), str(output), "--tokenizer", str(tokenizer), *options]
+    command += [
+        str(work.folder / "corpus" / source),
+        str(output),
+        "--tokenizer",
+        str(tokenizer),
+        *options,
+    ]
     return subprocess.Popen(
         [*command, "--validation-share", "0.05"],
         stdout=subprocess.PIPE,
@@ -192,7 +202,9 @@ def prepare(work: Work, source: str, output: Path, *options: str) -> subprocess.
 
 def mixture(folder: Path) -> str:
     """The recipe's two sources, taken from `folder`."""
-    parts = (f"{{name: {n}, source: {folder / n}, weight: {w}}}" for n, w in (("web", 2), ("code", 1)))
+    parts = (
+        f"{{name: {n}, source: {folder / n}, weight: {w}}}" for n, w in (("web", 2), ("code", 1))
+    )
     return f"data.mixture=[{', '.join(parts)}]"
 
 
@@ -282,7 +294,10 @@ def preparation(work: Work) -> str:
         }
         for folder in (expected, output)
     ]
-    need(sums[0] == sums[1], f"other files: {sorted(map(str, dict(sums[0].items() ^ sums[1].items())))}")
+    need(
+        sums[0] == sums[1],
+        f"other files: {sorted(map(str, dict(sums[0].items() ^ sums[1].items())))}",
+    )
     return f"2 kills, 1 and 2 workers; sha256 of {len(sums[0])} files equal"
 
 
@@ -328,7 +343,9 @@ def asynchronous(work: Work) -> str:
         with Trainer(work.recipe, run, *settings, pause=pause) as trainer:
             _, where = trainer.paused()
             at = int(re.search(r"after step (\d+)", where)[1])  # type: ignore[index]
-            with contextlib.suppress(Torn):  # the loop goes on until the next save waits for this one
+            with contextlib.suppress(
+                Torn
+            ):  # the loop goes on until the next save waits for this one
                 trainer.until(lambda: trained(run) >= at + 3, "more steps")  # noqa: B023
             ahead.append(trained(run) - at)
             trainer.kill()
@@ -423,7 +440,12 @@ def contexts(work: Work) -> str:
     """
     run, settings = work.run("contexts"), carrying(work)
     two = "train.context_parallel=2"
-    launches = ((1, ()), (2, (two,)), (4, (two, "train.parallel=fsdp", "train.micro_batch_size=1")), (2, ()))
+    launches = (
+        (1, ()),
+        (2, (two,)),
+        (4, (two, "train.parallel=fsdp", "train.micro_batch_size=1")),
+        (2, ()),
+    )
     for target, (count, more) in zip((8, 16, 24, 32), launches, strict=True):
         with Trainer(work.recipe, run, *settings, *more, processes=count) as trainer:
             trainer.until(lambda: trained(run) >= target, f"step {target}")  # noqa: B023
@@ -503,10 +525,14 @@ def disk_full(work: Work) -> str:
     run, settings = work.run("disk"), ("checkpoint.every=4", "checkpoint.keep_last=9")
     run.mkdir()
     size = sum(p.stat().st_size for p in checkpoints(work.whole())[work.steps].rglob("*"))
-    able = subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {run}"], capture_output=True).returncode == 0
+    able = (
+        subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {run}"], capture_output=True).returncode == 0
+    )
     if able:
         room = f"{7 * size // 2 // 1024}k"
-        with Trainer(work.recipe, run, *settings, before=(*TMPFS, MOUNT, str(run), room)) as trainer:
+        with Trainer(
+            work.recipe, run, *settings, before=(*TMPFS, MOUNT, str(run), room)
+        ) as trainer:
             text = trainer.end(74)
         run.rmdir()
         run.with_name("disk.kept").rename(run)
@@ -579,7 +605,9 @@ def truncated(work: Work) -> str:
     command goes on.
     """
     run, (_, tokenizer), stopped = work.run("truncated"), prepared(work), []
-    folder = shutil.copytree(work.folder / "prepared", work.folder / "cut")  # other cases read that one
+    folder = shutil.copytree(
+        work.folder / "prepared", work.folder / "cut"
+    )  # other cases read that one
     settings = mixture(folder), tokenizer, "data.verify=sizes"
     for kind in ("tokens", "docs"):
         file = folder / "web" / "train" / f"00000.{kind}"
@@ -619,13 +647,17 @@ def signals_on_one_rank(work: Work) -> str:
             number, _ = trainer.paused()
             os.kill(number, signum)
             trainer.go()
-            text = trainer.end(1)  # torchrun makes a 1 of every failure and names the workers' codes
+            text = trainer.end(
+                1
+            )  # torchrun makes a 1 of every failure and names the workers' codes
         need(re.search(rf"exitcode\s*:\s*{128 + signum}\b", text), text[-800:])
         need("interrupted: saved" in text, text[-300:])
         check_saved(run)
         stopped.append(max(checkpoints(run)))
     finish(work.recipe, run, processes=2)
-    return f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole(processes=2))}"
+    return (
+        f"stopped behind steps {', '.join(map(str, stopped))}; {same(run, work.whole(processes=2))}"
+    )
 
 
 def sleeping_rank(work: Work) -> str:
@@ -664,8 +696,14 @@ def bad_steps(work: Work) -> str:
     finish(work.recipe, run, bad={2 * step: kind for step, kind in kinds.items()})
     state = {step: ranks[0]["state"] for step, ranks in notes(run).items()}
     for step in (20, 24, 28, 32):
-        need(state[step] == state[step - 1], f"step {step}, {kinds[step]}: weights or moments changed")
-        need(state[step - 1] != state[step - 2] and state[step + 1] != state[step], "steps without effect")
+        need(
+            state[step] == state[step - 1],
+            f"step {step}, {kinds[step]}: weights or moments changed",
+        )
+        need(
+            state[step - 1] != state[step - 2] and state[step + 1] != state[step],
+            "steps without effect",
+        )
     events = [line for line in lines(run) if "event" in line]
     skipped = [line["step"] for line in events if line["event"] == "skipped"]
     rollbacks = [line for line in events if line["event"] == "rollback"]
@@ -726,7 +764,10 @@ def bad_step_on_one_rank(work: Work) -> str:
     state = {step: [e["state"] for e in ranks] for step, ranks in notes(run).items()}
     need(all(a == b for a, b in state.values()), "the ranks' weights part")
     for step in (20, 24):
-        need(state[step] == state[step - 1] != state[step + 1], f"step {step} changed weights or moments")
+        need(
+            state[step] == state[step - 1] != state[step + 1],
+            f"step {step} changed weights or moments",
+        )
     return "2 bad steps changed nothing on either rank; 28 steps, both ranks equal after each"
 
 
@@ -750,7 +791,9 @@ class Server:
                     self.send_error(503)
                     return
                 content = (corpus / self.path[1:]).read_bytes()
-                sent = content[: len(content) // 2] if wrong in ("half", "short", "stall") else content
+                sent = (
+                    content[: len(content) // 2] if wrong in ("half", "short", "stall") else content
+                )
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(sent if wrong == "short" else content)))
                 self.end_headers()
@@ -856,7 +899,9 @@ def dying_store(work: Work) -> str:
         text = ""
 
         def start(machine: str, **orders: object) -> Trainer:
-            env = buckets.environment(server.endpoint) | {"NALANDA_CACHE": str(work.folder / machine)}
+            env = buckets.environment(server.endpoint) | {
+                "NALANDA_CACHE": str(work.folder / machine)
+            }
             return Trainer(work.recipe, run, *settings, env=env, **orders)
 
         def folder(machine: str) -> Path:
@@ -875,7 +920,8 @@ def dying_store(work: Work) -> str:
         server.start()
         with start("machine-1") as trainer:
             trainer.until(
-                lambda: f"run/checkpoints/step-{stopped}/manifest.json" in server.names(), "the copy"
+                lambda: f"run/checkpoints/step-{stopped}/manifest.json" in server.names(),
+                "the copy",
             )
             trainer.kill()
             text += trainer.text
@@ -886,9 +932,13 @@ def dying_store(work: Work) -> str:
         equal = same(run, work.whole())
         need("run/final/model.safetensors" in server.names(), "no final model in the store")
         found = [server.get(name) for name in server.names()]
-        found += [file.read_bytes() for file in work.folder.glob("machine-*/**/*") if file.is_file()]
+        found += [
+            file.read_bytes() for file in work.folder.glob("machine-*/**/*") if file.is_file()
+        ]
         need(buckets.SECRET not in text, "the key was printed")
-        need(not any(buckets.SECRET.encode() in content for content in found), "the key is in a file")
+        need(
+            not any(buckets.SECRET.encode() in content for content in found), "the key is in a file"
+        )
     return f"stopped at step {stopped} with code 75, then resumed on two machines, {equal}"
 
 
@@ -909,7 +959,9 @@ def changed(work: Work) -> str:
 
     def files() -> dict[str, str]:
         return {
-            str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(run.rglob("*")) if p.is_file()
+            str(p): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(run.rglob("*"))
+            if p.is_file()
         }
 
     other = work.folder / "other"
@@ -951,16 +1003,29 @@ def accumulation(work: Work) -> str:
 
     The gradient is that of one batch in float64.
     """
-    settings = "train.steps=1", "data.seq_len=32", "train.tokens_per_step=512", "schedule.warmup_steps=0"
+    settings = (
+        "train.steps=1",
+        "data.seq_len=32",
+        "train.tokens_per_step=512",
+        "schedule.warmup_steps=0",
+    )
     settings = *settings, "validation.every=0", "optim.max_grad_norm=1e9"
     errors, ragged, expected = {}, 0.0, None
     for count in (1, 2):
         for accumulated in (1, 2, 4, 8):
             run = work.run(f"accumulation{count}x{accumulated}")
             rows = 16 // accumulated // count
-            finish(work.recipe, run, *settings, f"train.micro_batch_size={rows}", processes=count, dump=True)
+            finish(
+                work.recipe,
+                run,
+                *settings,
+                f"train.micro_batch_size={rows}",
+                processes=count,
+                dump=True,
+            )
             ranks = [
-                torch.load(run.with_name(f"{run.name}.notes") / f"dump-{rank}.pt") for rank in range(count)
+                torch.load(run.with_name(f"{run.name}.notes") / f"dump-{rank}.pt")
+                for rank in range(count)
             ]
             batches = [batch for rank in ranks for batch in rank["batches"]]
             need(len(batches) == accumulated * count, f"{len(batches)} micro-batches")
@@ -990,7 +1055,9 @@ def float64_gradient(run: Path, weights: dict, batches: list[dict]) -> dict[str,
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels"))
+    tokens, labels = (
+        torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels")
+    )
     starts, offset = [torch.zeros(1, dtype=torch.int32)], 0
     for batch in batches:
         starts.append(batch["cu_seqlens"][1:] + offset)
@@ -1030,7 +1097,13 @@ def two_at_once(work: Work) -> str:
         first.paused()  # before its first checkpoint: then a tokenizer would be made anew
         before = snapshot(run)
         for settings in ((), ("optim.lr=1",), (mixture(elsewhere),), ("seed=9",)):
-            command = [sys.executable, str(PRETRAIN), str(work.recipe), f"output_dir={run}", *settings]
+            command = [
+                sys.executable,
+                str(PRETRAIN),
+                str(work.recipe),
+                f"output_dir={run}",
+                *settings,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             need(done.returncode == 2, f"exit code {done.returncode}: {done.stderr[-400:]}")
             need("another process is training there" in done.stderr, done.stderr[-400:])
@@ -1137,7 +1210,10 @@ def harmed_folder(work: Work) -> str:
             code = trainer.process.returncode
             need("Traceback" not in text, f"{what}: {text[-400:]}")
             if code == 0:
-                need(tensors(run / "final" / "model.safetensors") == expected, f"{what}: other weights")
+                need(
+                    tensors(run / "final" / "model.safetensors") == expected,
+                    f"{what}: other weights",
+                )
                 outcomes["resumed"] += 1
                 continue
             said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
@@ -1182,7 +1258,10 @@ def reseal(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         content = (folder / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][name] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
     (folder / "manifest.json").write_text(manifest_text(manifest))
 
 
@@ -1212,7 +1291,10 @@ def hostile_checkpoint(work: Work) -> str:
             tried += 1
             need(not proof.exists(), f"{file.name}: its pickle was run")
             code = trainer.process.returncode
-            need(code == 2 and "Traceback" not in text, f"{file.name}: exit code {code}: {text[-400:]}")
+            need(
+                code == 2 and "Traceback" not in text,
+                f"{file.name}: exit code {code}: {text[-400:]}",
+            )
             shutil.rmtree(last)
             shutil.copytree(kept, last)
     outside = work.folder / "outside"
@@ -1257,22 +1339,34 @@ def remote_code(work: Work) -> str:
         shutil.copytree(work.whole() / "tokenizer", folder)
         (folder / "evil.py").write_text(EVIL.format(proof=str(proof), kind=kind))
         names = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         vocabulary = {"vocab_size": 2048}
         (folder / "config.json").write_text(
             json.dumps({"model_type": kind, "auto_map": names, **sizes, **vocabulary})
         )
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["auto_map"] = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
-        settings["tokenizer_class"] = "EvilTokenizer" if kind == "evil" else "PreTrainedTokenizerFast"
+        settings["tokenizer_class"] = (
+            "EvilTokenizer" if kind == "evil" else "PreTrainedTokenizerFast"
+        )
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         for override in (f"model={{auto: {folder}}}", f"tokenizer={{path: {folder}}}"):
             run = work.run(f"remote{len(ends)}")
-            with Trainer(work.recipe, run, "train.steps=5", "validation.every=0", override) as trainer:
+            with Trainer(
+                work.recipe, run, "train.steps=5", "validation.every=0", override
+            ) as trainer:
                 text = trainer.end(None)
             ends.append(trainer.process.returncode)
             need(not proof.exists(), f"{override}: its code was run")
-            need(ends[-1] in (0, 2) and "Traceback" not in text, f"{override}: {ends[-1]}: {text[-400:]}")
+            need(
+                ends[-1] in (0, 2) and "Traceback" not in text,
+                f"{override}: {ends[-1]}: {text[-400:]}",
+            )
     need(ends[0] == 2 and ends[2] == 0, f"exit codes {ends}")
     return f"2 models and 2 tokenizers with code of their own, none of it run; exit codes {ends}"
 
@@ -1296,7 +1390,9 @@ def secrets(work: Work) -> str:
         need(secret not in text, "a token was printed")
         for file in files:
             need(secret.encode() not in file.read_bytes(), f"a token is in {file}")
-    return f"{len(names)} tokens; {len(files)} files and {len(text):,} characters of output searched"
+    return (
+        f"{len(names)} tokens; {len(files)} files and {len(text):,} characters of output searched"
+    )
 
 
 # ------------------------------ data
@@ -1316,11 +1412,18 @@ def swap(file: Path) -> bytes:
 
 def read_by(run: Path, part: str = "") -> list[str]:
     """Names of the files of a component that the newest checkpoint of a run has read in its epoch."""
-    data = torch.load(run / f"checkpoints/step-{max(checkpoints(run))}/rank-0.pt", weights_only=True)["data"]
+    data = torch.load(
+        run / f"checkpoints/step-{max(checkpoints(run))}/rank-0.pt", weights_only=True
+    )["data"]
     states = data.get("parts", [data])
-    names, documents = data["files"][part]["names"], states[[*data["files"]].index(part)]["documents"]
+    names, documents = (
+        data["files"][part]["names"],
+        states[[*data["files"]].index(part)]["documents"],
+    )
     seed = f"5/{part}" if part else 5  # the recipe's
-    draws = [hash_text(f"{seed}/{documents['epoch']}/shard/{number}") for number in range(len(names))]
+    draws = [
+        hash_text(f"{seed}/{documents['epoch']}/shard/{number}") for number in range(len(names))
+    ]
     order = sorted(range(len(names)), key=draws.__getitem__)
     reached = documents["end"][0]
     return [names[number] for number in (order if reached < 0 else order[:reached])]
@@ -1391,14 +1494,18 @@ def killed_while_hashing(work: Work) -> str:
             if sent == signal.SIGTERM:
                 trainer.go()  # a hash that is under way ends first
             ended = trainer.process.wait(60)
-            need(ended == (128 + sent if sent == signal.SIGTERM else -sent), f"it ended with {ended}")
+            need(
+                ended == (128 + sent if sent == signal.SIGTERM else -sent), f"it ended with {ended}"
+            )
             trainer.kill()
         found.append(record.exists())
     finish(work.recipe, run, *settings)
     entries = [json.loads(line) for line in record.read_text().splitlines() if line]
     paths = Counter(entry[0] for entry in entries)
     need(max(paths.values()) == 1, paths)
-    return f"{len(found)} kills, {len(paths)} files hashed once each; " + same(run, work.whole(*settings))
+    return f"{len(found)} kills, {len(paths)} files hashed once each; " + same(
+        run, work.whole(*settings)
+    )
 
 
 BOMB = """
@@ -1460,7 +1567,9 @@ def bombs(work: Work) -> str:
                 need(said and f"{path}, line 1: a document of more than" in said[0], done.stdout)
             else:
                 need((documents, skipped) == ("1", "1"), f"{path.name}: {counts}")
-    sizes = ", ".join(f"{p.name} {p.stat().st_size / 1e3:,.0f} kB" for p in sorted(folder.iterdir()))
+    sizes = ", ".join(
+        f"{p.name} {p.stat().st_size / 1e3:,.0f} kB" for p in sorted(folder.iterdir())
+    )
     return f"{sizes}: at most {most:.0f} MB more than before reading"
 
 
@@ -1540,21 +1649,36 @@ nalanda_cli.main()
 """
 
 
-def evaluation(work: Work, output: Path, *point: object, before: tuple[str, ...] = ()) -> subprocess.Popen:
+def evaluation(
+    work: Work, output: Path, *point: object, before: tuple[str, ...] = ()
+) -> subprocess.Popen:
     """`nalanda eval` of the uninterrupted run's model on 40 documents of two tasks."""
     data = work.folder / "questions"
     with work.locks.setdefault("questions", threading.Lock()):
         if not data.exists():
             data.mkdir()
-            words, asked = " ".join(documents("code")[0]).split(), {"piqa_val": [], "arc_easy_test": []}
+            words, asked = (
+                " ".join(documents("code")[0]).split(),
+                {"piqa_val": [], "arc_easy_test": []},
+            )
             for k in range(40):
                 goal, ends = " ".join(words[k : k + 9]), words[-k - 4 :][:4]
-                asked["piqa_val"].append({"goal": goal, "sol1": ends[0], "sol2": ends[1], "label": k % 2})
+                asked["piqa_val"].append(
+                    {"goal": goal, "sol1": ends[0], "sol2": ends[1], "label": k % 2}
+                )
                 asked["arc_easy_test"].append({"query": goal, "choices": ends, "gold": k % 4})
             for name, rows in asked.items():
                 (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tasks = work.whole() / "final", ("--tasks", "piqa,arc_easy", "--batch-size", "2")
-    command = [sys.executable, "-c", EVAL, *map(str, point or ("nowhere", 0, "")), "eval", str(model), *tasks]
+    command = [
+        sys.executable,
+        "-c",
+        EVAL,
+        *map(str, point or ("nowhere", 0, "")),
+        "eval",
+        str(model),
+        *tasks,
+    ]
     return subprocess.Popen(
         [*before, *command, "--data", str(data), "--output", str(output)],
         stdout=subprocess.PIPE,
@@ -1629,7 +1753,11 @@ def evaluation_faults(work: Work) -> str:
     output.mkdir()
 
     def flipped(place: int) -> bytes:
-        return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
+        return (
+            content[:place]
+            + bytes([content[place] ^ 1 << draw.randrange(8)])
+            + content[place + 1 :]
+        )
 
     harms = [content[: len(content) // 2], b"", b"no database" * 99, flipped(20)]
     harms += [flipped(draw.randrange(len(content))) for _ in range(2)]
@@ -1638,7 +1766,10 @@ def evaluation_faults(work: Work) -> str:
         (output / "results.json").unlink(missing_ok=True)
         process = evaluation(work, output)
         text, _ = process.communicate()
-        need("Traceback" not in text and process.returncode in (0, 2), f"harm {number}: {text[-400:]}")
+        need(
+            "Traceback" not in text and process.returncode in (0, 2),
+            f"harm {number}: {text[-400:]}",
+        )
         if process.returncode:
             said = [line for line in text.splitlines() if line.startswith("nalanda: ")]
             need(len(said) == 1 and "answers.sqlite" in said[0], f"harm {number}: {text[-400:]}")
@@ -1646,7 +1777,10 @@ def evaluation_faults(work: Work) -> str:
         else:
             need(results(output) == results(expected), f"harm {number}: other results")
     places = {"a file": expected / "results.csv", "below a file": expected / "results.csv" / "x"}
-    able = subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {output}"], capture_output=True).returncode == 0
+    able = (
+        subprocess.run([*TMPFS, f"mount -t tmpfs tmpfs {output}"], capture_output=True).returncode
+        == 0
+    )
     for name, place in places.items():
         text = evaluated(work, place, 2)
         need(f"nalanda: --output {place}: " in text, f"{name}: {text[-400:]}")

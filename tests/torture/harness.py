@@ -23,7 +23,20 @@ PAUSED = Path(__file__).with_name("paused.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 SHARDS = {"web": (4, 300), "code": (3, 30)}  # shards, documents in each
 LENGTHS = {"web": (1, 1, 1, 2, 3), "code": (2, 4, 40)}  # so that a row of one has far fewer labels
-WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
+WORDS = [
+    "state",
+    "gate",
+    "decay",
+    "query",
+    "key",
+    "value",
+    "head",
+    "norm",
+    "chunk",
+    "scan",
+    "delta",
+    "rule",
+]
 PATIENCE = 300.0  # seconds that anything may take
 
 
@@ -52,7 +65,10 @@ def documents(source: str) -> list[list[str]]:
     for number in range(shards * each):
         words = []
         for _ in range(draw.choice(LENGTHS[source])):
-            words += [marker(source, number), *draw.choices(WORDS, k=(source == "code") * draw.randint(0, 2))]
+            words += [
+                marker(source, number),
+                *draw.choices(WORDS, k=(source == "code") * draw.randint(0, 2)),
+            ]
         texts.append(" ".join(words))
     return [texts[i * each : (i + 1) * each] for i in range(shards)]
 
@@ -62,7 +78,8 @@ def make_corpus(folder: Path) -> None:
     for source in SHARDS:
         for number, texts in enumerate(documents(source)):
             lines = [
-                json.dumps({"text": text, "meta": {"redpajama_set_name": source}}) + "\n" for text in texts
+                json.dumps({"text": text, "meta": {"redpajama_set_name": source}}) + "\n"
+                for text in texts
             ]
             file = folder / source / f"example_train_{number}.jsonl.zst"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +91,9 @@ def make_recipe(folder: Path) -> Path:
     corpus = folder / "corpus"
     make_corpus(corpus)
     weights = {"web": 2, "code": 1}
-    mixture = [{"name": name, "source": str(corpus / name), "weight": weights[name]} for name in SHARDS]
+    mixture = [
+        {"name": name, "source": str(corpus / name), "weight": weights[name]} for name in SHARDS
+    ]
     settings = {
         "output_dir": str(folder / "unset"),
         "seed": 5,
@@ -241,12 +260,16 @@ def notes(run: Path) -> dict[int, list[dict]]:
             with contextlib.suppress(ValueError):  # torn by a kill
                 entry = json.loads(line)
                 ranks[-1][entry["step"]] = entry
-    return {step: [rank[step] for rank in ranks[: e["world"]]] for step, e in sorted(ranks[0].items())}
+    return {
+        step: [rank[step] for rank in ranks[: e["world"]]] for step, e in sorted(ranks[0].items())
+    }
 
 
 def stream(run: Path) -> dict[int, list[list[int]]]:
     """The rows of every step, of all ranks together."""
-    return {step: sorted(row for e in ranks for row in e["rows"]) for step, ranks in notes(run).items()}
+    return {
+        step: sorted(row for e in ranks for row in e["rows"]) for step, ranks in notes(run).items()
+    }
 
 
 def digest(value: object) -> str:
@@ -258,9 +281,14 @@ def tensors(source: Path) -> dict[str, str]:
     many processes wrote it are none of it."""
     from nalanda.train import checkpoint
 
-    found = {name: torch.empty(*kind[:1], dtype=kind[1]) for name, kind in checkpoint.shapes(source).items()}
+    found = {
+        name: torch.empty(*kind[:1], dtype=kind[1])
+        for name, kind in checkpoint.shapes(source).items()
+    }
     checkpoint.read_tensors(source, found)
-    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(found.items())}
+    return {
+        name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(found.items())
+    }
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
@@ -299,7 +327,9 @@ def same(found: Path, expected: Path, *, prepared: bool = False, spread: int = 1
     counts = rows_given(found) if prepared else documents_given(found)
     for source, found_there in counts.items():
         epochs = {whole for n, k in found_there.values() for whole in (k // n, -(-k // n))} or {0}
-        need(max(epochs) - min(epochs) <= spread, f"{source}: documents came {sorted(epochs)} times")
+        need(
+            max(epochs) - min(epochs) <= spread, f"{source}: documents came {sorted(epochs)} times"
+        )
     return "sha256 of weights, moments, token stream equal"
 
 
@@ -327,9 +357,16 @@ def documents_given(run: Path) -> dict[str, dict[str, tuple[int, int]]]:
     found = {}
     for source in SHARDS:
         texts = [text for shard in documents(source) for text in shard]
-        words = {marker(source, k): text.split().count(marker(source, k)) for k, text in enumerate(texts)}
+        words = {
+            marker(source, k): text.split().count(marker(source, k)) for k, text in enumerate(texts)
+        }
         # The tokenizer was made of the training documents: it does not know the others' words.
-        counts = {word: (n, seen[vocabulary[word]]) for word, n in words.items() if word in vocabulary}
-        need(0.85 < len(counts) / len(words) < 1, f"{source}: {len(counts)} of {len(words)} for training")
+        counts = {
+            word: (n, seen[vocabulary[word]]) for word, n in words.items() if word in vocabulary
+        }
+        need(
+            0.85 < len(counts) / len(words) < 1,
+            f"{source}: {len(counts)} of {len(words)} for training",
+        )
         found[source] = counts
     return found

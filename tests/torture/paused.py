@@ -42,7 +42,11 @@ ORDERS = json.loads(os.environ["NALANDA_TORTURE"])
 FOLDER = Path(ORDERS["folder"])
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 PAUSE = ORDERS.get("pause")
-step, seen, synced = 0, 0, 0  # the last finished step; calls that matched the pause; fsyncs of checkpoints
+step, seen, synced = (
+    0,
+    0,
+    0,
+)  # the last finished step; calls that matched the pause; fsyncs of checkpoints
 
 
 def arrive(at: str, path: object = "") -> None:
@@ -100,7 +104,10 @@ for name in ("rename", "replace"):
     around(os, name, "rename", lambda source, target, **_: f"{source} -> {target}")
 for name in ("unlink", "rmdir", "remove"):  # shutil.rmtree calls them with a name and dir_fd
     around(
-        os, name, "remove", lambda path, dir_fd=None: f"{of_descriptor(dir_fd)}/{path}" if dir_fd else path
+        os,
+        name,
+        "remove",
+        lambda path, dir_fd=None: f"{of_descriptor(dir_fd)}/{path}" if dir_fd else path,
     )
 if "enospc" in ORDERS:
     sync = os.fsync
@@ -200,7 +207,8 @@ def dumped(optimizer, arguments, keywords):
         weights = {name: p.detach().clone() for name, p in named.items()}
         gradients = {name: p.grad for name, p in named.items()}
         torch.save(
-            {"batches": batches, "weights": weights, "gradients": gradients}, FOLDER / f"dump-{RANK}.pt"
+            {"batches": batches, "weights": weights, "gradients": gradients},
+            FOLDER / f"dump-{RANK}.pt",
         )
 
 

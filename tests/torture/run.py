@@ -54,7 +54,9 @@ def run_case(case: Callable[[cases.Work], str], work: cases.Work) -> Line:
     except Exception:
         measured, ok = traceback.format_exc(limit=-3).strip(), False
     done, _, holds = inspect.cleandoc(case.__doc__ or "").partition("\n\n")
-    return Line(case.__name__.replace("_", " "), done, holds, measured, time.monotonic() - began, ok)
+    return Line(
+        case.__name__.replace("_", " "), done, holds, measured, time.monotonic() - began, ok
+    )
 
 
 def table(found: list[Line]) -> Table:
@@ -103,14 +105,24 @@ def report(found: list[Line], seconds: float, arguments: argparse.Namespace) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     known = {case.__name__: case for case in cases.CASES}
-    parser.add_argument("--quick", action="store_true", help="a minute's worth; no report unless asked for")
-    parser.add_argument("--only", nargs="+", choices=sorted(known), metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute's worth; no report unless asked for"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(known), metavar="NAME", help=", ".join(known)
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the random kills")
-    parser.add_argument("--report", type=Path, help="where the table goes; tests/TORTURE.md if all ran")
-    parser.add_argument("--keep", type=Path, help="work here and leave it; else a folder that is removed")
+    parser.add_argument(
+        "--report", type=Path, help="where the table goes; tests/TORTURE.md if all ran"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="work here and leave it; else a folder that is removed"
+    )
     arguments = parser.parse_args()
     chosen = [known[name] for name in arguments.only or ()]
     chosen = chosen or list(cases.QUICK if arguments.quick else cases.CASES)

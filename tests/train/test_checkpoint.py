@@ -21,7 +21,13 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import manifest_text, verify_manifest
 from nalanda.config.schema import CheckpointConfig, OptimConfig
 from nalanda.train import checkpoint
-from nalanda.train.checkpoint_dir import MARK, checkpoint_folders, latest_checkpoint, mark_unsound, prune
+from nalanda.train.checkpoint_dir import (
+    MARK,
+    checkpoint_folders,
+    latest_checkpoint,
+    mark_unsound,
+    prune,
+)
 from nalanda.train.optim import build_optimizer
 from nalanda.train.run_dir import last_good
 
@@ -51,7 +57,11 @@ def made(width: int = 4, updates: int = 0):
 def save(directory, step, model, optimizer, **state):
     data = {"position": step, "tail": torch.arange(3)}
     return checkpoint.Saver(directory, CheckpointConfig(asynchronous=False, keep_last=99)).save(
-        step, model=model, optimizer=optimizer, data_state=data, trainer_state={"tokens": 7, **state}
+        step,
+        model=model,
+        optimizer=optimizer,
+        data_state=data,
+        trainer_state={"tokens": 7, **state},
     )
 
 
@@ -68,7 +78,9 @@ def test_everything_comes_back(tmp_path):
     assert other.head.weight is other.embedding.weight
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert optimizer.state[a].keys() == fresh.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert (
+            optimizer.state[a].keys() == fresh.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        )
         for key, value in optimizer.state[a].items():
             assert torch.equal(value, fresh.state[b][key]), (name, key)
 
@@ -152,7 +164,9 @@ def test_a_full_disk_leaves_the_others(tmp_path, monkeypatch, after):
     save(tmp_path, 1, model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", broken(errno.ENOSPC, after))
-        with pytest.raises(DiskFull, match="step-2: not saved, step-1 stays: the disk is full") as error:
+        with pytest.raises(
+            DiskFull, match="step-2: not saved, step-1 stays: the disk is full"
+        ) as error:
             save(tmp_path, 2, model, optimizer)
     assert ("still to be written" if after < 4 else "No space left on device") in str(error.value)
     assert "\n" not in str(error.value)
@@ -178,7 +192,11 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, monkeypatch):
             stream = type(
                 "Stream",
                 (),
-                {"__enter__": lambda s: s, "__exit__": lambda *_: None, "write": staticmethod(half)},
+                {
+                    "__enter__": lambda s: s,
+                    "__exit__": lambda *_: None,
+                    "write": staticmethod(half),
+                },
             )()
         return stream
 
@@ -193,7 +211,9 @@ def test_a_disk_that_is_too_small_is_known_before_a_byte_is_written(tmp_path, mo
     wrote = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     monkeypatch.setattr(checkpoint, "_write", lambda *_: wrote.append(1))
-    with pytest.raises(DiskFull, match=r"there is no earlier one: .* are needed, .* more than are free"):
+    with pytest.raises(
+        DiskFull, match=r"there is no earlier one: .* are needed, .* more than are free"
+    ):
         save(tmp_path, 1, model, optimizer)
     assert not wrote
     assert not list(tmp_path.iterdir())
@@ -323,7 +343,9 @@ def test_killed_anywhere_the_newest_whole_one_is_found(tmp_path, monkeypatch, po
     config = CheckpointConfig(asynchronous=False, keep_last=1)
     state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
     for step in (1, 2):
-        checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=False, keep_last=5)).save(step, **state)
+        checkpoint.Saver(tmp_path, CheckpointConfig(asynchronous=False, keep_last=5)).save(
+            step, **state
+        )
     count = iter(range(point, -1, -1))
 
     def struck(act):
@@ -366,9 +388,16 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
         name.lower(): ((drawn * 10).to(dtype) if name != "BOOL" else drawn > 0)
         for name, dtype in checkpoint.DTYPES.items()
     }
-    parts |= {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 4), "long": drawn.T, "ü.ß": drawn[1:, 1]}
+    parts |= {
+        "scalar": torch.tensor(3.0),
+        "none": torch.zeros(0, 4),
+        "long": drawn.T,
+        "ü.ß": drawn[1:, 1],
+    }
     file = tmp_path / "some.safetensors"
-    checkpoint._write(file, checkpoint._safetensors({name: (t, []) for name, t in parts.items()}, copy=True))
+    checkpoint._write(
+        file, checkpoint._safetensors({name: (t, []) for name, t in parts.items()}, copy=True)
+    )
     theirs = safetensors.torch.load_file(file)
     ours = {name: torch.zeros_like(t) for name, t in parts.items()}
     checkpoint.read_tensors(file, ours)
@@ -383,7 +412,12 @@ def test_retention(tmp_path):
     for step in range(10, 110, 10):
         save(tmp_path, step, model, optimizer)
         prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=40), step)
-    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-40", "step-80", "step-90", "step-100"]
+    assert [p.name for p in checkpoint_folders(tmp_path)] == [
+        "step-40",
+        "step-80",
+        "step-90",
+        "step-100",
+    ]
 
 
 def test_the_checkpoint_that_a_rollback_would_take_stays(tmp_path):
@@ -411,7 +445,9 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     model, optimizer = made()
     path = save(tmp_path, 1, model, optimizer)
     other, fresh = made(width=5)
-    with pytest.raises(InputError, match=r"another shape: embedding.weight is \[8, 4\] there, \[8, 5\]"):
+    with pytest.raises(
+        InputError, match=r"another shape: embedding.weight is \[8, 4\] there, \[8, 5\]"
+    ):
         checkpoint.load(path, model=other, optimizer=fresh)
     with pytest.raises(InputError, match="another shape"):
         checkpoint.load_weights(path / "model.safetensors", torch.nn.Linear(2, 2))
@@ -521,16 +557,31 @@ MISFITS = {
         lambda t: t.update({"embedding.weight.exp_avg_sq": torch.zeros(4, 8)}),
         r"\[4, 8\]; expected \[8, 4\]",
     ),
-    "a scalar": (lambda t: t.update({"bias.exp_avg_sq": torch.zeros(())}), r"of \[\]; expected \[8\]"),
-    "a long count": (lambda t: t.update({"bias.step": torch.zeros(8)}), r"bias\.step is float32 of \[8\]"),
+    "a scalar": (
+        lambda t: t.update({"bias.exp_avg_sq": torch.zeros(())}),
+        r"of \[\]; expected \[8\]",
+    ),
+    "a long count": (
+        lambda t: t.update({"bias.step": torch.zeros(8)}),
+        r"bias\.step is float32 of \[8\]",
+    ),
     "integers": (lambda t: t.update({"bias.exp_avg": torch.zeros(8, dtype=torch.int64)}), "int64"),
-    "one less": (lambda t: t.pop("bias.exp_avg_sq"), "bias has exp_avg, step; expected exp_avg, exp_avg_sq"),
-    "one more": (lambda t: t.update({"bias.other": torch.zeros(8)}), "bias has exp_avg, exp_avg_sq, other"),
+    "one less": (
+        lambda t: t.pop("bias.exp_avg_sq"),
+        "bias has exp_avg, step; expected exp_avg, exp_avg_sq",
+    ),
+    "one more": (
+        lambda t: t.update({"bias.other": torch.zeros(8)}),
+        "bias has exp_avg, exp_avg_sq, other",
+    ),
     "none": (
         lambda t: [t.pop(f"bias.{k}") for k in ("step", "exp_avg", "exp_avg_sq")],
         "it lacks those of bias",
     ),
-    "a stranger": (lambda t: t.update({"stranger.step": torch.zeros(())}), "this model trains no stranger"),
+    "a stranger": (
+        lambda t: t.update({"stranger.step": torch.zeros(())}),
+        "this model trains no stranger",
+    ),
 }
 
 
@@ -559,7 +610,9 @@ def test_moments_that_were_never_there_are_not_missed(tmp_path):
     optimizer.step()
     model.bias.requires_grad_(True)
     checkpoint.load(save(tmp_path, 2, model, optimizer), model=stepped, optimizer=other)
-    assert [name for name, p in stepped.named_parameters() if other.state[p]] == ["embedding.weight"]
+    assert [name for name, p in stepped.named_parameters() if other.state[p]] == [
+        "embedding.weight"
+    ]
 
 
 def test_muons_moments_are_held_to_their_own_shape(tmp_path):
@@ -570,7 +623,8 @@ def test_muons_moments_are_held_to_their_own_shape(tmp_path):
     path = save(tmp_path, 1, model, optimizer)
     checkpoint.load(path, model=model, optimizer=optimizer)
     resaved(
-        path / "optimizer.safetensors", lambda t: t.update({"0.weight.momentum_buffer": torch.zeros(4, 5)})
+        path / "optimizer.safetensors",
+        lambda t: t.update({"0.weight.momentum_buffer": torch.zeros(4, 5)}),
     )
     with pytest.raises(InputError, match=r"0\.weight\.momentum_buffer is float32 of \[4, 5\]"):
         checkpoint.load(path, model=model, optimizer=optimizer)
@@ -596,8 +650,14 @@ class Demanding(torch.optim.SGD):
             lambda groups: torch.optim.Adafactor(groups),
             r"Adafactor keeps row_var .* as torch.float32 of \[2, 1\]",
         ),
-        (lambda groups: Counting(groups), "Counting keeps step .* as int: checkpoints hold float tensors"),
-        (lambda groups: Demanding(groups, 1.0, 2.0), "Demanding cannot be made again from a group's keys"),
+        (
+            lambda groups: Counting(groups),
+            "Counting keeps step .* as int: checkpoints hold float tensors",
+        ),
+        (
+            lambda groups: Demanding(groups, 1.0, 2.0),
+            "Demanding cannot be made again from a group's keys",
+        ),
         (lambda groups: torch.optim.SGD(groups, momentum=0.9), None),
         (lambda groups: torch.optim.NAdam(groups), None),
     ],
@@ -643,5 +703,7 @@ def test_a_damaged_later_checkpoint_never_makes_retention_drop_a_whole_one(tmp_p
     (tmp_path / "step-10" / "trainer.json").write_text("")
     config = CheckpointConfig(asynchronous=False, keep_last=1)
     state = {"model": model, "optimizer": optimizer, "data_state": {}, "trainer_state": {}}
-    checkpoint.Saver(tmp_path, config).save(6, **state)  # stopped behind the step that it went back to
+    checkpoint.Saver(tmp_path, config).save(
+        6, **state
+    )  # stopped behind the step that it went back to
     assert latest_checkpoint(tmp_path) == tmp_path / "step-6"

@@ -24,7 +24,9 @@ def fresh():
     counters.clear()
 
 
-def both(mixer: str | list[str], backend: str, fullgraph: bool = True, **options) -> list[PreTrainedModel]:
+def both(
+    mixer: str | list[str], backend: str, fullgraph: bool = True, **options
+) -> list[PreTrainedModel]:
     """A model, and its twin with compiled blocks."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
     config = NalandaConfig(mixer=mixer, num_hidden_layers=2, **sizes, **options)
@@ -38,7 +40,9 @@ def both(mixer: str | list[str], backend: str, fullgraph: bool = True, **options
 
 def run(model: PreTrainedModel, step: int, **packing):
     """The output after its backward pass. Tokens depend on the step alone."""
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     model.zero_grad()
     out = model(tokens, labels=tokens, num_items_in_batch=40, use_cache=False, **packing)
     out.loss.backward()
@@ -51,7 +55,9 @@ def assert_same(eager: PreTrainedModel, compiled: PreTrainedModel, step: int, **
     torch.testing.assert_close(mine, right)
     for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         # A gradient whose terms cancel, such as that of SOFT's queries, is rounding.
-        close = torch.allclose(b.grad, a.grad, rtol=1e-3, atol=max(1e-6, 1e-4 * float(a.grad.abs().max())))
+        close = torch.allclose(
+            b.grad, a.grad, rtol=1e-3, atol=max(1e-6, 1e-4 * float(a.grad.abs().max()))
+        )
         assert close, f"{name}: {(a.grad - b.grad).abs().max():.2g}"
 
 

@@ -51,7 +51,9 @@ def job(name: str, start: str | None = None, *settings: str) -> list:
 def perform(folder: Path, name: str, start: str | None, settings: list[str]) -> None:
     run = folder / name
     if start and int(os.environ.get("RANK", 0)) == 0:
-        shutil.copytree(folder / start, run, ignore=shutil.ignore_patterns("step-4", "final", "run.json"))
+        shutil.copytree(
+            folder / start, run, ignore=shutil.ignore_patterns("step-4", "final", "run.json")
+        )
     if dist.is_initialized():
         dist.barrier()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -80,7 +82,12 @@ if __name__ == "__main__":
 
 
 def launch(processes: int, folder: Path, *jobs: list, fails: bool = False) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command = [*start, str(processes), __file__, str(folder), json.dumps(jobs)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -110,7 +117,10 @@ def prepared(tmp_path_factory) -> Path:
     (folder / "text.yaml").write_text(yaml.safe_dump(settings))
     config = load_config(folder / "text.yaml")
     prepare(config.data, config.tokenizer, folder / "set")
-    settings["data"]["source"], settings["tokenizer"] = str(folder / "set"), str(folder / "set" / "tokenizer")
+    settings["data"]["source"], settings["tokenizer"] = (
+        str(folder / "set"),
+        str(folder / "set" / "tokenizer"),
+    )
     (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
     return folder
 
@@ -121,7 +131,9 @@ def folder(prepared) -> Path:
     folder = prepared
     for kind in KINDS:
         perform(folder, *job(f"{kind} one"))
-    jobs = [(f"{kind} two", None) for kind in KINDS] + [(f"{kind} one two", f"{kind} one") for kind in KINDS]
+    jobs = [(f"{kind} two", None) for kind in KINDS] + [
+        (f"{kind} one two", f"{kind} one") for kind in KINDS
+    ]
     launch(2, folder, *(job(name, start, *TWO) for name, start in jobs))
     return folder
 
@@ -159,7 +171,9 @@ def test_states_are_saved_once(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_processes_as_two_contexts(folder, kind):
-    launch(4, folder, job(f"{kind} four", None, *FOUR), job(f"{kind} two four", f"{kind} two", *FOUR))
+    launch(
+        4, folder, job(f"{kind} four", None, *FOUR), job(f"{kind} two four", f"{kind} two", *FOUR)
+    )
     perform(folder, *job(f"{kind} four one", f"{kind} four"))
     equal(folder, [f"{kind} {rest}" for rest in ("one", "four", "two four", "four one")], 1e-12)
 
@@ -175,7 +189,10 @@ def test_fp32_and_compiled(folder):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["train.context_parallel=3"], "data.seq_len: 32 is not a multiple of train.context_parallel 3"),
+        (
+            ["train.context_parallel=3"],
+            "data.seq_len: 32 is not a multiple of train.context_parallel 3",
+        ),
         (["train.context_parallel=0"], "train.context_parallel: expected 1 or more, got 0"),
         (TWO, "train.context_parallel: 1 process"),
     ],
@@ -187,5 +204,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(prepared, settings, says):
 
 @pytest.mark.slow
 def test_other_models_are_refused(folder):
-    with pytest.raises(InputError, match="context_parallel: needs one of Nalanda's own models, not llama"):
+    with pytest.raises(
+        InputError, match="context_parallel: needs one of Nalanda's own models, not llama"
+    ):
         info(str(folder / "recipe.yaml"), [*TWO, "model={auto: llama, hidden_size: 32}"])

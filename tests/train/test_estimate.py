@@ -34,10 +34,14 @@ class Loss(torch.nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, tokens: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens, labels=tokens, cu_seqlens=seq, use_cache=False, logits_to_keep=1).loss
+        return self.model(
+            tokens, labels=tokens, cu_seqlens=seq, use_cache=False, logits_to_keep=1
+        ).loss
 
 
-def kept(config: NalandaConfig, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
+def kept(
+    config: NalandaConfig, batch: int, length: int, dtype: torch.dtype, checkpointing: bool
+) -> int:
     """What a forward pass and its loss keep, with the tensors of one block that is computed again."""
     loss, tokens = Loss(config, checkpointing).train(), torch.randint(96, (batch, length))
     # A first, empty document: documents of whole rows alone would be a dense batch.
@@ -58,8 +62,18 @@ def said(config: NalandaConfig, batch: int, length: int, *options, **more) -> in
     return whole - logits_bytes(config, batch * length, "cpu")
 
 
-SOME = ["gated_deltanet-nala", "deltanet-nala", "gated_deltanet-silu", "linear_attention-pola", "mala-elu1",
-        "softmax-None", "norm_attention-elu1", "window", "transnormer", "gated_deltanet-steps"]  # fmt: skip
+SOME = [
+    "gated_deltanet-nala",
+    "deltanet-nala",
+    "gated_deltanet-silu",
+    "linear_attention-pola",
+    "mala-elu1",
+    "softmax-None",
+    "norm_attention-elu1",
+    "window",
+    "transnormer",
+    "gated_deltanet-steps",
+]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=("all", "checkpointing"))
@@ -118,13 +132,18 @@ def test_the_estimate_of_short_rows(length):
 
 def test_a_gpus_rules_make_maps_again():
     config = configured(mixer="gated_deltanet", feature_map="nala")
-    here, there = (activation_bytes(config, 2, 512, torch.bfloat16, False, device=d) for d in ("cpu", "cuda"))
+    here, there = (
+        activation_bytes(config, 2, 512, torch.bfloat16, False, device=d) for d in ("cpu", "cuda")
+    )
     assert there - logits_bytes(config, 1024) < 0.7 * here
     assert not estimate.ops._scarce_memory(torch.empty(1))  # the rules end with the estimate
 
 
 def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
-    config, before = configured(mixer="deltanet", feature_map="silu", hidden_size=64), torch.get_rng_state()
+    config, before = (
+        configured(mixer="deltanet", feature_map="silu", hidden_size=64),
+        torch.get_rng_state(),
+    )
     activation_bytes(config, 2, 512, torch.bfloat16, False)
     assert torch.equal(before, torch.get_rng_state())
     monkeypatch.setattr(estimate, "saved_bytes", None)
@@ -138,5 +157,7 @@ def test_the_estimate_draws_no_numbers_and_measures_once(monkeypatch):
 def test_rows_that_are_cut_over_processes_take_a_part_of_the_memory(mixer, precision):
     """A process in the middle of a row also joins states: under autocast too they keep their precision."""
     config = configured(mixer=mixer)
-    whole, part = (activation_bytes(config, 1, 4096, TYPES[precision], False, parts=n) for n in (1, 4))
+    whole, part = (
+        activation_bytes(config, 1, 4096, TYPES[precision], False, parts=n) for n in (1, 4)
+    )
     assert part < whole / 2

@@ -32,8 +32,16 @@ from nalanda.train.optim import build_optimizer, follow_gradients, loss_scale
 
 CPU = torch.device("cpu")
 FP16 = "train.precision=fp16"
-SOME = ["gated_deltanet-nala", "deltanet-silu", "linear_attention-exp", "mala-elu1", "softmax-None",
-        "norm_attention-relu", "kda-silu", "gated_deltanet-steps"]  # fmt: skip
+SOME = [
+    "gated_deltanet-nala",
+    "deltanet-silu",
+    "linear_attention-exp",
+    "mala-elu1",
+    "softmax-None",
+    "norm_attention-relu",
+    "kda-silu",
+    "gated_deltanet-steps",
+]
 
 
 def made(**options) -> NalandaForCausalLM:
@@ -44,7 +52,9 @@ def made(**options) -> NalandaForCausalLM:
     return NalandaForCausalLM(NalandaConfig(num_hidden_layers=layers, **sizes)).train()
 
 
-def gradient(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
+def gradient(
+    model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype
+) -> tuple[float, torch.Tensor]:
     """The loss and its gradient, under a scale that fits the gradient into fp16."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = model(tokens, labels=tokens, use_cache=False, logits_to_keep=1).loss
@@ -55,7 +65,10 @@ def gradient(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> tupl
 
 
 def overflows_nowhere(options: dict) -> None:
-    model, tokens = made(**options), torch.randint(64, (1, 1024), generator=torch.Generator().manual_seed(1))
+    model, tokens = (
+        made(**options),
+        torch.randint(64, (1, 1024), generator=torch.Generator().manual_seed(1)),
+    )
     exact, exact_gradient = gradient(model, tokens, torch.float32)
     found, found_gradient = gradient(model, tokens, torch.float16)
     assert found == pytest.approx(exact, abs=5e-3)
@@ -85,7 +98,9 @@ def test_the_gradient_of_a_frequent_words_row_does_not_overflow():
     torch.testing.assert_close(weight.grad, expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("mixer", [pytest.param("gated_deltanet", marks=pytest.mark.slow), "softmax"])
+@pytest.mark.parametrize(
+    "mixer", [pytest.param("gated_deltanet", marks=pytest.mark.slow), "softmax"]
+)
 def test_it_learns_to_repeat_a_pattern(mixer):
     """Nats a token after 50 updates: near those of fp32, far below the first."""
 
@@ -122,7 +137,9 @@ def trained(*settings) -> Path:
 def scaled(monkeypatch, scale: float) -> None:
     """Runs begin at this loss scale."""
     monkeypatch.setattr(
-        build, "loss_scale", lambda precision, device: torch.amp.GradScaler("cpu", scale, growth_interval=7)
+        build,
+        "loss_scale",
+        lambda precision, device: torch.amp.GradScaler("cpu", scale, growth_interval=7),
     )
 
 
@@ -161,7 +178,12 @@ def test_a_run_in_fp16_follows_that_in_fp32(recipe, whole, tmp_path, more):
 def test_an_overflow_changes_the_scale_alone(recipe, tmp_path, monkeypatch):
     """At a scale of 2^40 the first steps overflow. Each is left out, and none is a bad step of the guard."""
     scaled(monkeypatch, 2.0**40)
-    every = ("train.steps=30", "checkpoint.every=1", "checkpoint.keep_last=99", "guard.max_bad_steps=1")
+    every = (
+        "train.steps=30",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=99",
+        "guard.max_bad_steps=1",
+    )
     run = loop.train(configured(recipe, tmp_path / "run", FP16, *every))
     lowered = logged(run, "loss scale")
     last = len(lowered)
@@ -193,7 +215,9 @@ def test_a_resume_keeps_the_scale_and_its_counter(recipe, tmp_path, monkeypatch)
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         real = loop.validate_if_due
-        patch.setattr(loop, "validate_if_due", lambda r, *a: stop() if r.at.step == 13 else real(r, *a))
+        patch.setattr(
+            loop, "validate_if_due", lambda r, *a: stop() if r.at.step == 13 else real(r, *a)
+        )
         with pytest.raises(Stop):
             loop.train(configured(recipe, run, FP16))
     middle = trainer(run, 10)["loss_scale"]
@@ -235,7 +259,9 @@ def test_gradients_that_overflow_at_any_scale_are_bad_steps(recipe, tmp_path, mo
 
 def test_a_card_without_bf16_is_told_of_fp16(monkeypatch, recipe, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     with pytest.raises(
         InputError, match=r"^train\.precision: this card has no bf16; set train\.precision=fp16$"
@@ -248,7 +274,9 @@ def test_a_card_without_bf16_is_told_of_fp16(monkeypatch, recipe, tmp_path):
 
 
 def test_the_peak_of_fp16_is_that_of_bf16():
-    assert known_peak("NVIDIA A100-SXM4-80GB", "fp16") == known_peak("NVIDIA A100-SXM4-80GB", "bf16")
+    assert known_peak("NVIDIA A100-SXM4-80GB", "fp16") == known_peak(
+        "NVIDIA A100-SXM4-80GB", "bf16"
+    )
 
 
 # ------------------------------------------------------------------------------------------ two processes
@@ -264,7 +292,9 @@ def worker(recipe: Path, folder: Path) -> None:
         "context": ("train.context_parallel=2",),
     }.items():
         run = folder / kind
-        loop.train(load_config(recipe, [f"output_dir={run}", FP16, "train.micro_batch_size=2", *more]))
+        loop.train(
+            load_config(recipe, [f"output_dir={run}", FP16, "train.micro_batch_size=2", *more])
+        )
     config = load_config(recipe, [f"output_dir={folder / 'unused'}", FP16])
     accelerator = build.launch(config)
     chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, precision="fp16")
@@ -291,10 +321,16 @@ def test_two_processes_agree_on_the_scale(recipe, tmp_path):
     paths = [str(Path(__file__).parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, *command, recipe, tmp_path], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, *command, recipe, tmp_path],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[65536, 32768]] * 2
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [
+        [65536, 32768]
+    ] * 2
     losses = {}
     for kind in ("ddp", "fsdp", "context"):
         run = tmp_path / kind

@@ -28,14 +28,29 @@ TABLE = Path(__file__).with_name("golden.json")
 LOSS, NORM = 1e-4, 1e-3
 """Relative tolerances."""
 
-WORDS = ["state", "gate", "decay", "query", "key", "value", "head", "norm", "chunk", "scan", "delta", "rule"]
+WORDS = [
+    "state",
+    "gate",
+    "decay",
+    "query",
+    "key",
+    "value",
+    "head",
+    "norm",
+    "chunk",
+    "scan",
+    "delta",
+    "rule",
+]
 
 
 def curve(folder: Path) -> dict[str, list[float]]:
     """Trains 50 steps; returns the loss and the gradient norm of each."""
     draw = random.Random(0)
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 40))) for _ in range(600)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     recipe = {
         "output_dir": str(folder / "run"),
         "seed": 1,

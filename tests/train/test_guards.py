@@ -20,7 +20,12 @@ from nalanda.common.errors import InputError, NothingTrained, SourceUnavailable
 from nalanda.config.schema import MIN_GOOD_STEPS, GuardConfig
 from nalanda.data.loader import PackedBatches
 from nalanda.train import build, checkpoint, guards, loop
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
+from nalanda.train.checkpoint_dir import (
+    checkpoint_folders,
+    latest_checkpoint,
+    step_of,
+    why_unusable,
+)
 from nalanda.train.guards import SpikeDetector
 from nalanda.train.log import read_facts, read_metrics
 from nalanda.train.loss import count_labels, summed_loss
@@ -133,7 +138,13 @@ def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
     """Not a bit of weights, moments or their counts, although weight decay alone would move them."""
     poisoned(monkeypatch, {20: kind})
     loop.train(
-        configured(recipe, tmp_path / "run", "checkpoint.every=1", "checkpoint.keep_last=24", *NO_VALIDATION)
+        configured(
+            recipe,
+            tmp_path / "run",
+            "checkpoint.every=1",
+            "checkpoint.keep_last=24",
+            *NO_VALIDATION,
+        )
     )
     before = tensors(tmp_path / "run", 19)
     # A checkpoint between bad steps is none that a run could go back to: there is no step-20.
@@ -142,7 +153,9 @@ def test_a_bad_step_changes_nothing(recipe, tmp_path, monkeypatch, kind):
     (event,) = [line for line in lines if "event" in line]
     assert (event["step"], event["event"]) == (20, "skipped")
     assert ("nan" in event["reason"]) == (kind != "spike")
-    assert [line["step"] for line in lines if "loss" in line] == [s for s in range(1, 25) if s != 20]
+    assert [line["step"] for line in lines if "loss" in line] == [
+        s for s in range(1, 25) if s != 20
+    ]
     stopped = tmp_path / "stopped"
     poisoned(monkeypatch, {20: kind})
     monkeypatch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 19, signal.SIGTERM))
@@ -184,21 +197,32 @@ def test_a_run_stopped_between_bad_steps_goes_on_as_if_it_had_not(recipe, tmp_pa
 def test_bad_steps_in_a_row_go_back_and_past_their_data(recipe, tmp_path, monkeypatch, capsys):
     """Checkpoints lie at 5, 10, 15; steps 17 to 19 are bad, so that 16 is done anew with other rows."""
     read = []
-    monkeypatch.setattr(loop, "count_labels", lambda batch, *_: read.append(batch) or count_labels(batch))
+    monkeypatch.setattr(
+        loop, "count_labels", lambda batch, *_: read.append(batch) or count_labels(batch)
+    )
     poisoned(monkeypatch, {17: "nan loss", 18: "nan gradient", 19: "nan loss"})
     loop.train(configured(recipe, tmp_path / "run", "guard.max_bad_steps=3", *NO_VALIDATION))
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     *skipped, event = [line for line in lines if "event" in line]
     # The bad steps' own events stay, although the run went back before them.
-    assert [(line["event"], line["step"]) for line in skipped] == [("skipped", s) for s in (17, 18, 19)]
-    assert (event["event"], event["to"], event["at"], len(event["reasons"])) == ("rollback", 15, 19, 3)
+    assert [(line["event"], line["step"]) for line in skipped] == [
+        ("skipped", s) for s in (17, 18, 19)
+    ]
+    assert (event["event"], event["to"], event["at"], len(event["reasons"])) == (
+        "rollback",
+        15,
+        19,
+        3,
+    )
     rows = [tuple(row.tolist()) for batch in read for row in batch["input_ids"]]
     assert len(rows) == 8 * (24 + 4)
     assert rows[8 * 15 : 8 * 19] != rows[8 * 19 : 8 * 23]
     out = capsys.readouterr().out
     assert "step-15" in out
-    assert out.count("by steps 2 to 11") == out.count(" by steps ") == 1  # the estimate of the launch
+    assert (
+        out.count("by steps 2 to 11") == out.count(" by steps ") == 1
+    )  # the estimate of the launch
     assert (
         "causal attention is half of T × T"
         in json.loads((tmp_path / "run" / "run.json").read_text())["flops"]
@@ -227,7 +251,9 @@ def test_where_going_back_does_not_help_it_goes_further_back(recipe, tmp_path, m
     assert [line["to"] for line in lines if line.get("event") == "rollback"] == [15, 10]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
     folder = tmp_path / "run" / "checkpoints"
-    assert all(why_unusable(path) is None for path in checkpoint_folders(folder))  # 15 was made again
+    assert all(
+        why_unusable(path) is None for path in checkpoint_folders(folder)
+    )  # 15 was made again
 
 
 def spoil(model, optimizer, kind: str) -> None:
@@ -274,7 +300,9 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
                 f(step, m, o, *rest),
             )[1],
         )
-        loop.train(configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION))
+        loop.train(
+            configured(recipe, run, "train.steps=10", "schedule.name=constant", *NO_VALIDATION)
+        )
     assert why_unusable(run / "checkpoints" / "step-10") is None
     capsys.readouterr()
     loop.train(configured(recipe, run, "train.steps=12", "schedule.name=constant", *NO_VALIDATION))
@@ -282,7 +310,9 @@ def test_a_spoilt_checkpoint_is_marked_and_passed_over(recipe, tmp_path, monkeyp
     assert re.search(r"step-10: unsound, passed over: .*exp_avg_sq has values of inf", out)
     assert "resumes from step-5" in out
     loop.train(
-        configured(recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION)
+        configured(
+            recipe, tmp_path / "other", "train.steps=12", "schedule.name=constant", *NO_VALIDATION
+        )
     )
     assert outcome(run) == outcome(tmp_path / "other")
 
@@ -298,12 +328,16 @@ def test_a_run_that_skipped_every_step_says_so(recipe, tmp_path, monkeypatch):
         assert not (tmp_path / "run" / "final").exists()
 
 
-def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(recipe, tmp_path, monkeypatch):
+def test_without_a_checkpoint_what_was_learnt_before_bad_steps_is_saved(
+    recipe, tmp_path, monkeypatch
+):
     """Bad steps change no weight; the next start goes on behind their data."""
     run, settings = tmp_path / "run", ("checkpoint.every=0", *NO_VALIDATION)
     with monkeypatch.context() as patch:
         poisoned(patch, dict.fromkeys(range(18, 99), "spike"))
-        with pytest.raises(InputError, match=r"learnt is saved in .*step-22\. .*guard.sigma") as error:
+        with pytest.raises(
+            InputError, match=r"learnt is saved in .*step-22\. .*guard.sigma"
+        ) as error:
             loop.train(configured(recipe, run, *settings))
     assert "\n" not in str(error.value)
     with monkeypatch.context() as patch:
@@ -346,7 +380,9 @@ def test_signals_save_and_the_run_goes_on(recipe, tmp_path, whole, monkeypatch, 
             loop.train(configured(recipe, tmp_path / "run"))
     assert stop.value.code == 128 + signum
     assert read_facts(tmp_path / "run")["state"] == "interrupted"
-    assert (tmp_path / "run" / "checkpoints" / "step-10").exists()  # whose validation the next start makes
+    assert (
+        tmp_path / "run" / "checkpoints" / "step-10"
+    ).exists()  # whose validation the next start makes
     assert not any("val_loss" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert ("ctrl-C again ends at once" in capfd.readouterr().err) == (signum == signal.SIGINT)
     loop.train(configured(recipe, tmp_path / "run"))
@@ -357,12 +393,16 @@ def kept_handlers(*signums: int):
     return {signum: signal.getsignal(signum) for signum in signums}
 
 
-@pytest.mark.parametrize("pair", [("SIGTERM", "SIGHUP"), ("SIGXCPU", "SIGXCPU"), ("SIGUSR1", "SIGINT")])
+@pytest.mark.parametrize(
+    "pair", [("SIGTERM", "SIGHUP"), ("SIGXCPU", "SIGXCPU"), ("SIGUSR1", "SIGINT")]
+)
 def test_two_signals_that_save_together(recipe, tmp_path, monkeypatch, pair):
     """systemd sends SIGTERM and SIGHUP; the system repeats SIGXCPU every second until the process ends."""
     first, second = (getattr(signal, name) for name in pair)
     before = kept_handlers(first, second)
-    monkeypatch.setattr(loop, "learning_rate", kicked(kicked(loop.learning_rate, 3, second), 3, first))
+    monkeypatch.setattr(
+        loop, "learning_rate", kicked(kicked(loop.learning_rate, 3, second), 3, first)
+    )
     with pytest.raises(SystemExit) as stop:
         loop.train(configured(recipe, tmp_path / "run", *NO_VALIDATION))
     assert stop.value.code in (128 + first, 128 + second)
@@ -422,7 +462,9 @@ def test_run_json_says_interrupted_while_the_run_still_saves(recipe, tmp_path, m
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_save_under_way_when_the_signal_comes_is_the_last(recipe, tmp_path, monkeypatch, asynchronous):
+def test_a_save_under_way_when_the_signal_comes_is_the_last(
+    recipe, tmp_path, monkeypatch, asynchronous
+):
     """No further step is made and saved: that would take the time twice that a preemption leaves."""
     run, contents, saved = tmp_path / "run", checkpoint._contents, []
 
@@ -444,13 +486,17 @@ def test_a_save_under_way_when_the_signal_comes_is_the_last(recipe, tmp_path, mo
 
 def test_the_position_in_the_data_is_only_made_for_a_checkpoint(recipe, tmp_path, monkeypatch):
     made, state_dict = [], PackedBatches.state_dict
-    monkeypatch.setattr(PackedBatches, "state_dict", lambda self: made.append(1) or state_dict(self))
+    monkeypatch.setattr(
+        PackedBatches, "state_dict", lambda self: made.append(1) or state_dict(self)
+    )
     loop.train(configured(recipe, tmp_path / "run", "checkpoint.every=12", *NO_VALIDATION))
     assert len(made) == 2
 
 
 @pytest.mark.parametrize("step", [10, 24])
-def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(recipe, tmp_path, whole, monkeypatch, step):
+def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(
+    recipe, tmp_path, whole, monkeypatch, step
+):
     beats: list[str] = []
 
     def killed(*arguments):
@@ -465,7 +511,9 @@ def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(recipe, tmp_path
         patch.setattr(guards.Watchdog, "beat", lambda watchdog, what: beats.append(what))
         with pytest.raises(KeyboardInterrupt):
             # A checkpoint of a thread might not be on the disk yet.
-            loop.train(configured(recipe, run, "checkpoint.every=10", "checkpoint.asynchronous=false"))
+            loop.train(
+                configured(recipe, run, "checkpoint.every=10", "checkpoint.asynchronous=false")
+            )
     assert beats.count(f"step {step}, validation") == 2  # one for each batch
     assert beats.count("step 1, forward and backward") == 2
     assert step_of(latest_checkpoint(run / "checkpoints")) == step
@@ -473,14 +521,19 @@ def test_a_run_killed_in_a_validation_has_saved_and_makes_it_up(recipe, tmp_path
     assert outcome(run) == outcome(whole)
 
 
-def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(recipe, tmp_path, monkeypatch):
+def test_a_checkpoint_that_falls_on_a_bad_step_is_saved_at_the_next_good_one(
+    recipe, tmp_path, monkeypatch
+):
     run, settings = tmp_path / "run", ("train.steps=13", *NO_VALIDATION)
     with monkeypatch.context() as patch:
         poisoned(patch, {5: "nan loss", 10: "nan loss", 11: "nan loss"})
         patch.setattr(loop, "learning_rate", kicked(loop.learning_rate, 9, signal.SIGTERM))
         with pytest.raises(SystemExit):
             loop.train(configured(recipe, run, *settings))
-    assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [6, 10]  # 10: stopped there
+    assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [
+        6,
+        10,
+    ]  # 10: stopped there
     with monkeypatch.context() as patch:
         poisoned(patch, {1: "nan loss"})
         loop.train(configured(recipe, run, *settings))
@@ -515,7 +568,9 @@ watch = Watchdog(0.2, rank=3)
 watch.beat("step 7, reading data")
 asleep_on_purpose()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+    )
     assert done.returncode == guards.HUNG
     assert "rank 3 on " in done.stderr
     assert "step 7, reading data" in done.stderr

@@ -28,7 +28,12 @@ ENCODER = (
     "model={mixer: mala, is_decoder: false, hidden_size: 32, num_hidden_layers: 1, num_heads: 2}",
     "tokenizer={train: bpe, vocab_size: 320, mask: true}",
 )
-ONE_STEP = ("train.steps=1", "schedule.name=constant", "schedule.warmup_steps=0", "validation.every=0")
+ONE_STEP = (
+    "train.steps=1",
+    "schedule.name=constant",
+    "schedule.warmup_steps=0",
+    "validation.every=0",
+)
 
 
 def first_moments(run):
@@ -37,7 +42,9 @@ def first_moments(run):
 
 
 def test_the_z_loss_of_a_recipe_is_in_the_step(recipe, tmp_path):
-    config = configured(recipe, tmp_path / "run", *ONE_STEP, "optim.max_grad_norm=1e9", "train.z_loss=0.5")
+    config = configured(
+        recipe, tmp_path / "run", *ONE_STEP, "optim.max_grad_norm=1e9", "train.z_loss=0.5"
+    )
     loop.train(config)
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "run" / "tokenizer")
     set_seed(config.seed)
@@ -62,8 +69,12 @@ def test_adamw_has_the_settings_of_the_recipe():
 
 def test_rate_and_mfu_are_of_the_steps_since_the_last_line(recipe, tmp_path, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))  # 1 s a step
-    loop.train(configured(recipe, tmp_path / "run", "train.steps=6", "log.every=2", "validation.every=0"))
+    monkeypatch.setattr(
+        loop, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)))
+    )  # 1 s a step
+    loop.train(
+        configured(recipe, tmp_path / "run", "train.steps=6", "log.every=2", "validation.every=0")
+    )
     facts = read_facts(tmp_path / "run")
     for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert line["tokens_per_second"] == 256
@@ -79,7 +90,9 @@ def test_every_row_of_a_run_is_masked_by_its_own_number(recipe, tmp_path, monkey
         return call(self, batch, number, rows, rank, world_size, seed)
 
     monkeypatch.setattr(Masking, "__call__", noted)
-    loop.train(configured(recipe, tmp_path / "run", *ENCODER, "train.steps=3", "validation.every=0"))
+    loop.train(
+        configured(recipe, tmp_path / "run", *ENCODER, "train.steps=3", "validation.every=0")
+    )
     assert seen == [(n, 4, 0, 1) for n in range(6)]  # two micro-batches a step
 
 
@@ -93,7 +106,9 @@ def test_validation_is_without_dropout_and_training_goes_on_with_it(recipe, tmp_
     monkeypatch.setattr(loss, "summed_loss", noted)
     monkeypatch.setattr(loop, "summed_loss", noted)
     loop.train(
-        configured(recipe, tmp_path / "run", "model.dropout=0.2", "train.steps=4", "validation.every=2")
+        configured(
+            recipe, tmp_path / "run", "model.dropout=0.2", "train.steps=4", "validation.every=2"
+        )
     )
     assert set(modes) == {(True, True), (False, False)}
 
@@ -118,7 +133,12 @@ def test_states_of_a_bad_step_are_forgotten(recipe, tmp_path, monkeypatch):
     config = load_config(recipe)
     prepare(config.data, config.tokenizer, tmp_path / "set")
     settings = [f"data.source={tmp_path / 'set'}", f"tokenizer={tmp_path / 'set' / 'tokenizer'}"]
-    settings += ["data.long_documents=carry", "data.carry_rows=2", "train.steps=6", "validation.every=0"]
+    settings += [
+        "data.long_documents=carry",
+        "data.carry_rows=2",
+        "train.steps=6",
+        "validation.every=0",
+    ]
     forgotten, steps = [], itertools.count(1)
     now, judge, forget = [0], SpikeDetector.judge, RowStates.forget
 
@@ -143,12 +163,21 @@ def test_validation_has_the_figures_of_each_source(monkeypatch):
     monkeypatch.setattr(loss, "count_bytes", lambda batch, *rest: {"web": 40, "code": 6}[batch])
     alone = SimpleNamespace(device="cpu", reduce=lambda table: table)
     model = torch.nn.Linear(1, 1).eval()
-    found = loss.validate(alone, model, {"web": ["web"], "code": ["code"]}, text_bytes=lambda ids: ids)
-    assert found == pytest.approx({
-        "val_loss": 29 / 13, "val_ppl": math.exp(29 / 13), "val_tokens": 13, "val_bpb": 29 / math.log(2) / 46,
-        "val_ppl/web": math.exp(2), "val_bpb/web": 20 / math.log(2) / 40,
-        "val_ppl/code": math.exp(3), "val_bpb/code": 9 / math.log(2) / 6,
-    })  # fmt: skip
+    found = loss.validate(
+        alone, model, {"web": ["web"], "code": ["code"]}, text_bytes=lambda ids: ids
+    )
+    assert found == pytest.approx(
+        {
+            "val_loss": 29 / 13,
+            "val_ppl": math.exp(29 / 13),
+            "val_tokens": 13,
+            "val_bpb": 29 / math.log(2) / 46,
+            "val_ppl/web": math.exp(2),
+            "val_bpb/web": 20 / math.log(2) / 40,
+            "val_ppl/code": math.exp(3),
+            "val_bpb/code": 9 / math.log(2) / 6,
+        }
+    )
     assert model.training
     assert loss.describe_perplexity(found) == (
         "perplexity 9.31 (web 7.39, code 20.09), bits per byte 0.910 (web 0.721, code 2.164)"

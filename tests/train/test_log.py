@@ -30,12 +30,20 @@ from nalanda.train.loss import negative_share
 
 
 def line(step: int, **more) -> dict:
-    values = {"tokens": step * 10, "loss": 3.0 / step, "grad_norm": 1.0, "lr": 0.1, "tokens_per_second": 5.0}
+    values = {
+        "tokens": step * 10,
+        "loss": 3.0 / step,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "tokens_per_second": 5.0,
+    }
     return {"step": step, **values, "mfu": 0.5, **more}
 
 
 def facts(step: int = 1, **more) -> dict:
-    return {key: value for key, value in line(step, **more).items() if key not in ("step", "tokens")}
+    return {
+        key: value for key, value in line(step, **more).items() if key not in ("step", "tokens")
+    }
 
 
 def test_a_resume_repeats_no_line(tmp_path, capsys):
@@ -71,7 +79,14 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     log.doing("validating")
     log.close()
     text = terminal.getvalue()
-    for part in ("a line [bold] above", "2.5000", "12.3 K tokens/s", "MFU 25.0%", "ETA 8 s", "validating"):
+    for part in (
+        "a line [bold] above",
+        "2.5000",
+        "12.3 K tokens/s",
+        "MFU 25.0%",
+        "ETA 8 s",
+        "validating",
+    ):
         assert part in text
 
 
@@ -114,7 +129,13 @@ def test_events_are_lines_and_no_scalars(tmp_path, capsys):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in lines[1]
     assert [json.loads(text) for text in lines[1:]] == [
-        {"step": 2, "event": "skipped", "reason": "the gradient norm is nan", "loss": "nan", "count": 3},
+        {
+            "step": 2,
+            "event": "skipped",
+            "reason": "the gradient norm is nan",
+            "loss": "nan",
+            "count": 3,
+        },
         {"step": 2, "event": "interrupted"},
     ]
     assert {key for key, _, _ in added} == set(line(1)) - {"step"}
@@ -232,7 +253,9 @@ def test_a_tracker_gets_every_step_once(tmp_path, monkeypatch, name):
 def test_trackers_that_are_not_there_or_fail(tmp_path, monkeypatch, capsys):
     config = LogConfig(tensorboard=False, tracker="wandb")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"log\.tracker: wandb is not installed: pip install wandb"):
+    with pytest.raises(
+        InputError, match=r"log\.tracker: wandb is not installed: pip install wandb"
+    ):
         RunLog(tmp_path, config, step=0, steps=5)
     assert not list(tmp_path.iterdir())
     RunLog(tmp_path, config, step=0, steps=5, quiet=True).close()
@@ -310,9 +333,16 @@ def test_the_first_steps_correct_the_estimate_once(tmp_path, capsys):
 
 
 def test_flops():
-    ours = NalandaForCausalLM(NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2))
+    ours = NalandaForCausalLM(
+        NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
+    )
     assert flops_per_token(ours, 16)[0] == 3 * ours.config.flops_per_token(16)
-    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     for tied in (False, True):
         llama = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32, tie_word_embeddings=tied))
         layer = 4 * 8 * 8 + 3 * 8 * 16
@@ -346,7 +376,12 @@ def test_flops_of_what_a_token_meets():
 )
 def test_softmax_costs_the_same_whoever_built_it(T, fields):
     """The network of transformer_340m: ours, and transformers' Llama as `model.auto` makes it."""
-    shape = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816}
+    shape = {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "intermediate_size": 2816,
+    }
     heads, options = {"num_attention_heads": 8}, {"num_kv_heads": fields.get("num_key_value_heads")}
     own = {"head_dim": fields["head_dim"]} if "head_dim" in fields else {}
     ours = NalandaConfig(**shape, **heads, **own, mixer="softmax", mixer_options=options)
@@ -429,7 +464,9 @@ def test_the_last_metrics_come_first_and_only_the_end_is_read(tmp_path, monkeypa
     """Whatever the blocks; unreadable and torn lines are passed over."""
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps(line(step, val_loss=math.nan)) + "\n" for step in range(1, 40)]
-    file.write_text("".join([*lines[:20], "17\n", '{"step": "x"}\n', *lines[20:], '{"step": 40, "lo']))
+    file.write_text(
+        "".join([*lines[:20], "17\n", '{"step": "x"}\n', *lines[20:], '{"step": 40, "lo'])
+    )
     expected = [str(values) for values in read_metrics(file)][::-1]
     assert len(expected) == 39
     for block in (1, 7, 100, 130, 1 << 16):

@@ -48,12 +48,16 @@ def save(folder: Path, step: int, content: str = "weights") -> Path:
 
 
 def mirror(folder: Path, keep_last: int = 2, keep_every: int | None = None) -> Mirror:
-    return Mirror(folder, URL, CheckpointConfig(keep_last=keep_last, keep_every=keep_every), retries=1)
+    return Mirror(
+        folder, URL, CheckpointConfig(keep_last=keep_last, keep_every=keep_every), retries=1
+    )
 
 
 def steps(bucket) -> list[int]:
     """The checkpoints that have a manifest in the bucket."""
-    found = (re.fullmatch(r"run/checkpoints/step-(\d+)/manifest\.json", name) for name in bucket.names())
+    found = (
+        re.fullmatch(r"run/checkpoints/step-(\d+)/manifest\.json", name) for name in bucket.names()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -85,13 +89,21 @@ def test_checkpoints_and_records_go_there_and_come_back(bucket, tmp_path):
     assert (here / "run.json").read_text() == '{"saved": 20}'
 
 
-def test_whenever_a_copy_is_cut_short_the_records_fit_the_checkpoints(bucket, tmp_path, monkeypatch):
+def test_whenever_a_copy_is_cut_short_the_records_fit_the_checkpoints(
+    bucket, tmp_path, monkeypatch
+):
     sent = []
-    monkeypatch.setattr(copies, "upload_file", lambda file, url, retries: sent.append(url.removeprefix(URL)))
+    monkeypatch.setattr(
+        copies, "upload_file", lambda file, url, retries: sent.append(url.removeprefix(URL))
+    )
     save(tmp_path, 5)
     mirror(tmp_path).copy(1)
     manifest = sent.index("/checkpoints/step-5/manifest.json")
-    assert sent.index("/metrics.jsonl") < sent.index("/checkpoints/step-5/model.safetensors") < manifest
+    assert (
+        sent.index("/metrics.jsonl")
+        < sent.index("/checkpoints/step-5/model.safetensors")
+        < manifest
+    )
     assert sent[-1] == "/run.json"
 
 
@@ -135,7 +147,9 @@ def test_what_is_not_kept_here_is_removed_there(bucket, tmp_path):
     assert steps(bucket) == [10, 15]
     assert not [name for name in bucket.names() if "step-5/" in name]
 
-    there = tmp_path / "there"  # which has one checkpoint, and keeps the others of the store until it has two
+    there = (
+        tmp_path / "there"
+    )  # which has one checkpoint, and keeps the others of the store until it has two
     copying = mirror(there, keep_last=2, keep_every=10)
     copying.fetch()
     copying.copy(1)
@@ -161,7 +175,9 @@ def test_a_store_that_fails_is_told_and_tried_again(bucket, tmp_path, capsys, wa
         copying.start()
         copying._thread.join()
         said = capsys.readouterr().err.splitlines()
-        assert said[-1].startswith(f"nalanda: {URL}: not copied there; it is tried again with the next")
+        assert said[-1].startswith(
+            f"nalanda: {URL}: not copied there; it is tried again with the next"
+        )
         message = rf"^{URL}: lacks the newest files, which are in {here} \("
         with pytest.raises(SourceUnavailable, match=message) as caught:
             copying.finish(1)
@@ -194,7 +210,9 @@ def test_other_files_are_left_alone(bucket, tmp_path):
         mirror(tmp_path / "here").fetch()
 
 
-@pytest.mark.parametrize("url", ["http://host/run", "foo://bucket/run", "hf://models/a/b", "gs://bucket/run"])
+@pytest.mark.parametrize(
+    "url", ["http://host/run", "foo://bucket/run", "hf://models/a/b", "gs://bucket/run"]
+)
 def test_an_output_dir_that_cannot_be_written_is_refused(recipe, url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = configured(recipe, tmp_path)
@@ -274,7 +292,13 @@ def test_a_server_that_dies_under_a_run(recipe, texts, bucket, tmp_path, monkeyp
                 file.unlink()
         return whole_shard(shard, cursor)
 
-    small = "train.steps=60", "data.workers=0", "data.retries=1", "validation.every=0", "checkpoint.every=0"
+    small = (
+        "train.steps=60",
+        "data.workers=0",
+        "data.retries=1",
+        "validation.every=0",
+        "checkpoint.every=0",
+    )
     AcceleratorState._reset_state(reset_partial_state=True)
     config = configured(recipe, tmp_path / "run", texts, *small)
     with monkeypatch.context() as patch:
@@ -292,7 +316,9 @@ def test_a_server_that_dies_under_a_run(recipe, texts, bucket, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_token_set_in_a_store_is_trained_on(recipe, texts, bucket, tmp_path, monkeypatch):
-    made = make_token_set("s3://bucket/texts", "s3://bucket/tokens", data={}, tokenizer={"vocab_size": 320})
+    made = make_token_set(
+        "s3://bucket/texts", "s3://bucket/tokens", data={}, tokenizer={"vocab_size": 320}
+    )
     assert made["train"]["documents"] > 1000
     AcceleratorState._reset_state(reset_partial_state=True)
     (folder,) = (cache() / "output").iterdir()

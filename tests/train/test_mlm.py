@@ -33,7 +33,9 @@ ENCODER = (
 @pytest.fixture(scope="module")
 def masked_tokenizer(recipe, tmp_path_factory):
     config = configured(recipe, tmp_path_factory.mktemp("mlm"), *ENCODER)
-    return build_tokenizer(config.tokenizer, config.data, tmp_path_factory.mktemp("tokenizer") / "tokenizer")
+    return build_tokenizer(
+        config.tokenizer, config.data, tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    )
 
 
 def rows(tokenizer, count, seq_len=64, documents=(20, 44)):
@@ -69,16 +71,30 @@ def test_a_row_is_hidden_alike_on_any_process(masked_tokenizer):
     """By the row's number in the run; rows of other steps, seeds and epochs are hidden in other ways."""
     whole = rows(masked_tokenizer, 8)
     masking = Masking(masked_tokenizer, DataConfig(source="x"), seed=3)
-    found = torch.cat([masking({**whole, "input_ids": x}, i, 4)["input_ids"] for i, x in
-                       enumerate(whole["input_ids"].split(4))])  # fmt: skip
+    found = torch.cat(
+        [
+            masking({**whole, "input_ids": x}, i, 4)["input_ids"]
+            for i, x in enumerate(whole["input_ids"].split(4))
+        ]
+    )
     for rank in (0, 1):
-        own = masking({**whole, "input_ids": whole["input_ids"][rank::2]}, 0, 4, rank, 2)["input_ids"]
+        own = masking({**whole, "input_ids": whole["input_ids"][rank::2]}, 0, 4, rank, 2)[
+            "input_ids"
+        ]
         assert torch.equal(own, found[rank::2])
     assert torch.equal(masking(whole, 0, 8)["input_ids"], found)
-    for other in (Masking(masked_tokenizer, DataConfig(source="x"), 4)(whole, 0, 8), masking(whole, 1, 8)):
+    for other in (
+        Masking(masked_tokenizer, DataConfig(source="x"), 4)(whole, 0, 8),
+        masking(whole, 1, 8),
+    ):
         assert not torch.equal(other["input_ids"], found)
-    again = [masking.fixed({"": [whole]}, 0, 1)[""][0], Masking(masked_tokenizer, DataConfig(source="x"), 4)]
-    assert torch.equal(again[0]["input_ids"], again[1].fixed({"": [whole]}, 0, 1)[""][0]["input_ids"])
+    again = [
+        masking.fixed({"": [whole]}, 0, 1)[""][0],
+        Masking(masked_tokenizer, DataConfig(source="x"), 4),
+    ]
+    assert torch.equal(
+        again[0]["input_ids"], again[1].fixed({"": [whole]}, 0, 1)[""][0]["input_ids"]
+    )
 
 
 def test_padding_is_never_chosen(recipe, tmp_path, masked_tokenizer):
@@ -100,7 +116,9 @@ def test_padding_is_never_chosen(recipe, tmp_path, masked_tokenizer):
 def test_whole_words(recipe, tmp_path):
     """Every word of the documents is hidden entirely or not at all."""
     # With few merges, words have several tokens.
-    config = configured(recipe, tmp_path, *ENCODER, "tokenizer={train: bpe, vocab_size: 270, mask: true}")
+    config = configured(
+        recipe, tmp_path, *ENCODER, "tokenizer={train: bpe, vocab_size: 270, mask: true}"
+    )
     tokenizer = build_tokenizer(config.tokenizer, config.data, tmp_path / "tokenizer")
     batches = PackedBatches(config.data, tokenizer, split="train", batch_size=32)
     masking = Masking(tokenizer, DataConfig(source="x", whole_words=True), seed=0)
@@ -112,7 +130,11 @@ def test_whole_words(recipe, tmp_path):
             pieces = tokenizer.convert_ids_to_tokens(tokens.tolist())
             words: list[list[bool]] = [[]]
             for before, piece, label in zip(["<", *pieces], pieces, labels, strict=False):
-                words += [[]] if piece.startswith(("Ġ", "<")) or before[0] == "<" or before == "Ġ" else []
+                words += (
+                    [[]]
+                    if piece.startswith(("Ġ", "<")) or before[0] == "<" or before == "Ġ"
+                    else []
+                )
                 words[-1].append(bool(label != -100))
             seen += sum(any(word) for word in words[2:])  # a row's first token is never chosen
             parts += sum(len(word) > 1 for word in words[2:] if any(word))

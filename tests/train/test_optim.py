@@ -51,7 +51,9 @@ def test_schedules_stay_between_zero_and_the_peak(name, warmup):
 
 
 def test_only_matrices_decay():
-    model = NalandaForCausalLM(NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2))
+    model = NalandaForCausalLM(
+        NalandaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
+    )
     model.model.layers[0].mlp_norm.weight._no_weight_decay = False
     model.lm_head.weight._no_weight_decay = True
     groups = {group["name"]: group for group in parameter_groups(model, OptimConfig())}
@@ -69,13 +71,19 @@ def test_only_matrices_decay():
 def test_exponents_and_landmarks_do_not_decay(tmp_path):
     """Also where a checkpoint filled them, which replaces the parameters."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
-    for mixer, own in (("pola", ["w", "s"]), ("soft", ["landmarks"]), ("gated_deltanet", ["A_log"])):
+    for mixer, own in (
+        ("pola", ["w", "s"]),
+        ("soft", ["landmarks"]),
+        ("gated_deltanet", ["A_log"]),
+    ):
         NalandaForCausalLM(NalandaConfig(mixer=mixer, **sizes)).save_pretrained(tmp_path / mixer)
         model = NalandaForCausalLM.from_pretrained(tmp_path / mixer)
         matrices = {id(p) for p in parameter_groups(model, OptimConfig())[0]["params"]}
         parameters = dict(model.named_parameters())
         for name in own:
-            assert not any(id(p) in matrices for n, p in parameters.items() if n.endswith(f".{name}")), name
+            assert not any(
+                id(p) in matrices for n, p in parameters.items() if n.endswith(f".{name}")
+            ), name
         assert id(parameters["lm_head.weight"]) in matrices
     mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
     logs = [p for n, p in mamba.named_parameters() if n.endswith("A_log")]
@@ -116,7 +124,9 @@ def test_muon_takes_the_matrices_between_embedding_and_head():
     for model in (small(), small(tie_word_embeddings=True), small(mixer="soft")):
         for name, kind in labels(model, parameter_groups(model, OptimConfig(name="muon"))).items():
             p = model.get_parameter(name)
-            if any(layer in name for layer in ("embed_tokens", "lm_head", "conv", "b_proj", "a_proj")):
+            if any(
+                layer in name for layer in ("embed_tokens", "lm_head", "conv", "b_proj", "a_proj")
+            ):
                 assert kind == "matrices", name
             elif p.ndim < 2 or "landmarks" in name:
                 assert kind == "vectors", name
@@ -130,7 +140,11 @@ def test_muon_takes_the_matrices_between_embedding_and_head():
 
 @pytest.mark.parametrize(
     ("mixer", "options"),
-    [*((name, {}) for name in MIXERS), ("softmax", {"gate": "head"}), ("softmax", {"gate": "channel"})],
+    [
+        *((name, {}) for name in MIXERS),
+        ("softmax", {"gate": "head"}),
+        ("softmax", {"gate": "channel"}),
+    ],
     ids=lambda x: x if isinstance(x, str) else ",".join(x.values()) or "default",
 )
 def test_muon_leaves_gates_of_the_state_to_adamw(mixer, options):
@@ -167,7 +181,9 @@ def test_heads_and_steps_have_orthogonal_updates_of_their_own(mixer):
     fill_gradients(model, 0)
     layer = model.model.layers[0].mixer
     rows = {"q_proj": layer.K, "k_proj": layer.K, "v_proj": layer.V}
-    matrices = {name: getattr(layer, name).weight for name in rows if getattr(layer, name, None) is not None}
+    matrices = {
+        name: getattr(layer, name).weight for name in rows if getattr(layer, name, None) is not None
+    }
     before = {name: p.detach().clone() for name, p in matrices.items()}
     for name, p in matrices.items():
         p.grad[rows[name] :] *= 1e-4
@@ -187,7 +203,10 @@ def test_muon_and_adamw_as_one_are_torchs_two():
     ours, theirs = small(num_heads=1), small(num_heads=1)  # whose matrices are not cut by head
     optimizer = build_optimizer(ours, config)
     kinds = labels(theirs, parameter_groups(theirs, config))
-    parts = {kind: [p for n, p in theirs.named_parameters() if kinds[n] == kind] for kind in kinds.values()}
+    parts = {
+        kind: [p for n, p in theirs.named_parameters() if kinds[n] == kind]
+        for kind in kinds.values()
+    }
     muon = torch.optim.Muon(
         parts["muon"], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
     )
@@ -331,7 +350,10 @@ def test_groups_scale_the_rate_and_set_the_decay():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": [GroupConfig("embed_token5")]}, r"matches no parameter; did you mean embed_tokens\?"),
+        (
+            {"groups": [GroupConfig("embed_token5")]},
+            r"matches no parameter; did you mean embed_tokens\?",
+        ),
         (
             {"groups": [GroupConfig("mlp"), GroupConfig("up_proj")]},
             "'up_proj' matches no parameter; earlier patterns",
@@ -350,8 +372,14 @@ def test_patterns_without_parameters_are_refused(settings, message):
             {"groups": [GroupConfig("mlp"), GroupConfig("(")]},
             r"optim.groups\[1\].match: '\(' is not a regular",
         ),
-        ({"groups": [GroupConfig("mlp", lr_scale=-1)]}, r"optim.groups\[0\].lr_scale: expected 0 or more"),
-        ({"groups": [GroupConfig("mlp", weight_decay=-1)]}, r"optim.groups\[0\].weight_decay: expected 0"),
+        (
+            {"groups": [GroupConfig("mlp", lr_scale=-1)]},
+            r"optim.groups\[0\].lr_scale: expected 0 or more",
+        ),
+        (
+            {"groups": [GroupConfig("mlp", weight_decay=-1)]},
+            r"optim.groups\[0\].weight_decay: expected 0",
+        ),
         ({"momentum": 1.0}, r"optim.momentum: expected a number in \[0, 1\)"),
         ({"muon_lr": 0.1}, "optim.muon_lr: only under optim.name=muon"),
         ({"name": "muon", "muon_lr": 0.0}, "optim.muon_lr: expected a positive number"),

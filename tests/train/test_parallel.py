@@ -49,7 +49,12 @@ from nalanda.train.optim import build_optimizer
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-ROWS, LENGTH, VOCABULARY, STEPS = 8, 24, 65, 2  # 65 rows of the embedding: the shards are of unequal size
+ROWS, LENGTH, VOCABULARY, STEPS = (
+    8,
+    24,
+    65,
+    2,
+)  # 65 rows of the embedding: the shards are of unequal size
 VARIANTS = {
     "fp32": ("gated_deltanet", {"precision": "fp32"}),
     "bf16": ("gated_deltanet", {"precision": "bf16"}),
@@ -58,7 +63,9 @@ VARIANTS = {
 }
 """Mixer (or a foreign model type) and train settings."""
 COMPILED = {f"{name}, compiled": name for name in VARIANTS if name != "fp32"}
-VARIANTS |= {new: (VARIANTS[old][0], VARIANTS[old][1] | {"compile": True}) for new, old in COMPILED.items()}
+VARIANTS |= {
+    new: (VARIANTS[old][0], VARIANTS[old][1] | {"compile": True}) for new, old in COMPILED.items()
+}
 
 
 # Inductor would compile C++ for minutes.
@@ -67,11 +74,18 @@ parallel.compile_blocks = functools.partial(parallel.compile_blocks, backend="ao
 
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
     if name == "llama":
         config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **shape)
     else:
-        config = NalandaConfig(num_heads=2, mixer=name, tie_word_embeddings=name == "deltanet", **shape)
+        config = NalandaConfig(
+            num_heads=2, mixer=name, tie_word_embeddings=name == "deltanet", **shape
+        )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -80,7 +94,9 @@ def prepared(name: str, kind: str, shard_size: int | None = None, **settings):
     AcceleratorState._reset_state()
     settings = {"precision": "fp32"} | settings
     accelerator = Accelerator(mixed_precision="bf16" if settings["precision"] == "bf16" else "no")
-    chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings)
+    chosen = TrainConfig(
+        steps=1, tokens_per_step=1, micro_batch_size=1, shard_size=shard_size, **settings
+    )
     model, sharing = build(name), parallel.Sharing(accelerator, kind, chosen)
     made = parallel.parallelize(
         accelerator, model, sharing, chosen, lambda: build_optimizer(model, OptimConfig(lr=3e-3))
@@ -114,7 +130,9 @@ def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = S
                 accelerator.backward(share * accelerator.num_processes)
             loss += share.detach()
             if step == first and i == 0 and isinstance(model, FSDPModule):
-                assert all(p.grad is None for p in model.parameters()), "reduced before the last micro-batch"
+                assert all(p.grad is None for p in model.parameters()), (
+                    "reduced before the last micro-batch"
+                )
         if step == first:
             gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
         norms.append(parallel.clip_grad_norm_(model.parameters(), 0.5).item())
@@ -123,7 +141,13 @@ def steps(accelerator, model, wrapped, optimizer, first: int = 0, count: int = S
         losses.append(accelerator.reduce(loss).item())
     weights = {name: whole(p) for name, p in model.named_parameters()}
     graphs = counters["stats"]["unique_graphs"]
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "graphs": graphs}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "weights": weights,
+        "graphs": graphs,
+    }
 
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
@@ -207,7 +231,11 @@ def worker(folder: Path) -> None:
             halved(folder / "whole", folder / "resumed")
         dist.barrier()
         AcceleratorState._reset_state(reset_partial_state=True)
-        train(load_config(folder / "recipe.yaml", [f"output_dir={folder / name}", "train.parallel=fsdp"]))
+        train(
+            load_config(
+                folder / "recipe.yaml", [f"output_dir={folder / name}", "train.parallel=fsdp"]
+            )
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -229,8 +257,15 @@ def fresh_accelerate():
 
 
 def launched(*command: str) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([*TORCHRUN, *command], env=env, capture_output=True, text=True, timeout=300)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    done = subprocess.run(
+        [*TORCHRUN, *command], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -241,10 +276,17 @@ def folder(tmp_path_factory) -> Path:
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=draw.choice((1, 2, 60)))) for _ in range(500)]
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "corpus" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     settings = {
         "output_dir": str(folder / "unset"),
-        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
+        "model": {
+            "mixer": "gated_deltanet",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 2,
+        },
         "tokenizer": {"train": "bpe", "vocab_size": 320},
         "data": {"source": str(folder / "corpus"), "seq_len": 32, "max_validation_rows": 7},
         "optim": {"lr": 3e-3},
@@ -267,7 +309,9 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """The largest difference between two sets of tensors, relative to the largest value of each tensor."""
     assert a.keys() == b.keys()
     return max(
-        ((a[k].float() - b[k].float()).abs().max() / a[k].float().abs().max().clamp(min=1e-12)).item()
+        (
+            (a[k].float() - b[k].float()).abs().max() / a[k].float().abs().max().clamp(min=1e-12)
+        ).item()
         for k in a
     )
 
@@ -320,7 +364,10 @@ def test_decays_stay_fp32_and_move(results):
 @pytest.mark.slow
 def test_replicas_of_shards_train_the_same(results, folder):
     assert furthest(results["fp32"]["ddp"]["weights"], results["hybrid"]["weights"]) < 1e-4
-    assert furthest(results["hybrid"]["weights"], checkpoint.weights(folder / "hybrid" / "step-1")) == 0
+    assert (
+        furthest(results["hybrid"]["weights"], checkpoint.weights(folder / "hybrid" / "step-1"))
+        == 0
+    )
     files = list((folder / "hybrid" / "step-1" / "model").iterdir())
     assert sum(file.stat().st_size > 2000 for file in files) == 1
 
@@ -345,7 +392,10 @@ def test_a_checkpoint_of_two_serves_one_and_one_of_one_serves_two(results, folde
 
 @pytest.mark.slow
 def test_torch_reads_what_is_written_here_and_the_other_way_round(results, folder):
-    for source, expected in (("sharded/step-2/model", results["fp32"]["fsdp"]["weights"]), ("theirs", None)):
+    for source, expected in (
+        ("sharded/step-2/model", results["fp32"]["fsdp"]["weights"]),
+        ("theirs", None),
+    ):
         expected = expected or results["on"]["weights"]
         read = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
         reader = HuggingFaceStorageReader(str(folder / source))
@@ -407,7 +457,9 @@ def logged(run_dir: Path, key: str) -> list[float]:
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(folder, tmp_path):
     manifests = [
-        json.loads((folder / name / "checkpoints" / "step-4" / "manifest.json").read_text())["files"]
+        json.loads((folder / name / "checkpoints" / "step-4" / "manifest.json").read_text())[
+            "files"
+        ]
         for name in ("whole", "resumed")
     ]
     assert manifests[0] == manifests[1]
@@ -448,7 +500,9 @@ def test_a_sharded_checkpoint_is_exported_whole(folder, tmp_path):
     ):
         assert part in card
     assert str(tmp_path) not in card.replace(str(folder), "")
-    assert {"modeling.py", "generation_config.json", "tokenizer.json"} <= {p.name for p in out.iterdir()}
+    assert {"modeling.py", "generation_config.json", "tokenizer.json"} <= {
+        p.name for p in out.iterdir()
+    }
     with pytest.raises(InputError, match="exists"):
         export(folder / "whole", out)
     with pytest.raises(InputError, match="no step 3; there are 2, 4"):
@@ -516,7 +570,11 @@ while True: signal.pause()
 """)
 
     def start(**more) -> subprocess.Popen:
-        slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+        slurm = {
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NUM_NODES": "2",
+        }
         env = os.environ | slurm | {"NALANDA_ENV": str(tmp_path / "env")} | more
         command = ["bash", ROOT / "recipes" / "slurm.sh", "recipe.yaml"]
         return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -562,10 +620,15 @@ def test_slurm_without_nalanda_is_told_what_to_set(tmp_path, cluster):
 
 def test_auto_is_what_accelerates_config_says():
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    assert parallel.choose_parallel("auto", {}) == parallel.choose_parallel("ddp", dict(fsdp)) == "ddp"
+    assert (
+        parallel.choose_parallel("auto", {}) == parallel.choose_parallel("ddp", dict(fsdp)) == "ddp"
+    )
     assert parallel.choose_parallel("auto", environ := dict(fsdp)) == "fsdp"
     assert "ACCELERATE_USE_FSDP" not in environ  # nobody wraps the model once more
-    assert parallel.choose_parallel("ddp", environ := {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}) == "ddp"
+    assert (
+        parallel.choose_parallel("ddp", environ := {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+        == "ddp"
+    )
     assert not environ  # nor compiles it as a whole
     assert parallel.choose_parallel("hybrid", {}) == "hybrid"
     with pytest.raises(InputError, match="offload"):
@@ -588,7 +651,9 @@ def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, None])
     build_module.check_shared(tmp_path, two)
     monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, "node2"])
-    with pytest.raises(InputError, match="output_dir: node2 does not see what the first process writes"):
+    with pytest.raises(
+        InputError, match="output_dir: node2 does not see what the first process writes"
+    ):
         build_module.check_shared(tmp_path, two)
     assert not [*tmp_path.iterdir()]
 

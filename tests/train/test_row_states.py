@@ -64,7 +64,12 @@ def alone(model, tokens, lanes=LANES) -> torch.Tensor:
 
 
 def run(model, batch, states, **options):
-    arguments = {"row_states": states, "carried": batch["carried"], "return_row_states": True, **options}
+    arguments = {
+        "row_states": states,
+        "carried": batch["carried"],
+        "return_row_states": True,
+        **options,
+    }
     return model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], **arguments)
 
 
@@ -102,9 +107,9 @@ def test_rows_are_documents_alone(row):
     with torch.no_grad():
         close(found, alone(model, tokens))
         # The premise: what was carried matters.
-        assert not torch.allclose(found[0, T : 2 * T], run(model, made[1], None, carried=None).logits[0]) or (
-            row.get("mixer_options") in ({"window": 1}, {"block_size": 16})
-        )
+        assert not torch.allclose(
+            found[0, T : 2 * T], run(model, made[1], None, carried=None).logits[0]
+        ) or (row.get("mixer_options") in ({"window": 1}, {"block_size": 16}))
 
 
 @pytest.mark.parametrize("row", FIRST)
@@ -121,7 +126,9 @@ def test_a_document_over_many_chunks(row):
     assert states.lengths.tolist() == [210]
     for layer, state in zip(model.model.layers, states.states, strict=True):
         spec = layer.mixer.state_spec(210)
-        assert {name: tuple(x.shape[1:]) for name, x in state.items()} == {n: s for n, (s, _) in spec.items()}
+        assert {name: tuple(x.shape[1:]) for name, x in state.items()} == {
+            n: s for n, (s, _) in spec.items()
+        }
     assert not any(x.requires_grad for x in tree_leaves(states.states))
 
 
@@ -135,7 +142,9 @@ def test_empty_states_are_no_state(row):
         assert plain.row_states is None
         first = run(model, batch, None, carried=None)
         empty = NalandaCache(2)
-        empty.states = [{n: torch.zeros_like(x) for n, x in s.items()} for s in first.row_states.states]
+        empty.states = [
+            {n: torch.zeros_like(x) for n, x in s.items()} for s in first.row_states.states
+        ]
         empty.seen(0, torch.zeros(3, dtype=torch.int64))
         again = run(model, batch, empty, carried=torch.ones(3, dtype=torch.bool))
     for out in (first, again):
@@ -173,7 +182,10 @@ def test_gradients_end_at_the_border(row):
         end = 0
         for text in lane.split(lengths):
             begin, end = end, end + len(text)
-            before, inside = text[: max(T - begin, 0)], text[max(T - begin, 0) : max(2 * T - begin, 0)]
+            before, inside = (
+                text[: max(T - begin, 0)],
+                text[max(T - begin, 0) : max(2 * T - begin, 0)],
+            )
             if len(inside):
                 cache = None
                 if len(before):
@@ -181,9 +193,12 @@ def test_gradients_end_at_the_border(row):
                     with torch.no_grad():
                         model(before[None], past_key_values=cache)
                 model(
-                    inside[None], labels=inside[None], num_items_in_batch=1, past_key_values=cache,
+                    inside[None],
+                    labels=inside[None],
+                    num_items_in_batch=1,
+                    past_key_values=cache,
                     use_cache=cache is not None,
-                ).loss.backward()  # fmt: skip
+                ).loss.backward()
     for a, b in zip(found, gradients(model), strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * max(1.0, float(b.abs().max())))
@@ -220,7 +235,9 @@ def test_bf16_autocast(row):
             whole = alone(model, tokens)
             state = run(model, made[0], None).row_states.states
     for layer, own in zip(model.model.layers, state, strict=True):
-        promised = {n: dtype or torch.bfloat16 for n, (_, dtype) in layer.mixer.state_spec(9).items()}
+        promised = {
+            n: dtype or torch.bfloat16 for n, (_, dtype) in layer.mixer.state_spec(9).items()
+        }
         assert {name: x.dtype for name, x in own.items()} == promised
     assert (found - expected).norm() < 1.2 * (whole - expected).norm()
 
@@ -330,7 +347,10 @@ def test_rows_without_tokens_between_them():
         ({"row_states": "own", "carried": [1, 0]}, "bool \\[2\\]"),
         ({"row_states": "three", "carried": [True, False]}, "3 rows"),
         ({"row_states": [], "carried": [True, False]}, "earlier output"),
-        ({"row_states": "own", "carried": [True, False], "past_key_values": NalandaCache(2)}, "not both"),
+        (
+            {"row_states": "own", "carried": [True, False], "past_key_values": NalandaCache(2)},
+            "not both",
+        ),
         ({"return_row_states": True, "cu_seqlens": [0, 3, 18]}, "begin a sequence"),
         ({"return_row_states": True, "attention_mask": [[0] + [1] * 8, [1] * 9]}, "padding"),
     ],
@@ -342,7 +362,11 @@ def test_what_does_not_fit_is_refused(options, says):
         "three": model(ids(3, 9), return_row_states=True).row_states,
     }
     made = {
-        name: given[x] if isinstance(x, str) else torch.tensor(x) if isinstance(x, list) and x else x
+        name: given[x]
+        if isinstance(x, str)
+        else torch.tensor(x)
+        if isinstance(x, list) and x
+        else x
         for name, x in options.items()
     }
     with pytest.raises(ValueError, match=says) as error:
@@ -391,7 +415,9 @@ def step(model, kept: list[RowStates], batch, rows: int) -> torch.Tensor:
                 "lanes": torch.tensor(lanes),
             }
             with torch.no_grad():
-                out = model(part["input_ids"], cu_seqlens=part["cu_seqlens"], **states.before(i, part))
+                out = model(
+                    part["input_ids"], cu_seqlens=part["cu_seqlens"], **states.before(i, part)
+                )
             states.after(i, out, part)
             logits[lanes] = out.logits
     return logits
@@ -403,7 +429,9 @@ def test_saved_by_two_ranks_loaded_by_one_and_by_two(row, tmp_path):
     tokens, made = batches(FOUR)
     expected = alone(model, tokens, FOUR)
     kept, found = [RowStates(), RowStates()], []
-    for number, (batch, (world, rows)) in enumerate(zip(made, [(2, 1), (1, 2), (2, 2)], strict=True)):
+    for number, (batch, (world, rows)) in enumerate(
+        zip(made, [(2, 1), (1, 2), (2, 2)], strict=True)
+    ):
         if number:
             files = []
             for rank, states in enumerate(kept):
@@ -453,7 +481,9 @@ def test_forgotten_lanes_begin_empty():
         states.after(0, bad, made[0])
         states.forget()
         cut = model(made[1]["input_ids"], cu_seqlens=made[1]["cu_seqlens"], use_cache=False).logits
-        out = model(made[1]["input_ids"], cu_seqlens=made[1]["cu_seqlens"], **states.before(0, made[1]))
+        out = model(
+            made[1]["input_ids"], cu_seqlens=made[1]["cu_seqlens"], **states.before(0, made[1])
+        )
     assert torch.equal(out.logits, cut)
     states.after(0, out, made[1])
     assert out.row_states.lengths.tolist() == [16, 8, 16]

@@ -36,7 +36,12 @@ from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.report.verify import verify
 from nalanda.train import build, checkpoint, loop, loss
 from nalanda.train.build import build_model, open_batches
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, mark_unsound, step_of
+from nalanda.train.checkpoint_dir import (
+    checkpoint_folders,
+    latest_checkpoint,
+    mark_unsound,
+    step_of,
+)
 from nalanda.train.log import read_facts, read_metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -47,7 +52,9 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 def gradients(run_dir: Path) -> dict[str, torch.Tensor]:
     """Of the first step, out of AdamW's first moment: exp_avg = (1 - 0.9) · gradient."""
-    state = safetensors.torch.load_file(run_dir / "checkpoints" / "step-1" / "optimizer.safetensors")
+    state = safetensors.torch.load_file(
+        run_dir / "checkpoints" / "step-1" / "optimizer.safetensors"
+    )
     return {k.removesuffix(".exp_avg"): v / 0.1 for k, v in state.items() if k.endswith(".exp_avg")}
 
 
@@ -66,7 +73,9 @@ def one_big_batch(recipe, tmp_path_factory) -> tuple[dict[str, torch.Tensor], fl
     config = configured(
         recipe, tmp_path_factory.mktemp("runs") / "reference", *ONE_STEP, "train.micro_batch_size=8"
     )
-    tokenizer = build_tokenizer(config.tokenizer, config.data, Path(config.output_dir) / "tokenizer")
+    tokenizer = build_tokenizer(
+        config.tokenizer, config.data, Path(config.output_dir) / "tokenizer"
+    )
     set_seed(config.seed)
     model = build_model(config, tokenizer)
     batch = next(open_batches(config, tokenizer)[0])
@@ -95,10 +104,21 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_step(recipe, tmp_path, one_
 
 
 @pytest.mark.slow
-def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(recipe, tmp_path, one_big_batch):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(
+    recipe, tmp_path, one_big_batch
+):
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    )
     overrides = (*ONE_STEP, "train.micro_batch_size=2")
-    process = start(recipe, tmp_path / "run", *overrides, launcher=torchrun, ACCELERATE_USE_CPU="true")
+    process = start(
+        recipe, tmp_path / "run", *overrides, launcher=torchrun, ACCELERATE_USE_CPU="true"
+    )
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
@@ -107,7 +127,9 @@ def test_the_loss_is_the_same_mean_on_two_processes_and_one_goes_on_from_two(rec
 
     for name in ("run", "alone"):
         loop.train(
-            configured(recipe, tmp_path / name, *ONE_STEP, "train.steps=2", "train.micro_batch_size=2")
+            configured(
+                recipe, tmp_path / name, *ONE_STEP, "train.steps=2", "train.micro_batch_size=2"
+            )
         )
     resumed, alone = (
         [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
@@ -166,9 +188,9 @@ def test_the_schedule_reaches_the_optimizer(recipe, tmp_path, monkeypatch):
     loop.train(config)
     expected = [3e-3 / 2, 3e-3, 3e-3 * (0.1 + 0.9 / 2), 3e-4]
     assert [rate for (rate,) in rates] == pytest.approx(expected)
-    assert [line["lr"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == pytest.approx(
-        expected
-    )
+    assert [
+        line["lr"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+    ] == pytest.approx(expected)
 
 
 def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
@@ -188,7 +210,8 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
     assert last["val_tokens"] == count
     assert last["val_loss"] == pytest.approx(total / count, rel=1e-5)
     size = sum(
-        loss.count_bytes(batch, text_bytes(tokenizer)) for batch in open_batches(config, tokenizer)[1][""]
+        loss.count_bytes(batch, text_bytes(tokenizer))
+        for batch in open_batches(config, tokenizer)[1][""]
     )
     assert last["val_bpb"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
     said = f"perplexity {last['val_ppl']:.2f}, bits per byte {last['val_bpb']:.3f}"
@@ -196,7 +219,9 @@ def test_validation_is_the_mean_over_tokens_of_the_final_model(whole):
 
 
 def test_bf16_and_gradient_checkpointing_train_the_same_model(recipe, tmp_path, whole):
-    config = configured(recipe, tmp_path / "run", "train.precision=bf16", "train.gradient_checkpointing=true")
+    config = configured(
+        recipe, tmp_path / "run", "train.precision=bf16", "train.gradient_checkpointing=true"
+    )
     loop.train(config)
     weights = safetensors.torch.load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
@@ -213,11 +238,18 @@ def test_any_causal_lm_trains_and_says_whether_it_keeps_documents_apart(
     recipe, tmp_path, capsys, kind, apart
 ):
     kind(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     ).save_pretrained(tmp_path / "config")
     model = f"model={{auto: {tmp_path / 'config'}}}"
     loop.train(configured(recipe, tmp_path / "run", model, "train.steps=3", "validation.every=0"))
-    assert json.loads((tmp_path / "run" / "final" / "run.json").read_text())["documents_kept_apart"] is apart
+    assert (
+        json.loads((tmp_path / "run" / "final" / "run.json").read_text())["documents_kept_apart"]
+        is apart
+    )
     assert ("packed documents see one another" in capsys.readouterr().out) is not apart
     losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(5.77, abs=0.2)  # ln 320
@@ -232,19 +264,27 @@ def test_the_exported_tokenizer_pads_and_the_runs_own_does_not(whole, recipe, tm
     assert not batch.attention_mask[0, 0]
     alone = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     assert [mask.sum().item() for mask in batch.attention_mask] == [ids.shape[1] for ids in alone]
-    generate = pipeline("text-generation", model=str(whole / "final"), max_new_tokens=6, do_sample=False)
-    together, apart = ([row[0]["generated_text"] for row in generate(texts, batch_size=n)] for n in (2, 1))
+    generate = pipeline(
+        "text-generation", model=str(whole / "final"), max_new_tokens=6, do_sample=False
+    )
+    together, apart = (
+        [row[0]["generated_text"] for row in generate(texts, batch_size=n)] for n in (2, 1)
+    )
     assert together == apart
     own = AutoTokenizer.from_pretrained(whole / "tokenizer")
     assert own.pad_token is None
     assert tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
     # Trained on with the exported one: eos is a token like any other.
-    config = configured(recipe, tmp_path / "run", f"tokenizer={whole / 'final'}", "model={auto: llama}")
+    config = configured(
+        recipe, tmp_path / "run", f"tokenizer={whole / 'final'}", "model={auto: llama}"
+    )
     assert build_model_config(config, tokenizer).pad_token_id is None
     assert build_model_config(config, tokenizer).eos_token_id == tokenizer.eos_token_id == 0
 
 
-def test_a_checkpoint_without_its_run_is_exported_without_tokenizer_and_recipe(whole, tmp_path, capsys):
+def test_a_checkpoint_without_its_run_is_exported_without_tokenizer_and_recipe(
+    whole, tmp_path, capsys
+):
     from nalanda_cli import app
 
     copied = shutil.copytree(whole / "checkpoints" / "step-24", tmp_path / "backup" / "step-24")
@@ -292,7 +332,9 @@ def test_models_that_look_ahead_are_refused(recipe, tmp_path):
     with pytest.raises(InputError, match="bert looks at later tokens"):
         loop.train(configured(recipe, tmp_path / "encoder", f"model={{{bert}}}"))
     loop.train(
-        configured(recipe, tmp_path / "decoder", f"model={{{bert}, is_decoder: true}}", "train.steps=2")
+        configured(
+            recipe, tmp_path / "decoder", f"model={{{bert}, is_decoder: true}}", "train.steps=2"
+        )
     )
 
 
@@ -304,7 +346,9 @@ def test_which_model_auto_means(recipe, tmp_path, monkeypatch):
 
     llama = config("{auto: llama, hidden_size: 64, num_attention_heads: 2}")
     assert (llama.model_type, llama.hidden_size, llama.max_position_embeddings) == ("llama", 64, 32)
-    assert config("{auto: gpt2, n_embd: 64, hidden_size: 64}").n_positions == 32  # under either of its names
+    assert (
+        config("{auto: gpt2, n_embd: 64, hidden_size: 64}").n_positions == 32
+    )  # under either of its names
     assert config("{auto: nalanda, num_heads: 2, mixer: deltanet}").mixer == "deltanet"
     MambaConfig(hidden_size=96, model_type="mamba").save_pretrained(tmp_path / "llama")
     assert config("{auto: llama}").hidden_size == 96  # a path that exists is meant
@@ -339,7 +383,9 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
     for mapping in (configuration_auto.CONFIG_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "fla" or find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: name == "fla" or find(name, *rest)
+    )
     monkeypatch.setattr(importlib, "import_module", register)
 
     def config(model: str):
@@ -359,7 +405,9 @@ def test_model_types_of_flash_linear_attention(recipe, tmp_path, monkeypatch):
         raise AttributeError("module 'transformers' has no attribute 'x'")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(InputError, match=r"rwkv9: flash-linear-attention fails: .*no attribute 'x'"):
+    with pytest.raises(
+        InputError, match=r"rwkv9: flash-linear-attention fails: .*no attribute 'x'"
+    ):
         config("{auto: rwkv9}")
 
 
@@ -378,7 +426,10 @@ def test_sigkill_changes_nothing(recipe, tmp_path, whole):
 
     moments = [
         lambda: written() >= some,
-        lambda: len(checkpoint_folders(saves)) >= 4 and (any(saves.glob(".tmp-step-*")) or written() >= 21),
+        lambda: (
+            len(checkpoint_folders(saves)) >= 4
+            and (any(saves.glob(".tmp-step-*")) or written() >= 21)
+        ),
     ]
     for moment in moments:
         process = start(recipe, run_dir, *slow)
@@ -429,7 +480,9 @@ def test_a_damaged_checkpoint_costs_its_steps_only(recipe, tmp_path, whole, caps
     assert outcome(run_dir) == outcome(whole)
 
 
-def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_path, capsys, monkeypatch):
+def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
+    recipe, tmp_path, capsys, monkeypatch
+):
     short = configured(recipe, tmp_path / "run", "train.steps=4", "validation.every=0")
     loop.train(short)
     model = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
@@ -455,7 +508,14 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
     assert f"version of torch: 2.0.1 → {torch.__version__}" in out
     assert "train.steps: 4 → 6" in out
     assert "optim.lr: 0.003 → 0.001" in out
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["changes"][0]["step"] == 4
     assert facts["changes"][0]["optim.lr"] == [0.003, 0.001]
@@ -465,7 +525,9 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(recipe, tmp_pa
 def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):
     """Its settings never ran: the next start says what changed since those that did."""
     run, settings = tmp_path / "run", ("train.steps=4", "validation.every=0")
-    loop.train(configured(recipe, run, "train.steps=2", "validation.every=0", "schedule.name=constant"))
+    loop.train(
+        configured(recipe, run, "train.steps=2", "validation.every=0", "schedule.name=constant")
+    )
     before = contents(run)
     with pytest.raises(
         InputError,
@@ -473,7 +535,9 @@ def test_a_refused_start_leaves_no_trace(recipe, tmp_path, capsys):
     ):
         loop.train(configured(recipe, run, *settings, "optim.name=muon"))
     with pytest.raises(InputError, match=r"no-such-folder"):
-        loop.train(configured(recipe, run, *settings, "optim.lr=1e-3", "data.source=no-such-folder"))
+        loop.train(
+            configured(recipe, run, *settings, "optim.lr=1e-3", "data.source=no-such-folder")
+        )
     assert contents(run) == before
     assert [verdict.good for verdict in verify(run)] == [True]
     capsys.readouterr()
@@ -488,14 +552,21 @@ def test_steps_that_are_lowered(stopped, recipe, capsys):
     run, _ = stopped
     shutil.rmtree(run / "checkpoints" / "step-24")
     before = contents(run)
-    with pytest.raises(InputError, match=r"train\.steps: 15, but .* goes on from step-20: set 20 or more"):
+    with pytest.raises(
+        InputError, match=r"train\.steps: 15, but .* goes on from step-20: set 20 or more"
+    ):
         loop.train(configured(recipe, run, "train.steps=15"))
     assert contents(run) == before
     loop.train(configured(recipe, run, "train.resume=15", "train.steps=15"))
     said = capsys.readouterr().out
-    assert "24 → 15 (already at step 15: nothing is trained, the learning rate did not fall)" in said
+    assert (
+        "24 → 15 (already at step 15: nothing is trained, the learning rate did not fall)" in said
+    )
     assert "validation at step 15" in said
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "val_loss" in line] == [10, 15]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "val_loss" in line] == [
+        10,
+        15,
+    ]
     assert "at step 15" in (run / "final" / "README.md").read_text()
 
 
@@ -538,7 +609,9 @@ def test_a_run_without_a_usable_checkpoint_is_refused_and_stays_as_it_is(stopped
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, tmp_path, whole):
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Saver, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            checkpoint.Saver, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             loop.train(configured(recipe, run))
     assert max(line["step"] for line in read_metrics(run / "metrics.jsonl")) == 5
@@ -546,7 +619,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(recipe, 
     assert outcome(run) == outcome(whole)
 
 
-def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(recipe, tmp_path, monkeypatch):
+def test_an_asynchronous_checkpoint_is_whole_when_the_data_fail_behind_it(
+    recipe, tmp_path, monkeypatch
+):
     run, write, go = tmp_path / "run", checkpoint._write, threading.Event()
     monkeypatch.setattr(checkpoint, "_write", lambda *args: go.wait(20) and write(*args))
     take, wait, taken = loop.take_batches, checkpoint.Saver.wait, []
@@ -579,7 +654,9 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
     assert outcome(run) == outcome(whole)
     assert verify_manifest(run / "checkpoints" / "later-step-24") is None
     for again in range(2):  # the choice is made once, however often a scheduler repeats the command
-        config = configured(recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0")
+        config = configured(
+            recipe, run, "train.resume=10", f"train.steps={26 + again}", "validation.every=0"
+        )
         loop.train(config)
         assert f"resumes from step-{(24, 26)[again]}" in capsys.readouterr().out
     loop.train(configured(recipe, run, "train.resume=20", "train.steps=24", "validation.every=0"))
@@ -589,10 +666,14 @@ def test_a_person_may_choose_the_checkpoint(stopped, recipe, whole, capsys):
         loop.train(configured(recipe, run, "train.resume=step-7"))
     before = sorted(p.name for p in (run / "checkpoints").iterdir())
     with pytest.raises(InputError, match="optimizer"):  # a refused start changes nothing
-        loop.train(configured(recipe, run, "train.resume=step-20", "train.steps=30", "optim.name=muon"))
+        loop.train(
+            configured(recipe, run, "train.resume=step-20", "train.steps=30", "optim.name=muon")
+        )
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
     (run / "checkpoints" / "step-10" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(InputError, match=r"train\.resume: .*step-10 is damaged: model\.safetensors"):
+    with pytest.raises(
+        InputError, match=r"train\.resume: .*step-10 is damaged: model\.safetensors"
+    ):
         loop.train(chosen)
 
 
@@ -651,14 +732,19 @@ def test_a_finished_run_whose_model_is_gone_or_cut_exports_it_again(recipe, tmp_
     config = configured(recipe, tmp_path / "run", "train.steps=2", "validation.every=0")
     final = loop.train(config) / "final"
     expected = (final / "model.safetensors").read_bytes()
-    for harm in (lambda: shutil.rmtree(final), lambda: os.truncate(final / "model.safetensors", 999)):
+    for harm in (
+        lambda: shutil.rmtree(final),
+        lambda: os.truncate(final / "model.safetensors", 999),
+    ):
         harm()
         loop.train(config)
         assert (final / "model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_validation_loss_that_is_not_finite_loses_no_model(recipe, tmp_path, monkeypatch, capsys, value):
+def test_a_validation_loss_that_is_not_finite_loses_no_model(
+    recipe, tmp_path, monkeypatch, capsys, value
+):
     monkeypatch.setattr(loss, "loss_sums", lambda *_: (value, 100))
     run = loop.train(configured(recipe, tmp_path / "run", "train.steps=2"))
     assert AutoModelForCausalLM.from_pretrained(run / "final").config.model_type == "nalanda"
@@ -680,14 +766,21 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
     flip(folder / "step-5" / "rank-0.pt")
     for step, file, harm in (
         (10, "model.safetensors", lambda t: t["lm_head.weight"].view(-1)[3].fill_(math.nan)),
-        (15, "optimizer.safetensors", lambda t: t.update({"lm_head.weight.exp_avg": torch.zeros(7)})),
+        (
+            15,
+            "optimizer.safetensors",
+            lambda t: t.update({"lm_head.weight.exp_avg": torch.zeros(7)}),
+        ),
     ):
         tensors = safetensors.torch.load_file(folder / f"step-{step}" / file)
         harm(tensors)
         safetensors.torch.save_file(tensors, folder / f"step-{step}" / file)
         manifest = json.loads((folder / f"step-{step}" / "manifest.json").read_text())
         content = (folder / f"step-{step}" / file).read_bytes()
-        manifest["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][file] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
         (folder / f"step-{step}" / "manifest.json").write_text(manifest_text(manifest))
     mark_unsound(folder / "step-20", "no step behind it was good")
     with pytest.raises(SystemExit) as ended:
@@ -714,12 +807,20 @@ def test_verify_says_of_every_checkpoint_what_it_is_worth(stopped, capsys):
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=4", "data.seq_len=16", "data.bos=false", "tokenizer.vocab_size=300", "model.use_gate=false"],
+    [
+        "seed=4",
+        "data.seq_len=16",
+        "data.bos=false",
+        "tokenizer.vocab_size=300",
+        "model.use_gate=false",
+    ],
 )
 def test_a_folder_of_another_run_is_refused(recipe, whole, override):
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
     key = override.split("=")[0]
-    with pytest.raises(InputError, match=f"holds another run: {key} is .* choose another output_dir"):
+    with pytest.raises(
+        InputError, match=f"holds another run: {key} is .* choose another output_dir"
+    ):
         loop.train(configured(recipe, whole, override))
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
 
@@ -733,7 +834,9 @@ def test_a_runs_config_yaml_is_its_model_whatever_the_defaults_are(recipe, tmp_p
 
     monkeypatch.setitem(FEATURE_MAPS, "nala", functools.partial(FEATURE_MAPS["nala"], power=3.0))
     made = NalandaConfig.__init__
-    other_defaults = functools.wraps(made)(lambda self, **keys: made(self, **{"norm_eps": 1e-5, **keys}))
+    other_defaults = functools.wraps(made)(
+        lambda self, **keys: made(self, **{"norm_eps": 1e-5, **keys})
+    )
     monkeypatch.setattr(NalandaConfig, "__init__", other_defaults)
     with pytest.raises(
         InputError, match=r"model\.feature_map_options\.power is 2\.0 there and 3\.0 here; set "
@@ -744,9 +847,14 @@ def test_a_runs_config_yaml_is_its_model_whatever_the_defaults_are(recipe, tmp_p
     loop.train(load_config(run / "config.yaml", [f"output_dir={again}"]))
     models = [json.loads((folder / "final" / "config.json").read_text()) for folder in (run, again)]
     assert models[0] == models[1]
-    settings += ["model.feature_map_options.power=2.0", "model.norm_eps=1e-06"]  # as the messages say
+    settings += [
+        "model.feature_map_options.power=2.0",
+        "model.norm_eps=1e-06",
+    ]  # as the messages say
     loop.train(configured(recipe, run, "train.steps=4", *settings))
-    wider = load_config(run / "config.yaml", ["model.hidden_size=64"])  # what is derived is derived again
+    wider = load_config(
+        run / "config.yaml", ["model.hidden_size=64"]
+    )  # what is derived is derived again
     assert (
         build_model_config(wider).head_dim
         == 2 * build_model_config(load_config(run / "config.yaml")).head_dim
@@ -775,13 +883,19 @@ def test_a_run_of_nala_without_exponents_goes_on_as_the_angle(recipe, tmp_path):
     older = configured(recipe, run, "train.steps=2", "model.feature_map=nala", *settings)
     (run / "config.yaml").write_text(older.to_yaml())
     file = run / "checkpoints" / "step-2" / "config.json"
-    model = json.loads(file.read_text()) | {"feature_map": "nala", "feature_map_options": {"power": None}}
+    model = json.loads(file.read_text()) | {
+        "feature_map": "nala",
+        "feature_map_options": {"power": None},
+    }
     file.write_text(json.dumps(model))
     more = ["model.feature_map=nala", "model.feature_map_options={power: null}"]
     (run / "config.yaml").write_text(yaml.safe_dump(read_sections(run / "config.yaml", more)))
     manifest = json.loads((file.parent / "manifest.json").read_text())
     content = file.read_bytes()
-    manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"][file.name] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     (file.parent / "manifest.json").write_text(manifest_text(manifest))
     with pytest.raises(
         InputError, match=r"is 'angle' there and 'nala' here; set model\.feature_map=angle to go"
@@ -828,7 +942,11 @@ def flipped(path: Path) -> bytes:
 @pytest.mark.parametrize("verify", ["background", "sums", "sizes"])
 @pytest.mark.parametrize("name", ["train/00000.tokens", "validation/00000.docs"])
 def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path, verify, name):
-    settings = (f"data.source={prepared_set}", f"tokenizer={prepared_set / 'tokenizer'}", "train.steps=6")
+    settings = (
+        f"data.source={prepared_set}",
+        f"tokenizer={prepared_set / 'tokenizer'}",
+        "train.steps=6",
+    )
     run = configured(recipe, tmp_path / "run", *settings, f"data.verify={verify}")
     before = flipped(prepared_set / name)
     try:
@@ -841,7 +959,10 @@ def test_a_prepared_set_is_compared_with_its_sums(recipe, prepared_set, tmp_path
         (prepared_set / name).write_bytes(before)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     loop.train(run)
-    before, saved = flipped(prepared_set / name), latest_checkpoint(tmp_path / "run" / "checkpoints")
+    before, saved = (
+        flipped(prepared_set / name),
+        latest_checkpoint(tmp_path / "run" / "checkpoints"),
+    )
     try:
         with pytest.raises(InputError, match=f"{name}: damaged"):
             loop.train(configured(recipe, tmp_path / "run", *settings, "train.steps=8"))
@@ -908,7 +1029,9 @@ def test_a_save_on_a_signal_does_not_wait_for_sums_and_the_next_start_goes_on_wi
 
     with monkeypatch.context() as patch:
         patch.setattr(token_set, "sha256_of", slow)
-        patch.setattr(loop, "learning_rate", at_step(6, lambda: signal.raise_signal(signal.SIGTERM)))
+        patch.setattr(
+            loop, "learning_rate", at_step(6, lambda: signal.raise_signal(signal.SIGTERM))
+        )
         with pytest.raises(SystemExit):
             loop.train(on_set(recipe, run, prepared_set))
         assert read == ["00000.tokens"]
@@ -919,9 +1042,13 @@ def test_a_save_on_a_signal_does_not_wait_for_sums_and_the_next_start_goes_on_wi
     assert [step_of(path) for path in checkpoint_folders(run / "checkpoints")] == [5, 7]
     last = run / "checkpoints" / "step-7"
     assert json.loads((last / "trainer.json").read_text())["sums_compared"] is False
-    (run / "sums.jsonl").write_bytes((run / "sums.jsonl").read_bytes().split(b"\n")[1] + b'\n["torn')
+    (run / "sums.jsonl").write_bytes(
+        (run / "sums.jsonl").read_bytes().split(b"\n")[1] + b'\n["torn'
+    )
     read.clear()
-    monkeypatch.setattr(token_set, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    monkeypatch.setattr(
+        token_set, "sha256_of", lambda path: read.append(path.name) or sha256_of(path)
+    )
     loop.train(on_set(recipe, run, prepared_set))
     assert read == ["00000.docs"]
     end = run / "checkpoints" / "step-24" / "trainer.json"
@@ -937,22 +1064,33 @@ def test_damage_that_is_found_after_a_save_names_what_may_have_learnt_from_it(
     with monkeypatch.context() as patch:
         patch.setattr(token_set, "sha256_of", lambda path: found.wait(60) and sha256_of(path))
         patch.setattr(loop, "learning_rate", at_step(7, found.set))
-        with pytest.raises(InputError, match=r"00000\.tokens: damaged, .*; step-5.* may have learnt from it"):
+        with pytest.raises(
+            InputError, match=r"00000\.tokens: damaged, .*; step-5.* may have learnt from it"
+        ):
             loop.train(config)
     with pytest.raises(InputError, match=r"00000\.tokens: damaged"):
         loop.train(config)  # a damaged file is never recorded as whole
 
 
 def test_checkpoints_of_a_thread_are_those_of_the_loop(recipe, tmp_path):
-    settings = ("train.steps=12", "checkpoint.every=1", "checkpoint.keep_last=99", "validation.every=0")
+    settings = (
+        "train.steps=12",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=99",
+        "validation.every=0",
+    )
     kinds = ("true", "false")
     for kind in kinds:
-        loop.train(configured(recipe, tmp_path / kind, *settings, f"checkpoint.asynchronous={kind}"))
+        loop.train(
+            configured(recipe, tmp_path / kind, *settings, f"checkpoint.asynchronous={kind}")
+        )
     a, b = (checkpoint_folders(tmp_path / kind / "checkpoints") for kind in kinds)
     assert len(a) == len(b) == 12
     for folder, other in zip(a, b, strict=True):
         for name in ("model", "optimizer"):
-            found, expected = (dict(checkpoint.tensors(f / f"{name}.safetensors")) for f in (folder, other))
+            found, expected = (
+                dict(checkpoint.tensors(f / f"{name}.safetensors")) for f in (folder, other)
+            )
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in found)
         assert torch.load(folder / "rank-0.pt")["data"] == torch.load(other / "rank-0.pt")["data"]
@@ -978,10 +1116,15 @@ def test_data_that_was_edited_at_equal_size_is_not_resumed_on(recipe, tmp_path, 
         (tmp_path / "data" / name / "a.jsonl").write_bytes(text)
     settings = [f"data.source={tmp_path / 'data'}", "train.steps=6"]
     loop.train(configured(recipe, tmp_path / "run", *settings))
-    file, saved = tmp_path / "data" / part / "a.jsonl", latest_checkpoint(tmp_path / "run" / "checkpoints")
+    file, saved = (
+        tmp_path / "data" / part / "a.jsonl",
+        latest_checkpoint(tmp_path / "run" / "checkpoints"),
+    )
     file.write_bytes(text.replace(b"state", b"estat", 1))
     settings[1] = "train.steps=8"
-    with pytest.raises(InputError, match=f"{part}/a.jsonl: other content than when the checkpoint was"):
+    with pytest.raises(
+        InputError, match=f"{part}/a.jsonl: other content than when the checkpoint was"
+    ):
         loop.train(configured(recipe, tmp_path / "run", *settings))
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == saved
     file.write_bytes(text)
@@ -1058,8 +1201,13 @@ def test_documents_that_are_left_out_are_in_the_log(recipe, tmp_path, capsys):
     loop.train(configured(recipe, run, *settings, "data.oversized=skip"))
     said = capsys.readouterr()
     assert "2 documents above data.max_document_bytes were left out" in said.out
-    assert "2 documents above data.max_document_bytes were left out among those read for val" in said.err
-    events = [line for line in read_metrics(run / "metrics.jsonl") if line.get("event") == "oversized"]
+    assert (
+        "2 documents above data.max_document_bytes were left out among those read for val"
+        in said.err
+    )
+    events = [
+        line for line in read_metrics(run / "metrics.jsonl") if line.get("event") == "oversized"
+    ]
     assert [event["documents"] for event in events] == [2]
 
 
@@ -1101,11 +1249,15 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, expected[name]), name
     for change in ("model.hidden_size=64", "model.num_hidden_layers=2", "model.use_gate=false"):
-        config = configured(recipe, tmp_path / "run", theirs, f"model.init_from={whole / 'final'}", change)
+        config = configured(
+            recipe, tmp_path / "run", theirs, f"model.init_from={whole / 'final'}", change
+        )
         with pytest.raises(InputError, match="another shape"):
             build_model(config, tokenizer)
     with pytest.raises(InputError, match=r"model\.init_from"):
-        build_model(configured(recipe, tmp_path, theirs, f"model.init_from={tmp_path / 'none'}"), tokenizer)
+        build_model(
+            configured(recipe, tmp_path, theirs, f"model.init_from={tmp_path / 'none'}"), tokenizer
+        )
 
 
 @pytest.mark.parametrize(
@@ -1114,13 +1266,19 @@ def test_init_from_takes_weights_and_nothing_else(recipe, tmp_path, whole):
         ("vocab_size: 64", "vocab_size"),
         ("auto: {path}/none", "model: "),
         ("auto: {path}, hiden_size: 3", "model.hiden_size"),
-        ("auto: mamba, hiden_size: 3", "model.hiden_size: mamba has no such key; did you mean hidden_size?"),
+        (
+            "auto: mamba, hiden_size: 3",
+            "model.hiden_size: mamba has no such key; did you mean hidden_size?",
+        ),
         ("auto: mamba, num_heads: 4", "model.num_heads: mamba has no such key"),
         ("auto: mamba, vocab_size: 64", "the model's vocab_size is 64"),
         ("auto: llama, hidden_size: 65", "hidden size (65) is not a multiple"),
         ("auto: llama, hidden_size: wide", "expected int, got str"),
         ("auto: vit", "model.auto: vit is not a causal language model"),
-        ("auto: {path}, max_position_embeddings: 16", "data.seq_len: 32 is more than the model's 16"),
+        (
+            "auto: {path}, max_position_embeddings: 16",
+            "data.seq_len: 32 is more than the model's 16",
+        ),
     ],
 )
 def test_models_that_cannot_be_built(recipe, tmp_path, whole, model, words):
@@ -1151,7 +1309,9 @@ def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch,
         monkeypatch.setattr(sys, "argv", ["bin/nalanda", "train", "demo", "output_dir=a b"])
         build.launch(config)
         assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
-        command = "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1"
+        command = (
+            "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1"
+        )
         assert command in capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)

@@ -38,11 +38,24 @@ def losses(model, rows, collator, folder, metric=None, **options) -> tuple[list[
     """The logged losses of a few steps, and the evaluation after them; the model is saved in `folder`."""
     options = {"max_steps": 40, "learning_rate": 1e-2, **options}
     arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"), per_device_train_batch_size=16, logging_steps=10, report_to=[],
-        use_cpu=True, seed=1, save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=rows, eval_dataset=rows[:64],
-                      compute_metrics=metric)  # fmt: skip
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=16,
+        logging_steps=10,
+        report_to=[],
+        use_cpu=True,
+        seed=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=collator,
+        train_dataset=rows,
+        eval_dataset=rows[:64],
+        compute_metrics=metric,
+    )
     trainer.train()
     found = trainer.evaluate()
     trainer.save_model(str(folder))
@@ -77,9 +90,16 @@ def test_rows_without_a_label_leave_the_weights_finite(tmp_path):
 def pretrained(encoded, tmp_path_factory):
     tokenizer, rows = encoded
     torch.manual_seed(0)
-    config = NalandaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2,
-                           intermediate_size=64, mixer=["mala", "softmax"], is_decoder=False,
-                           pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    config = NalandaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        intermediate_size=64,
+        mixer=["mala", "softmax"],
+        is_decoder=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     folder, model = tmp_path_factory.mktemp("mlm"), AutoModelForMaskedLM.from_config(config)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
     found, _ = losses(model, rows, collator, folder, gradient_accumulation_steps=2)
@@ -103,7 +123,8 @@ def test_sequences(encoded, pretrained, tmp_path):
     tokenizer, rows = encoded
     gate = tokenizer("gate", add_special_tokens=False).input_ids
     rows = [
-        {**row, "label": int(any(row["input_ids"][i : i + 4] == gate for i in range(40)))} for row in rows
+        {**row, "label": int(any(row["input_ids"][i : i + 4] == gate for i in range(40)))}
+        for row in rows
     ]
     model, report = AutoModelForSequenceClassification.from_pretrained(
         pretrained[0], num_labels=2, output_loading_info=True
@@ -120,7 +141,9 @@ def test_tokens(encoded, pretrained, tmp_path):
     """Vowels, without the first token's label."""
     tokenizer, rows = encoded
     vowels = tokenizer("aeiou", add_special_tokens=False).input_ids
-    rows = [{**row, "labels": [-100, *(int(i in vowels) for i in row["input_ids"][1:])]} for row in rows]
+    rows = [
+        {**row, "labels": [-100, *(int(i in vowels) for i in row["input_ids"][1:])]} for row in rows
+    ]
     model = AutoModelForTokenClassification.from_pretrained(pretrained[0], num_labels=2)
     collator = DataCollatorForTokenClassification(tokenizer)
     found, evaluated = losses(model, rows, collator, tmp_path, accuracy)

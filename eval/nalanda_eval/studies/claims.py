@@ -38,10 +38,16 @@ from nalanda_eval.sweep import Record, follow, key, records
 
 # The study's size. Sinusoidal positions and no short convolutions, as in the papers, for every mixer.
 MODEL = {
-    "hidden_size": 192, "num_hidden_layers": 2, "num_heads": 3, "head_dim": 64, "intermediate_size": 256,
-    "tie_word_embeddings": True, "initializer_range": 0.05, "position_embedding": "sinusoidal",
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+    "position_embedding": "sinusoidal",
     "scale_embeddings": True,
-}  # fmt: skip
+}
 LM = {
     "tokenizer": {"train": "bpe", "vocab_size": 2048},
     "data": {"source": "python", "seq_len": 256, "workers": 0},
@@ -70,18 +76,32 @@ SCALES, BINS = (0.25, 0.5, 1.0, 2.0, 4.0), 8
 """Factors of all query norms, and groups of tokens by query norm."""
 WINDOWS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 FULL: dict[str, Any] = {
-    "seeds": (1, 2), "model": MODEL, "lm": LM, "rows": 16, "long": (4, 2048), "window": 50,
-    "checkpoints": (0, 50, 100, 200, 400, 800), "lengths": (256, 512, 1024, 2048, 4096, 8192), "rounds": 7,
-}  # fmt: skip
+    "seeds": (1, 2),
+    "model": MODEL,
+    "lm": LM,
+    "rows": 16,
+    "long": (4, 2048),
+    "window": 50,
+    "checkpoints": (0, 50, 100, 200, 400, 800),
+    "lengths": (256, 512, 1024, 2048, 4096, 8192),
+    "rounds": 7,
+}
 QUICK: dict[str, Any] = FULL | {
-    "seeds": (1,), "rows": 2, "long": (2, 128), "window": 4, "checkpoints": (0, 2, 8), "lengths": (64, 128),
+    "seeds": (1,),
+    "rows": 2,
+    "long": (2, 128),
+    "window": 4,
+    "checkpoints": (0, 2, 8),
+    "lengths": (64, 128),
     "rounds": 2,
     "model": MODEL | {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "intermediate_size": 32},
-    "lm": LM | {
-        "tokenizer": {"train": "bpe", "vocab_size": 300}, "data": LM["data"] | {"seq_len": 64},
+    "lm": LM
+    | {
+        "tokenizer": {"train": "bpe", "vocab_size": 300},
+        "data": LM["data"] | {"seq_len": 64},
         "train": LM["train"] | {"steps": 8, "tokens_per_step": 128},
     },
-}  # fmt: skip
+}
 """Sizes that only show that everything runs."""
 
 # ------------------------------ measures
@@ -222,7 +242,9 @@ def mixers_of(model: Any) -> list[Any]:
 def mixer_inputs(model: Any, rows: Tensor) -> list[Tensor]:
     """The input of every token mixer for int64 rows `[B, T]`."""
     found: list[Tensor] = []
-    hooks = [m.register_forward_pre_hook(lambda _, args: found.append(args[0])) for m in mixers_of(model)]
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args: found.append(args[0])) for m in mixers_of(model)
+    ]
     model.base_model(rows, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -259,13 +281,16 @@ def at_end(name: str, model: Any, rows: Tensor, long: Tensor) -> dict[str, Any]:
     if name.startswith("MALA"):
         places = [t for t in (2**i for i in range(4, 20)) if t <= long.shape[1]]
         signs = [
-            signs_by_row(m.weights(x), places) for m, x in zip(mixers, mixer_inputs(model, long), strict=True)
+            signs_by_row(m.weights(x), places)
+            for m, x in zip(mixers, mixer_inputs(model, long), strict=True)
         ]
         found |= {"rows": places, "signs": signs}
     inputs = list(zip(mixers, mixer_inputs(model, rows), strict=True))
     if name in WITH_NORMS:
         found["norms"] = [measure_norms(mixer, x) for mixer, x in inputs]
-        found["below_uniform"] = [below_uniform(m.weights(x)).nanmean((0, 2)).tolist() for m, x in inputs]
+        found["below_uniform"] = [
+            below_uniform(m.weights(x)).nanmean((0, 2)).tolist() for m, x in inputs
+        ]
         for label, change in (("own", own), ("swapped", swapped), ("mean", mean_norm)):
             with changed_norms(mixers, change):
                 logits = model(rows, use_cache=False).logits[:, :-1]
@@ -292,8 +317,9 @@ def claim_settings(size: dict[str, Any]) -> list[dict[str, Any]]:
     same = {name: size[name] for name in ("rows", "long", "window", "checkpoints")} | lm
     runs = [
         {"system": name, "seed": seed, "model": size["model"] | keys, **same}
-        for seed in size["seeds"] for name, keys in SYSTEMS.items()
-    ]  # fmt: skip
+        for seed in size["seeds"]
+        for name, keys in SYSTEMS.items()
+    ]
     speed = {name: size["model"] | SYSTEMS[name] for name in TIMED}
     asked = [*runs, {"speed": speed, "lengths": size["lengths"], "rounds": size["rounds"]}]
     return json.loads(json.dumps(asked))
@@ -313,7 +339,10 @@ def train_and_measure(asked: dict[str, Any], lm: dict[str, Any], text: Path) -> 
     set_seed(config.seed)
     model: Any = build_model(config, tokenizer)
     optimizer, mixers = build_optimizer(model, config.optim), mixers_of(model)
-    rows, long = read_rows_of(text, asked["rows"], config.data.seq_len), read_rows_of(text, *asked["long"])
+    rows, long = (
+        read_rows_of(text, asked["rows"], config.data.seq_len),
+        read_rows_of(text, *asked["long"]),
+    )
     steps, checkpoints, norms, curve = config.train.steps, [], [], []
     untrained = at_end(name, model.eval(), rows, long) if name.startswith("MALA") else {}
     with contextlib.closing(open_batches(config, tokenizer)[0]) as batches:
@@ -337,16 +366,18 @@ def train_and_measure(asked: dict[str, Any], lm: dict[str, Any], text: Path) -> 
             optimizer.zero_grad()
             curve.append(loss.item())
     windows = torch.tensor(norms).unflatten(0, (-1, asked["window"]))  # [windows, steps, layers]
-    return rounded({
-        "settings": asked,
-        "training_loss": fmean(curve[-asked["window"] :]),
-        "gradients": torch.stack([relative_std(w) for w in windows]).T.tolist(),
-        "checkpoints": checkpoints,
-        **at_end(name, model.eval(), rows, long),
-        **({"untrained": untrained["signs"]} if untrained else {}),
-        "text": text_facts(text),
-        **facts_of_run(start),
-    })  # fmt: skip
+    return rounded(
+        {
+            "settings": asked,
+            "training_loss": fmean(curve[-asked["window"] :]),
+            "gradients": torch.stack([relative_std(w) for w in windows]).T.tolist(),
+            "checkpoints": checkpoints,
+            **at_end(name, model.eval(), rows, long),
+            **({"untrained": untrained["signs"]} if untrained else {}),
+            "text": text_facts(text),
+            **facts_of_run(start),
+        }
+    )
 
 
 def time_mixers(asked: dict[str, Any]) -> Record:

@@ -75,7 +75,13 @@ class Check:
 
 def page_outcome(checks: Sequence[Check]) -> str:
     found = {check.outcome() for check in checks}
-    return VERDICTS[1] if VERDICTS[1] in found else VERDICTS[2] if VERDICTS[2] in found else VERDICTS[0]
+    return (
+        VERDICTS[1]
+        if VERDICTS[1] in found
+        else VERDICTS[2]
+        if VERDICTS[2] in found
+        else VERDICTS[0]
+    )
 
 
 Runs = dict[str, list[Record]]
@@ -112,10 +118,18 @@ def check_norms(runs: Runs) -> list[Check]:
         Check(f"NaLa: ρ(entropy, ‖q‖), {each}", nala),
         Check(f"NaLa: ρ less ρ with p swapped, {each}", less(nala, blind)),
         Check("NaLa: loss with p swapped less its own, nats, a row and seed", changed, "above"),
-        Check(f"linear attention, ReLU: ρ less ρ with ‖q‖ swapped, magnitude, {each}",
-              [abs(x) for x in less(by_head(runs, "ReLU", "correlation"), by_head(runs, "ReLU", "swapped"))],
-              "below", 0.01),
-    ]  # fmt: skip
+        Check(
+            f"linear attention, ReLU: ρ less ρ with ‖q‖ swapped, magnitude, {each}",
+            [
+                abs(x)
+                for x in less(
+                    by_head(runs, "ReLU", "correlation"), by_head(runs, "ReLU", "swapped")
+                )
+            ],
+            "below",
+            0.01,
+        ),
+    ]
 
 
 def check_signs(runs: Runs) -> list[Check]:
@@ -126,23 +140,38 @@ def check_signs(runs: Runs) -> list[Check]:
         return max(i for i, t in enumerate(r["rows"]) if t <= r["settings"]["data"]["seq_len"])
 
     def growth(name: str) -> list[float]:
-        return [math.log(x["norm"][-1] / x["norm"][place(r) - 1], r["rows"][-1] / r["rows"][place(r) - 1])
-                for r in runs[name] for x in r["signs"]]  # fmt: skip
+        return [
+            math.log(
+                x["norm"][-1] / x["norm"][place(r) - 1], r["rows"][-1] / r["rows"][place(r) - 1]
+            )
+            for r in runs[name]
+            for x in r["signs"]
+        ]
 
     return [
-        Check("as printed: negative share of the last row within the training length, a seed and layer",
-              shares("MALA, literal"), "below", 0.001),
+        Check(
+            "as printed: negative share of the last row within the training length, a seed and layer",
+            shares("MALA, literal"),
+            "below",
+            0.001,
+        ),
         Check("as released: the same share", shares("MALA"), "below", 0.001),
-        Check("as printed: exponent a of ‖w‖₁ ~ t^a beyond half the training length, magnitude",
-              [abs(x) for x in growth("MALA, literal")], "below", 0.1),
+        Check(
+            "as printed: exponent a of ‖w‖₁ ~ t^a beyond half the training length, magnitude",
+            [abs(x) for x in growth("MALA, literal")],
+            "below",
+            0.1,
+        ),
         Check("as released: the same exponent", [abs(x) for x in growth("MALA")], "below", 0.1),
-    ]  # fmt: skip
+    ]
 
 
 def check_gradients(runs: Runs) -> list[Check]:
     def late(name: str) -> list[float]:  # the first quarter has the warm-up
         return [
-            fmean(map(math.log, layer[len(layer) // 4 :])) for r in runs[name] for layer in r["gradients"]
+            fmean(map(math.log, layer[len(layer) // 4 :]))
+            for r in runs[name]
+            for layer in r["gradients"]
         ]
 
     each = "log RSD, mean over training after its first quarter, a seed and layer"
@@ -163,11 +192,16 @@ def check_local(runs: Runs) -> list[Check]:
         return local(runs, name, 0) + local(runs, name, 1)
 
     return [
-        Check("1 + ELU less softmax: score within T/10, a seed and layer",
-              less(both("1+ELU"), both("softmax"))),
-        Check("TransNormer T2 less 1 + ELU: the same, first layer, a seed",
-              less(local(runs, "TransNormer T2", 0), local(runs, "1+ELU", 0)), "above"),
-    ]  # fmt: skip
+        Check(
+            "1 + ELU less softmax: score within T/10, a seed and layer",
+            less(both("1+ELU"), both("softmax")),
+        ),
+        Check(
+            "TransNormer T2 less 1 + ELU: the same, first layer, a seed",
+            less(local(runs, "TransNormer T2", 0), local(runs, "1+ELU", 0)),
+            "above",
+        ),
+    ]
 
 
 def speedups(runs: Runs, length: str, kind: str, name: str) -> list[float]:
@@ -180,10 +214,14 @@ def check_speed(runs: Runs) -> list[Check]:
     lengths = list(runs["speed"][0]["cpu_seconds"])
     within = [t for t in lengths if 1024 <= int(t) <= 5000] or lengths
     return [
-        Check(f"T2 against softmax, {kind}, T = {t}: log of the speed ratio, a round",
-              [math.log(x) for x in speedups(runs, t, kind, "TransNormer T2")], "above")
-        for kind in ("forward", "training") for t in within
-    ]  # fmt: skip
+        Check(
+            f"T2 against softmax, {kind}, T = {t}: log of the speed ratio, a round",
+            [math.log(x) for x in speedups(runs, t, kind, "TransNormer T2")],
+            "above",
+        )
+        for kind in ("forward", "training")
+        for t in within
+    ]
 
 
 def check_newton(runs: Runs) -> list[Check]:
@@ -196,11 +234,15 @@ def check_newton(runs: Runs) -> list[Check]:
         ]
 
     return [
-        Check(f"{kind} landmarks: log₁₀ of {formula}, worst of training, a seed, layer and matrix",
-              worst(kind, measure), "below", -2)
+        Check(
+            f"{kind} landmarks: log₁₀ of {formula}, worst of training, a seed, layer and matrix",
+            worst(kind, measure),
+            "below",
+            -2,
+        )
         for kind in ("learnt", "pooled")
         for measure, formula in (("weighted", "‖AYA − A‖/‖A‖"), ("inverse", "‖I − YA‖₂"))
-    ]  # fmt: skip
+    ]
 
 
 def check_pola(runs: Runs) -> list[Check]:
@@ -208,12 +250,22 @@ def check_pola(runs: Runs) -> list[Check]:
     flat_powers = by_layer(runs, "PolaFormer", "below_uniform_p1")
     each = "nats below log n, a seed and layer"
     return [
-        Check(f"PolaFormer less linear attention with ReLU: {each}",
-              less(pola, by_layer(runs, "ReLU", "below_uniform")), "above"),
-        Check(f"PolaFormer less linear attention with 1 + ELU: {each}",
-              less(pola, by_layer(runs, "1+ELU", "below_uniform")), "above"),
-        Check("PolaFormer less itself with all exponents 1: the same", less(pola, flat_powers), "above"),
-    ]  # fmt: skip
+        Check(
+            f"PolaFormer less linear attention with ReLU: {each}",
+            less(pola, by_layer(runs, "ReLU", "below_uniform")),
+            "above",
+        ),
+        Check(
+            f"PolaFormer less linear attention with 1 + ELU: {each}",
+            less(pola, by_layer(runs, "1+ELU", "below_uniform")),
+            "above",
+        ),
+        Check(
+            "PolaFormer less itself with all exponents 1: the same",
+            less(pola, flat_powers),
+            "above",
+        ),
+    ]
 
 
 # ------------------------------ the figures
@@ -223,13 +275,23 @@ Draw = Callable[[Any, Runs], None]
 
 # A system has the same colour in all figures; what only a dash and a marker tell apart are its variants.
 LOOKS: dict[str, Look] = {
-    "softmax": look(0), "1+ELU": look(1), "NaLa": look(2), "NaLa, ‖q‖ unscaled": look(9),
-    "NaLa, p swapped": look(16), "MALA": look(3), "MALA, untrained": look(10), "MALA, literal": look(6),
-    "MALA, literal, untrained": look(13), "NormAttention": look(4), "TransNormer T2": look(5),
-}  # fmt: skip
+    "softmax": look(0),
+    "1+ELU": look(1),
+    "NaLa": look(2),
+    "NaLa, ‖q‖ unscaled": look(9),
+    "NaLa, p swapped": look(16),
+    "MALA": look(3),
+    "MALA, untrained": look(10),
+    "MALA, literal": look(6),
+    "MALA, literal, untrained": look(13),
+    "NormAttention": look(4),
+    "TransNormer T2": look(5),
+}
 
 
-def draw_line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, of: Look) -> None:
+def draw_line(
+    axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], label: str, of: Look
+) -> None:
     """The mean over runs with a band over their range."""
     low, mean, high = (list(map(f, zip(*by_run, strict=True))) for f in (min, fmean, max))
     axes.plot(x, mean, label=label, **of)
@@ -238,21 +300,37 @@ def draw_line(axes: Any, x: Sequence[float], by_run: Sequence[Sequence[float]], 
 
 def draw_norms(axes: Any, runs: Runs) -> None:
     def heads(record: Record, name: str) -> list[float]:  # means over layers and heads
-        return [fmean(c) for c in zip(*(h for layer in record["norms"] for h in layer[name]), strict=True)]
+        return [
+            fmean(c)
+            for c in zip(*(h for layer in record["norms"] for h in layer[name]), strict=True)
+        ]
 
-    curves = [(name, "bins", name) for name in ("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")]
+    curves = [
+        (name, "bins", name) for name in ("softmax", "1+ELU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA")
+    ]
     for name, bins, label in [*curves, ("NaLa", "bins_swapped", "NaLa, p swapped")]:
         groups = [heads(r, bins) for r in runs[name]]
         draw_line(
-            axes[0], range(1, BINS + 1), [[x - fmean(g) for x in g] for g in groups], label, LOOKS[label]
+            axes[0],
+            range(1, BINS + 1),
+            [[x - fmean(g) for x in g] for g in groups],
+            label,
+            LOOKS[label],
         )
         if bins == "bins":
             scaled = [
-                [fmean(x for layer in r["norms"] for x in layer["scaled"][j]) for j in range(len(SCALES))]
+                [
+                    fmean(x for layer in r["norms"] for x in layer["scaled"][j])
+                    for j in range(len(SCALES))
+                ]
                 for r in runs[name]
             ]
             draw_line(
-                axes[1], SCALES, [[x - s[SCALES.index(1.0)] for x in s] for s in scaled], label, LOOKS[label]
+                axes[1],
+                SCALES,
+                [[x - s[SCALES.index(1.0)] for x in s] for s in scaled],
+                label,
+                LOOKS[label],
             )
     axes[0].set(title="as trained", xlabel="tokens of a row and head by rising ‖q‖ (eighths)")
     axes[0].set_ylabel("entropy less its mean (nats)")
@@ -274,12 +352,17 @@ def draw_signs(axes: Any, runs: Runs) -> None:
         length = runs["MALA"][0]["settings"]["data"]["seq_len"]
         panel.axvline(length, **REFERENCE, lw=0.8, label="training length")
         for name, when in names:
-            scale, untrained = 100 if what == "negative" else 1, ", untrained" if when == "untrained" else ""
+            scale, untrained = (
+                100 if what == "negative" else 1,
+                ", untrained" if when == "untrained" else "",
+            )
             rows = [
                 [scale * fmean(x[what][j] for x in r[when]) for j in range(len(r["rows"]))]
                 for r in runs[name]
             ]
-            draw_line(panel, runs[name][0]["rows"], rows, form[name] + untrained, LOOKS[name + untrained])
+            draw_line(
+                panel, runs[name][0]["rows"], rows, form[name] + untrained, LOOKS[name + untrained]
+            )
         panel.set(xlabel="position t of the row (tokens)")
         log_axis(panel.xaxis, runs["MALA"][0]["rows"][::2])
     axes[0].set(ylabel="negative weights of the row (%)", ylim=(0, None))
@@ -292,7 +375,9 @@ def draw_gradients(axes: Any, runs: Runs) -> None:
         for name in ("softmax", "1+ELU", "NormAttention", "TransNormer T2"):
             window = runs[name][0]["settings"]["window"]
             found = [r["gradients"][layer] for r in runs[name]]
-            draw_line(panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, LOOKS[name])
+            draw_line(
+                panel, [window * (j + 0.5) for j in range(len(found[0]))], found, name, LOOKS[name]
+            )
         panel.set(xlabel="training (steps)", title=f"layer {layer + 1}")
         panel.set_ylabel("RSD of gradient norms in windows (ratio)")
         log_axis(panel.yaxis)
@@ -324,14 +409,20 @@ def draw_speed(axes: Any, runs: Runs) -> None:
             draw_line(panel, list(map(int, lengths)), found, name, LOOKS[name])
         log_axis(panel.xaxis, map(int, lengths))
         log_axis(panel.yaxis)
-        panel.set(xlabel="length T (tokens)", ylabel="speed (multiples of softmax's)",
-                  title="forward" if kind == "forward" else "forward + backward")  # fmt: skip
+        panel.set(
+            xlabel="length T (tokens)",
+            ylabel="speed (multiples of softmax's)",
+            title="forward" if kind == "forward" else "forward + backward",
+        )
 
 
 def draw_newton(axes: Any, runs: Runs) -> None:
     for i, kind in enumerate(("learnt", "pooled")):
         points = [
-            (p["step"], layer[kind]) for r in runs["SOFT"] for p in r["checkpoints"] for layer in p["newton"]
+            (p["step"], layer[kind])
+            for r in runs["SOFT"]
+            for p in r["checkpoints"]
+            for layer in p["newton"]
         ]
         for j, measure in enumerate(("inverse", "weighted")):
             style = look(2 * j + i) | {"linestyle": "", "markersize": 3, "zorder": 4 - i}
@@ -355,8 +446,13 @@ def draw_newton(axes: Any, runs: Runs) -> None:
 
 
 def draw_pola(axes: Any, runs: Runs) -> None:
-    kinds = (("softmax", "below_uniform"), ("1+ELU", "below_uniform"), ("ReLU", "below_uniform"),
-             ("PolaFormer", "below_uniform_p1"), ("PolaFormer", "below_uniform"))  # fmt: skip
+    kinds = (
+        ("softmax", "below_uniform"),
+        ("1+ELU", "below_uniform"),
+        ("ReLU", "below_uniform"),
+        ("PolaFormer", "below_uniform_p1"),
+        ("PolaFormer", "below_uniform"),
+    )
     names = [name + (", exponents 1" if what.endswith("p1") else "") for name, what in kinds]
     for layer, panel in enumerate(axes):
         for i, (name, what) in enumerate(reversed(kinds)):  # the first is at the top
@@ -364,7 +460,9 @@ def draw_pola(axes: Any, runs: Runs) -> None:
             panel.plot(heads, [i] * len(heads), "o", color=COLOURS[5])
             panel.plot(fmean(heads), i, "D", color=COLOURS[1], markersize=6)
         panel.set(
-            xlabel="entropy below log n (nats; right: spikier)", title=f"layer {layer + 1}", xlim=(0, None)
+            xlabel="entropy below log n (nats; right: spikier)",
+            title=f"layer {layer + 1}",
+            xlim=(0, None),
         )
         panel.set_yticks(range(len(names)), names[::-1] if layer == 0 else [""] * len(names))
         panel.set_ylim(-0.5, len(names) - 0.5)
@@ -398,7 +496,9 @@ PAGES = {
         "head; the same with every norm swapped for that of the token at the same position of another row, "
         "direction and keys kept; the loss so; and the entropy with all norms multiplied. A negative ρ "
         "that survives the swap comes from directions, not from norms.",
-        check_norms, draw_norms, ("softmax", "1+ELU", "ReLU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA"),
+        check_norms,
+        draw_norms,
+        ("softmax", "1+ELU", "ReLU", "NaLa", "NaLa, ‖q‖ unscaled", "MALA"),
         SEEDS + " Heights are linear between −0.1 and 0.1 and logarithmic beyond.",
     ),
     "mala": Page(
@@ -407,7 +507,9 @@ PAGES = {
         "code scales the similarity by K^-½/t, which the paper does not print.",
         "The share of negative weights and ‖w‖₁ by position on long rows, for the formula as printed and as "
         "released, each trained so, and untrained.",
-        check_signs, draw_signs, ("MALA", "MALA, literal"),
+        check_signs,
+        draw_signs,
+        ("MALA", "MALA, literal"),
     ),
     "transnormer_gradients": Page(
         "TransNormer: gradients of linear attention fluctuate, and NormAttention steadies them",
@@ -416,7 +518,9 @@ PAGES = {
         "2210.10340).",
         "The norm of the loss's gradient in each layer's mixer at every step, before clipping; its standard "
         "deviation over its mean in windows of {window} steps.",
-        check_gradients, draw_gradients, ("softmax", "1+ELU", "NormAttention", "TransNormer T2"),
+        check_gradients,
+        draw_gradients,
+        ("softmax", "1+ELU", "NormAttention", "TransNormer T2"),
     ),
     "transnormer_local": Page(
         "TransNormer: linear attention dilutes, blocks in early layers concentrate",
@@ -424,7 +528,9 @@ PAGES = {
         "does not; DiagAttention brings locality back (arXiv 2210.10340, figure 2).",
         "The locally accumulated score, the share of a row's |weights| within a window of its token, at "
         "several points of training. The paper's models are bidirectional, these are causal.",
-        check_local, draw_local, ("softmax", "1+ELU", "NormAttention", "TransNormer T2"),
+        check_local,
+        draw_local,
+        ("softmax", "1+ELU", "NormAttention", "TransNormer T2"),
     ),
     "transnormer_speed": Page(
         "TransNormer: faster than softmax attention, on a CPU",
@@ -433,7 +539,10 @@ PAGES = {
         "CPU seconds of one thread, forward and forward with backward, of one row through two layers; the "
         "systems take turns in one process. Softmax attention is torch's fused kernel, the others are torch "
         "operations.",
-        check_speed, draw_speed, ("speed",), "Lines: means over n = {rounds} rounds. Bands: range over "
+        check_speed,
+        draw_speed,
+        ("speed",),
+        "Lines: means over n = {rounds} rounds. Bands: range over "
         "rounds. Weights as drawn with one seed.",
     ),
     "soft": Page(
@@ -444,7 +553,9 @@ PAGES = {
         "points of training: the residuals of the learnt landmarks, and of 64 landmarks pooled from the "
         "queries of a row by 4 tokens, as the paper pools them, against ‖A‖₁/σ_min. ‖AYA − A‖/‖A‖ forgives "
         "what is missing in A's smallest directions, ‖I − YA‖₂ does not.",
-        check_newton, draw_newton, ("SOFT",),
+        check_newton,
+        draw_newton,
+        ("SOFT",),
         "Left: a marker for each layer, matrix, seed and checkpoint, as on the right. Right: lines: means, "
         "bands: range, over layers and n = {n} seeds ({seeds}).",
     ),
@@ -454,10 +565,12 @@ PAGES = {
         "attention (arXiv 2501.15061); its theorem says that such functions exist.",
         "Nats below log n, the entropy of equal weights, in the second half of each row, by head; PolaFormer "
         "also with its exponents set to 1 after training.",
-        check_pola, draw_pola, ("softmax", "1+ELU", "ReLU", "PolaFormer"),
+        check_pola,
+        draw_pola,
+        ("softmax", "1+ELU", "ReLU", "PolaFormer"),
         "Dots: a head of one of n = {n} seeds ({seeds}); PolaFormer's have two streams. Diamonds: means.",
     ),
-}  # fmt: skip
+}
 
 
 FOUND = dict(zip(VERDICTS, ("Reproduced", "Not reproduced", "Cannot be told"), strict=True))
@@ -488,7 +601,10 @@ def speed_table(runs: Runs) -> str:
     lines = []
     for kind in ("forward", "training"):
         for t in seconds:
-            ratios = [f"{math.exp(fmean(map(math.log, speedups(runs, t, kind, n)))):.2f}×" for n in TIMED[1:]]
+            ratios = [
+                f"{math.exp(fmean(map(math.log, speedups(runs, t, kind, n)))):.2f}×"
+                for n in TIMED[1:]
+            ]
             lines.append([kind, t, f"{1e3 * min(seconds[t][kind]['softmax']):.1f} ms", *ratios])
     return markdown_table(["", "T", "softmax, best", *TIMED[1:]], lines, left=1)
 
@@ -505,12 +621,17 @@ def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
         if record := found.get(key(settings)):
             runs.setdefault(settings.get("system", "speed"), []).append(record)
     if not runs:
-        raise InputError(f"{directory / 'claims.jsonl'}: no record of {'--quick' if quick else 'this size'}")
+        raise InputError(
+            f"{directory / 'claims.jsonl'}: no record of {'--quick' if quick else 'this size'}"
+        )
     file = directory / "CLAIMS.md"
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
     written, blocks, summary = [], [], []
     for name, page in PAGES.items():
-        if len({len(runs.get(system, ())) for system in page.needs}) > 1 or page.needs[0] not in runs:
+        if (
+            len({len(runs.get(system, ())) for system in page.needs}) > 1
+            or page.needs[0] not in runs
+        ):
             continue
         checks = page.check(runs)
         said = page_outcome(checks)
@@ -523,7 +644,9 @@ def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
             f"**Measured.** {page.measured.format(window=first.get('window'))}",
             f"![{page.title}]({name}.png)",
             markdown_table(
-                ["check", "mean, 95 % interval", "n", "claimed", "outcome"], [c.cells() for c in checks], 1
+                ["check", "mean, 95 % interval", "n", "claimed", "outcome"],
+                [c.cells() for c in checks],
+                1,
             ),
             *([speed_table(runs)] if name == "transnormer_speed" else []),
             "**Why.** " + words_of(name, before),
@@ -535,7 +658,9 @@ def report_claims(directory: Path, *, quick: bool = False) -> list[Path]:
     ]
     text = "\n\n".join([*head, RULE, setting_of(runs), *blocks]) + "\n"
     write_atomically(file, text)
-    Console(emoji=False).print(f"{file} and its figures", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(
+        f"{file} and its figures", markup=False, highlight=False, soft_wrap=True
+    )
     return [file, *written]
 
 
@@ -548,7 +673,9 @@ def setting_of(runs: Runs) -> str:
         asked, text = some["settings"], some["text"]
         m, t = asked["model"], asked["train"]
         losses = ", ".join(
-            f"{n} {fmean(r['training_loss'] for r in rs):.2f}" for n, rs in runs.items() if n != "speed"
+            f"{n} {fmean(r['training_loss'] for r in rs):.2f}"
+            for n, rs in runs.items()
+            if n != "speed"
         )
         parts = [
             f"Models of {m['num_hidden_layers']} layers of {m['hidden_size']}, {m['num_heads']} heads, "

@@ -81,7 +81,9 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
         `machine`, `threads`, `versions`, `seconds`. A diverged run has `failed`.
     """
     start, length = time.perf_counter(), config.data.seq_len
-    model = NalandaForCausalLM(configured(settings["model"], TokenSet(text, "train").settings["vocab_size"]))
+    model = NalandaForCausalLM(
+        configured(settings["model"], TokenSet(text, "train").settings["vocab_size"])
+    )
     draw_weights(model, settings["seed"])
     tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
     batches, validation = open_batches(config, tokenizer)
@@ -102,7 +104,9 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
             if not loss < 20:
                 failed = f"diverged before {budget:,} tokens"
                 break
-            found.append({"tokens": budget, "loss": loss, "documents": sums, "curve": trunk.curve()})
+            found.append(
+                {"tokens": budget, "loss": loss, "documents": sums, "curve": trunk.curve()}
+            )
             trunk.save(state, found, spent + time.perf_counter() - start)
     shape, longest = configured(settings["model"]), settings["lengths"]
     record: Record = {
@@ -118,7 +122,9 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
     if failed:
         record["failed"] = failed
     elif longest:
-        tokens = torch.as_tensor(TokenSet(text, "validation").read(0, longest["rows"] * longest["tokens"]))
+        tokens = torch.as_tensor(
+            TokenSet(text, "validation").read(0, longest["rows"] * longest["tokens"])
+        )
         tokens = tokens.view(longest["rows"], -1).long()
         record["lengths"] = losses_by_position(branch, tokens, length)
     state.unlink(missing_ok=True)
@@ -132,7 +138,10 @@ class Trunk:
         self.model, self.optim, self.batches = model, config.optim, batches
         self.z_loss = config.train.z_loss
         self.optimizer = build_optimizer(model, config.optim)
-        self.warmup, self.micro_steps = config.schedule.warmup_steps, config.accumulation(processes=1)
+        self.warmup, self.micro_steps = (
+            config.schedule.warmup_steps,
+            config.accumulation(processes=1),
+        )
         self.size, self.step = config.train.tokens_per_step, 0
         self.losses: list[Tensor] = []
 
@@ -159,7 +168,11 @@ class Trunk:
         return model
 
     def _update(
-        self, model: NalandaForCausalLM, optimizer: torch.optim.Optimizer, batches: list[Batch], rate: float
+        self,
+        model: NalandaForCausalLM,
+        optimizer: torch.optim.Optimizer,
+        batches: list[Batch],
+        rate: float,
     ) -> Tensor:
         model.train()
         count = max(1, sum(map(count_labels, batches)))
@@ -211,7 +224,9 @@ def document_sums(model: NalandaForCausalLM, batches: Iterable[Batch], bos: int)
     model.eval()
     losses = [
         F.cross_entropy(
-            model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False).logits[:, :-1].mT,
+            model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
+            .logits[:, :-1]
+            .mT,
             batch["labels"][:, 1:],
             reduction="none",
         )
@@ -223,7 +238,9 @@ def document_sums(model: NalandaForCausalLM, batches: Iterable[Batch], bos: int)
 def by_document(values: Iterable[Tensor], batches: Iterable[Batch], bos: int) -> list[float]:
     """Sums of values `[B, T − 1]` of each batch over documents. A row may continue the one before."""
     values, batches = torch.cat(list(values)).double(), list(batches)
-    tokens, positions = (torch.cat([b[name] for b in batches]) for name in ("input_ids", "position_ids"))
+    tokens, positions = (
+        torch.cat([b[name] for b in batches]) for name in ("input_ids", "position_ids")
+    )
     starts = ((tokens == bos) & (positions == 0)).flatten()
     document = (starts.cumsum(0) - int(starts[0])).view_as(tokens)[:, 1:].flatten()
     sums = torch.zeros(int(document.max()) + 1, dtype=torch.float64)
@@ -231,7 +248,9 @@ def by_document(values: Iterable[Tensor], batches: Iterable[Batch], bos: int) ->
 
 
 @torch.no_grad()
-def losses_by_position(model: NalandaForCausalLM, tokens: Tensor, trained: int) -> list[list[float]]:
+def losses_by_position(
+    model: NalandaForCausalLM, tokens: Tensor, trained: int
+) -> list[list[float]]:
     """[end, mean nats a token] of the positions up to each end: `trained`, 2·trained, 4·trained, … of T.
 
     tokens: `[rows, T]`, read without regard to where documents end.

@@ -21,7 +21,14 @@ from nalanda_eval.synthetic import MQAR
 CALIBRATION, BESIDE = "calibration", "beside"
 RECALLED = 0.9
 """The score from which on a model recalls."""
-OF_MIXERS = ("mixer", "mixer_options", "feature_map", "feature_map_options", "conv_size", "use_gate")
+OF_MIXERS = (
+    "mixer",
+    "mixer_options",
+    "feature_map",
+    "feature_map_options",
+    "conv_size",
+    "use_gate",
+)
 """Model keys that a system sets; those of lm.yaml's model do not apply to it."""
 IGNORED = ("output_dir", "log", "checkpoint", "guard", "validation", "model", "seed", "data")
 """Sections of lm.yaml that no run depends on, or that a run has in another place."""
@@ -56,12 +63,16 @@ def systems(study: Study, lm: dict[str, Any]) -> list[System]:
         }
         reference = base | {"mixer": study.mixers[0]} | nested(study.forms[study.reference])
         more = {(BESIDE, name): base | nested(own) for name, own in study.beside.items()}
-        found += [System(size, *place, keys) for place, keys in equalised(asked | more, reference).items()]
+        found += [
+            System(size, *place, keys) for place, keys in equalised(asked | more, reference).items()
+        ]
         if i == 0 and (calibration := study.calibration):
             common = base | nested(calibration.model)
             asked = {(CALIBRATION, n): common | nested(own) for n, own in calibration.forms.items()}
             reference = asked[CALIBRATION, study.reference]
-            found += [System(size, *place, keys) for place, keys in equalised(asked, reference).items()]
+            found += [
+                System(size, *place, keys) for place, keys in equalised(asked, reference).items()
+            ]
     return found
 
 
@@ -105,9 +116,15 @@ def with_state_by_keys(model: dict[str, Any], wanted: int) -> dict[str, Any]:
 
 
 def run_settings(
-    system: System, study: Study, lm: dict[str, Any], *, rate: float, seed: int, budgets: list[int],
+    system: System,
+    study: Study,
+    lm: dict[str, Any],
+    *,
+    rate: float,
+    seed: int,
+    budgets: list[int],
     lengths: dict[str, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Everything that determines a run, except the text: the key of its record."""
     return {
         **{name: values for name, values in lm.items() if name not in IGNORED},
@@ -126,7 +143,9 @@ def final_settings(
 ) -> dict[str, Any]:
     """Of a run that judges."""
     lengths = study.lengths or None
-    return run_settings(system, study, lm, rate=rate, seed=seed, budgets=study.budgets, lengths=lengths)
+    return run_settings(
+        system, study, lm, rate=rate, seed=seed, budgets=study.budgets, lengths=lengths
+    )
 
 
 def halving(
@@ -155,7 +174,9 @@ def chosen_rate(
     """The best rate, None until it is known, and all settings that choose it, as far as they are known."""
     rungs = list(halving(system, study, lm, found))
     left = rungs[-1][1]
-    return (left[0] if len(left) == 1 else None), [settings for asked, _ in rungs for settings in asked]
+    return (left[0] if len(left) == 1 else None), [
+        settings for asked, _ in rungs for settings in asked
+    ]
 
 
 def equal_rates(planned: list[System], study: Study) -> dict[System, float]:
@@ -186,7 +207,9 @@ def rows_of(lm: dict[str, Any]) -> dict[str, Any]:
 
 def run_config(settings: dict[str, Any], lm: dict[str, Any], text: str) -> RunConfig:
     """The recipe of a run on a prepared text."""
-    recipe = {k: v for k, v in lm.items() if k in IGNORED} | {k: v for k, v in settings.items() if k in lm}
+    recipe = {k: v for k, v in lm.items() if k in IGNORED} | {
+        k: v for k, v in settings.items() if k in lm
+    }
     recipe |= {"data": lm["data"] | {"source": text}, "tokenizer": f"{text}/tokenizer"}
     recipe |= {"optim": lm.get("optim", {}) | {"lr": settings.get("rate", 1e-3)}}
     return section(RunConfig, recipe, "")
@@ -203,7 +226,9 @@ def recall_models(study: Study) -> dict[str, dict[str, Any]]:
     base = equal.MODEL | asked.model
     with warnings.catch_warnings(action="ignore"):
         models = {
-            f"{mixer} + {form}": equal.with_state(base | {"mixer": mixer} | nested(own), asked.state)
+            f"{mixer} + {form}": equal.with_state(
+                base | {"mixer": mixer} | nested(own), asked.state
+            )
             for mixer, (form, own) in itertools.product(study.mixers, study.forms.items())
         }
         most = max(map(equal.count, models.values()))
@@ -252,7 +277,9 @@ def best_recall_rate(model: dict[str, Any], study: Study, found: dict[str, Recor
     assert study.recall is not None
     got = {}
     for rate in study.recall.rates:
-        record = found.get(key(recall.recall_settings(*recall_run(model, study, rate, study.rates.seed))))
+        record = found.get(
+            key(recall.recall_settings(*recall_run(model, study, rate, study.rates.seed)))
+        )
         if record is None:
             return None
         got[rate] = (steps_to(RECALLED, record), -record["validation"])

@@ -104,7 +104,9 @@ class Results:
 
     def losses(self, system: System) -> np.ndarray:
         """`[seeds, budgets]`, nats a token."""
-        return np.array([[row["loss"] for row in record["budgets"]] for record in self.runs[system]])
+        return np.array(
+            [[row["loss"] for row in record["budgets"]] for record in self.runs[system]]
+        )
 
     def documents(self, system: System, budget: int) -> np.ndarray:
         """`[seeds, documents]`, sums of nats."""
@@ -115,14 +117,18 @@ class Results:
         kept = (CALIBRATION,) if calibration else tuple(self.study.mixers)
         return [s for s in self.runs if s.size == size and s.group in kept]
 
-    def gap(self, a: System, b: System, value: Callable[[np.ndarray], np.ndarray], budget: int | None) -> Gap:
+    def gap(
+        self, a: System, b: System, value: Callable[[np.ndarray], np.ndarray], budget: int | None
+    ) -> Gap:
         """a − b of `value`, a function of losses `[…, budgets]` to values `[…]`. budget: index of the budget
         whose documents add their variance; None: none do."""
         peers = self.peers(a.size, calibration=a.group == CALIBRATION)
         pool = residual(np.stack([value(self.losses(s)) for s in peers]))
         documents = 0.0
         if budget is not None:
-            documents = document_variance(self.documents(a, budget), self.documents(b, budget), self.counts)
+            documents = document_variance(
+                self.documents(a, budget), self.documents(b, budget), self.counts
+            )
         return gap_of(value(self.losses(a)), value(self.losses(b)), pool, documents)
 
     def at(self, a: System, b: System, budget: int = -1) -> Gap:
@@ -137,7 +143,9 @@ class Results:
 
     def system(self, size: str, group: str, form: str) -> System | None:
         """None if its runs are not complete."""
-        return next((s for s in self.runs if (s.size, s.group, s.form) == (size, group, form)), None)
+        return next(
+            (s for s in self.runs if (s.size, s.group, s.form) == (size, group, form)), None
+        )
 
     @property
     def reference(self) -> str:
@@ -247,11 +255,17 @@ def decided(results: Results) -> tuple[str, dict[str, Gap]] | None:
         return np.mean([values(system) for system in runs[form] if system], axis=0)
 
     losses = {form: mean(lambda s: results.losses(s)[:, -1], form) for form in runs}
-    sums = {form: mean(lambda s: results.documents(s, -1), form) for form in (rule.default, *rule.candidates)}
+    sums = {
+        form: mean(lambda s: results.documents(s, -1), form)
+        for form in (rule.default, *rule.candidates)
+    }
     pool, default = residual(np.stack([*losses.values()])), rule.default
     gaps = {
         form: gap_of(
-            losses[form], losses[default], pool, document_variance(sums[form], sums[default], results.counts)
+            losses[form],
+            losses[default],
+            pool,
+            document_variance(sums[form], sums[default], results.counts),
         )
         for form in rule.candidates
     }
@@ -264,7 +278,9 @@ def verdicts(results: Results) -> list[str]:
     lines = []
     if not results.finished():
         done, all_ = len(results.complete), len(results.planned)
-        lines.append(f"**The study is not finished**: {done} of {all_} systems have all their runs.")
+        lines.append(
+            f"**The study is not finished**: {done} of {all_} systems have all their runs."
+        )
     if lost := results.diverged():
         lines.append(f"**Diverged**, and so in no table of means or gaps: {'; '.join(lost)}.")
     budgets = calibrated(results)
@@ -353,7 +369,16 @@ def chance(p: float) -> str:
 
 def endpoint_table(results: Results) -> str:
     budgets, references = results.study.budgets, dict(results.pairs())
-    header = ["size", "mixer", "form", "rate", *(f"{b:,}" for b in budgets), "gap", "p (Holm)", "slope"]
+    header = [
+        "size",
+        "mixer",
+        "form",
+        "rate",
+        *(f"{b:,}" for b in budgets),
+        "gap",
+        "p (Holm)",
+        "slope",
+    ]
     lines = []
     for system in results.runs:
         if system.group == CALIBRATION:
@@ -393,7 +418,9 @@ def calibration_table(results: Results) -> str:
             ]
         )
     budgets = [f"{b:,}" for b in results.study.budgets]
-    return table_of(["form", "rate", *budgets, *(f"gap, {b}" for b in budgets), "published"], lines, left=1)
+    return table_of(
+        ["form", "rate", *budgets, *(f"gap, {b}" for b in budgets), "published"], lines, left=1
+    )
 
 
 def rate_table(results: Results) -> str:
@@ -411,10 +438,14 @@ def rate_table(results: Results) -> str:
                 else "–"
                 for rate in study.rates.values
             ]
-            edge = ", an edge" if chosen in (min(study.rates.values), max(study.rates.values)) else ""
+            edge = (
+                ", an edge" if chosen in (min(study.rates.values), max(study.rates.values)) else ""
+            )
             shown = "–" if chosen is None else f"{chosen:g}{edge}"
             lines.append([system.size, system.name, *cells, shown])
-    return table_of(["size", "system", *(f"{rate:g}" for rate in study.rates.values), "chosen"], lines)
+    return table_of(
+        ["size", "system", *(f"{rate:g}" for rate in study.rates.values), "chosen"], lines
+    )
 
 
 def bigram_table(results: Results) -> str:
@@ -428,7 +459,9 @@ def bigram_table(results: Results) -> str:
         ahead = sum(value < loss for value, _ in ranked)
         best = f"{ranked[0][1]}, {ranked[0][0]:.3f}" if ranked else "–"
         lines.append([f"{budget:,}", number(loss), best, f"{ahead} of {len(ranked)}"])
-    return table_of(["tokens", "bigrams", "best system", "systems ahead of the bigrams"], lines, left=1)
+    return table_of(
+        ["tokens", "bigrams", "best system", "systems ahead of the bigrams"], lines, left=1
+    )
 
 
 def position_table(results: Results) -> str:
@@ -450,15 +483,26 @@ def recall_table(results: Results) -> str:
         rate = best_recall_rate(model, study, results.found)
         if rate is None:
             continue
-        asked = [recall.recall_settings(*recall_run(model, study, rate, s)) for s in study.recall.seeds]
+        asked = [
+            recall.recall_settings(*recall_run(model, study, rate, s)) for s in study.recall.seeds
+        ]
         got = [results.found[k] for k in map(key, asked) if k in results.found]
         if len(got) < len(asked):
             continue
         steps = sorted(steps_to(RECALLED, record) for record in got)
-        shown = ["never" if math.isinf(x) else f"{x:g}" for x in (median(steps), steps[0], steps[-1])]
+        shown = [
+            "never" if math.isinf(x) else f"{x:g}" for x in (median(steps), steps[0], steps[-1])
+        ]
         accuracy = fmean(record["score"] for record in got)
         lines.append([name, f"{rate:g}", *shown, f"{100 * accuracy:.1f}"])
-    header = ["system", "rate", f"steps to {RECALLED:.0%}, median", "fewest", "most", "% right at the end"]
+    header = [
+        "system",
+        "rate",
+        f"steps to {RECALLED:.0%}, median",
+        "fewest",
+        "most",
+        "% right at the end",
+    ]
     return table_of(header, lines, left=1)
 
 
@@ -475,7 +519,16 @@ def run_table(results: Results) -> str:
             shown = [system.size, system.name, f"{rate:g}", str(seed), record.get("failed", losses)]
             shown += [f"{record['parameters']:,}", bytes_text(record["state_bytes"])]
             lines.append([*shown, f"{record['seconds']:.0f}"])
-    header = ["size", "system", "rate", "seed", "nats a token by budget", "parameters", "state", "s"]
+    header = [
+        "size",
+        "system",
+        "rate",
+        "seed",
+        "nats a token by budget",
+        "parameters",
+        "state",
+        "s",
+    ]
     return table_of(header, lines)
 
 
@@ -503,7 +556,10 @@ def facts(found: dict[str, Record]) -> str:
 def looks(study: Study) -> dict[str, Look]:
     """How each form is drawn in all figures, but the reference, which is at 0."""
     names = [*study.forms, *(study.calibration.forms if study.calibration else ())]
-    return {name: look(i) for i, name in enumerate(n for n in dict.fromkeys(names) if n != study.reference)}
+    return {
+        name: look(i)
+        for i, name in enumerate(n for n in dict.fromkeys(names) if n != study.reference)
+    }
 
 
 def draw_gaps(results: Results, file: Path) -> list[Path]:
@@ -522,8 +578,9 @@ def draw_gaps(results: Results, file: Path) -> list[Path]:
         lowest, reference = min(pairs, key=lambda pair: results.at(*pair).mean)
         gap, p = results.at(lowest, reference).text(), chance(results.adjusted[lowest])
         title += f"; lowest: {key_of(lowest)}, {gap} nats, p {p} by Holm"
-    with drawing(file, title, explained(study), len(places), columns=len(study.mixers),
-                 sharey="row") as panels:  # fmt: skip
+    with drawing(
+        file, title, explained(study), len(places), columns=len(study.mixers), sharey="row"
+    ) as panels:
         for axes, (size, mixer, mine) in zip(panels, places, strict=True):
             gaps = {
                 a.form: results.by_budget(a, b)
@@ -541,9 +598,13 @@ def gap_lines(axes: Any, study: Study, gaps: dict[str, list[Gap]], styles: dict[
     axes.axhline(0, **REFERENCE, lw=0.8, label=study.reference)
     for i, (name, mine) in enumerate(gaps.items()):
         beside = [budget * 1.03 ** (i - (len(gaps) - 1) / 2) for budget in study.budgets]
-        axes.errorbar(beside, [g.mean for g in mine], [g.half for g in mine], **styles[name], label=name)
+        axes.errorbar(
+            beside, [g.mean for g in mine], [g.half for g in mine], **styles[name], label=name
+        )
     log_axis(axes.xaxis, study.budgets, si)
-    axes.set(xlabel="training (tokens)", ylabel=f"loss less that of {study.reference} (nats a token)")
+    axes.set(
+        xlabel="training (tokens)", ylabel=f"loss less that of {study.reference} (nats a token)"
+    )
 
 
 def explained(study: Study) -> str:
@@ -568,7 +629,9 @@ def draw_calibration(results: Results, file: Path) -> list[Path]:
     title = f"The published gaps to {study.reference} are reproduced {at}"
     caption = f"{explained(study)} Horizontal lines: published gaps. {study.calibration.source}."
     with drawing(file, title, caption, height=2.8) as [axes]:
-        gaps = {name: results.by_budget(system, reference) for name, system in systems.items() if system}
+        gaps = {
+            name: results.by_budget(system, reference) for name, system in systems.items() if system
+        }
         gap_lines(axes, study, gaps, styles)
         for name in gaps:
             plain = {"marker": "", "lw": 1, "label": f"{name}, published"}
@@ -598,7 +661,9 @@ def report(directory: Path) -> list[Path]:
         for old in files(directory / name):
             old.unlink(missing_ok=True)
         pictures += draw(results, directory / name)
-    drawn = {file.stem: f"![{file.stem}]({file.name})" for file in pictures if file.suffix == ".png"}
+    drawn = {
+        file.stem: f"![{file.stem}]({file.name})" for file in pictures if file.suffix == ".png"
+    }
     file = directory / "RESULTS.md"
     lines = verdicts(results)
     blocks = [
@@ -617,13 +682,9 @@ def report(directory: Path) -> list[Path]:
         picture = [drawn["calibration"]] if "calibration" in drawn else []
         told = f"{study.calibration.source}."
         if (words_of := study.calibration.tokens_per_word) != 1:
-            told += (
-                f" These are perplexities a word; their gaps are divided by {words_of:g} tokens a word here."
-            )
+            told += f" These are perplexities a word; their gaps are divided by {words_of:g} tokens a word here."
         blocks += ["## Calibration", told, *picture, calibration_table(results)]
-    told = (
-        f"Nats a token, and the tokens, of the last rung that a rate took part in; seed {study.rates.seed}."
-    )
+    told = f"Nats a token, and the tokens, of the last rung that a rate took part in; seed {study.rates.seed}."
     blocks += ["## Rates", told, rate_table(results)]
     if study.equal_rates:
         blocks += ["## At equal rates", equal_rate_text(results), endpoint_table(results.alike)]
@@ -646,7 +707,9 @@ def report(directory: Path) -> list[Path]:
     console = Console(emoji=False)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"tables and pictures in {directory}", markup=False, highlight=False, soft_wrap=True
+    )
     return [file, *pictures]
 
 

@@ -79,13 +79,18 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
             )
 
     def train(asked: list[dict[str, Any]]) -> None:
-        jobs = {key(settings): partial(train_lm, settings, lm, prepared, work) for settings in asked}
+        jobs = {
+            key(settings): partial(train_lm, settings, lm, prepared, work) for settings in asked
+        }
         follow(jobs, file, workers, describe_run)
 
     asked = [
-        bigram_settings(seed, tokens, lm) for seed, tokens in itertools.product(study.seeds, study.budgets)
+        bigram_settings(seed, tokens, lm)
+        for seed, tokens in itertools.product(study.seeds, study.budgets)
     ]
-    jobs: Jobs = {key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked}
+    jobs: Jobs = {
+        key(settings): partial(measure_bigrams, settings, lm, prepared) for settings in asked
+    }
     follow(jobs, file, workers, describe_run)
     calibration = [system for system in planned if system.group == CALIBRATION]
     rest = [system for system in planned if system.group != CALIBRATION]
@@ -93,24 +98,36 @@ def run_study(directory: Path, *, text: str | None = None, workers: int = 2) -> 
         train_part(part, study, lm, file, train)
     train_recall(study, file, workers)
     alike = equal_rates(planned, study)
-    train([final_settings(s, rate, seed, study, lm) for seed in study.seeds for s, rate in alike.items()])
+    train(
+        [
+            final_settings(s, rate, seed, study, lm)
+            for seed in study.seeds
+            for s, rate in alike.items()
+        ]
+    )
 
 
-def train_part(part: list[System], study: Study, lm: dict[str, Any], file: Path, train: Any) -> None:
+def train_part(
+    part: list[System], study: Study, lm: dict[str, Any], file: Path, train: Any
+) -> None:
     """Chooses the systems' rates, rung by rung, and trains them with every seed."""
     while True:
         found = records(file)
         choices = [chosen_rate(system, study, lm, found) for system in part]
-        todo = [settings for _, asked in choices for settings in asked if key(settings) not in found]
+        todo = [
+            settings for _, asked in choices for settings in asked if key(settings) not in found
+        ]
         if not todo:
             break
         train(todo)
-    train([
-        final_settings(system, rate, seed, study, lm)
-        for seed in study.seeds
-        for system, (rate, _) in zip(part, choices, strict=True)
-        if rate is not None
-    ])  # fmt: skip
+    train(
+        [
+            final_settings(system, rate, seed, study, lm)
+            for seed in study.seeds
+            for system, (rate, _) in zip(part, choices, strict=True)
+            if rate is not None
+        ]
+    )
 
 
 def train_recall(study: Study, file: Path, workers: int) -> None:
@@ -150,7 +167,9 @@ def prepare_text(lm: dict[str, Any], text: str | None, work: Path, workers: int)
     data = section(DataConfig, lm["data"] | {"source": source}, "data.")
     tokenizer = section(TokenizerConfig, lm["tokenizer"], "tokenizer.")
     if held:
-        held["tokenizer"] = asdict(TokenizerConfig(**held["tokenizer"]))  # an older set has fewer keys
+        held["tokenizer"] = asdict(
+            TokenizerConfig(**held["tokenizer"])
+        )  # an older set has fewer keys
         asked = token_settings(data, tokenizer, held["corpus"], held["shard_bytes"])
         for name in asked | held:
             if asked.get(name) != held.get(name):
@@ -200,7 +219,9 @@ def measure_bigrams(settings: dict[str, Any], lm: dict[str, Any], text: Path) ->
         seen = itertools.islice(batches, steps * config.accumulation(processes=1))
         rows = list(itertools.chain(*validation.values()))
         found = Bigram(seen, len(tokenizer)).perplexity(rows)
-    counts = by_document([row["labels"][:, 1:] != -100 for row in rows], rows, tokenizer.bos_token_id)
+    counts = by_document(
+        [row["labels"][:, 1:] != -100 for row in rows], rows, tokenizer.bos_token_id
+    )
     facts = {"machine": cpu_model(), "threads": torch.get_num_threads(), "versions": versions()}
     seconds = time.perf_counter() - start
     return {
@@ -225,8 +246,6 @@ def describe_run(record: Record) -> str:
     ]
     name = " ".join([str(model["mixer"]), str(model.get("feature_map") or ""), *options])
     if "task" in asked:
-        return (
-            f"recall, {name}, rate {asked['training']['lr']:g}, seed {asked['seed']}: {record['score']:.3f}"
-        )
+        return f"recall, {name}, rate {asked['training']['lr']:g}, seed {asked['seed']}: {record['score']:.3f}"
     loss = f"{final_loss(record):.3f} nats" if "failed" not in record else "diverged"
     return f"{name}, rate {asked['rate']:g}, seed {asked['seed']}, {asked['budgets'][-1]:,} tokens: {loss}"

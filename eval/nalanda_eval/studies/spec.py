@@ -134,7 +134,9 @@ def load_study(directory: Path) -> tuple[Study, dict[str, Any]]:
         if name not in forms:
             raise InputError(f"{where}: no form {name!r}{suggest(name, forms)}")
     if study.rates.seed in study.seeds:
-        raise InputError(f"seeds: {study.rates.seed} chooses the rates; take other seeds to judge them")
+        raise InputError(
+            f"seeds: {study.rates.seed} chooses the rates; take other seeds to judge them"
+        )
     for where, budgets in (("budgets", study.budgets), ("rates.rungs", study.rates.rungs)):
         if not budgets or sorted(set(budgets)) != budgets:
             raise InputError(f"{where}: {budgets} are not rising numbers of tokens")
@@ -150,11 +152,16 @@ def check_followed(lm: dict[str, Any], file: Path) -> None:
     config: RunConfig = section(RunConfig, lm, "")
     shape = [f"schedule.{name}" for name in lm.get("schedule", {}) if name != "warmup_steps"]
     refused = {
-        **dict.fromkeys(shape, "the rate stays, then falls over study.yaml's cooldown; leave this out"),
-        "model.dropout": lm["model"].get("dropout") and "runs of a seed would differ in it; leave it out",
+        **dict.fromkeys(
+            shape, "the rate stays, then falls over study.yaml's cooldown; leave this out"
+        ),
+        "model.dropout": lm["model"].get("dropout")
+        and "runs of a seed would differ in it; leave it out",
         "optim.lr": "lr" in lm.get("optim", {}) and "study.yaml has the rates; leave this out",
-        "train.precision": config.train.precision != "fp32" and "a study computes in fp32; set fp32",
-        "data.bos": not config.data.bos and "a study tells documents apart by their bos token; set true",
+        "train.precision": config.train.precision != "fp32"
+        and "a study computes in fp32; set fp32",
+        "data.bos": not config.data.bos
+        and "a study tells documents apart by their bos token; set true",
         "data.long_documents": config.data.long_documents != "cut" and "a study cuts them; set cut",
     }
     for name, reason in refused.items():
@@ -164,7 +171,9 @@ def check_followed(lm: dict[str, Any], file: Path) -> None:
 
 def study_folder(directory: str | None = None, *, quick: bool = False) -> Path:
     """The study's folder: recipes/study of a checkout, otherwise runs/study; runs/study-quick if `quick`."""
-    usual = Path("recipes/study") if Path("recipes/study/study.yaml").is_file() else Path("runs/study")
+    usual = (
+        Path("recipes/study") if Path("recipes/study/study.yaml").is_file() else Path("runs/study")
+    )
     return Path(directory) if directory else Path("runs/study-quick") if quick else usual
 
 
@@ -174,7 +183,9 @@ def begin_study(place: Path, *, quick: bool = False) -> None:
         return
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError(f"{place}: holds files and no study.yaml; choose another folder")
-    shipped = next(recipes / "study" for recipes in recipe_folders() if (recipes / "study").is_dir())
+    shipped = next(
+        recipes / "study" for recipes in recipe_folders() if (recipes / "study").is_dir()
+    )
     output_folder(place, "the study's folder")
     for name in ("study.yaml", "lm.yaml"):
         shutil.copy(shipped / ("quick" if quick else "") / name, place / name)

@@ -55,14 +55,15 @@ def _read(x, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
 def _write_transposed(x, y, rows, real, first, N: tl.constexpr, BN: tl.constexpr):
     """Stores y [BN, BT] as BN columns of x, from `first` on."""
     c = first + tl.arange(0, BN)
-    tl.store(x + rows[None, :] * N + c[:, None], y.to(x.dtype.element_ty), real[None, :] & (c < N)[:, None])
+    tl.store(
+        x + rows[None, :] * N + c[:, None],
+        y.to(x.dtype.element_ty),
+        real[None, :] & (c < N)[:, None],
+    )
 
 
 @triton.jit
-def _scores(
-    q, k, rows, real, scale,
-    K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+def _scores(q, k, rows, real, scale, K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
     """S = scale · QK⊤, and the last tiles of Q and K that were read. With q and k exchanged it gives S⊤."""
     q_, k_ = _read(q, rows, real, 0, K, BK), _read(k, rows, real, 0, K, BK)
     s = tl.dot(q_, tl.trans(k_), input_precision=PREC)
@@ -91,10 +92,24 @@ def _weights(s, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, J:
 
 @triton.jit
 def forward_kernel(
-    q, k, v, o, starts, counts, scale, H,
-    SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    starts,
+    counts,
+    scale,
+    H,
+    SOFTMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     rows, real = _rows(starts, counts, H, SPAN, BT)
     s, _, _ = _scores(k, q, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 0).to(v.dtype.element_ty)
@@ -105,9 +120,19 @@ def forward_kernel(
 
 @triton.jit
 def _write_dqk(
-    d_q, d_k, d_s, q_, k_, rows, real, first, scale,
-    K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    d_q,
+    d_k,
+    d_s,
+    q_,
+    k_,
+    rows,
+    real,
+    first,
+    scale,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    PREC: tl.constexpr,
+):
     at, there = _tile(rows, real, first, K, BK)
     dq_ = tl.dot(d_s, k_, input_precision=PREC) * scale
     tl.store(d_q + at, dq_.to(d_q.dtype.element_ty), there)
@@ -117,10 +142,27 @@ def _write_dqk(
 
 @triton.jit
 def backward_kernel(
-    q, k, v, d_o, d_q, d_k, d_v, starts, counts, scale, H,
-    SOFTMAX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    d_o,
+    d_q,
+    d_k,
+    d_v,
+    starts,
+    counts,
+    scale,
+    H,
+    SOFTMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     rows, real = _rows(starts, counts, H, SPAN, BT)
     s, q_, k_ = _scores(q, k, rows, real, scale, K, BK, PREC)
     p = _weights(s, SOFTMAX, BLOCK, BT, 1)
@@ -130,7 +172,9 @@ def backward_kernel(
     for first in range(0, V, BV):
         v_, do_ = _read(v, rows, real, first, V, BV), _read(d_o, rows, real, first, V, BV)
         d_p = tl.dot(do_, tl.trans(v_), d_p, input_precision=PREC)
-        _write_transposed(d_v, tl.dot(tl.trans(do_), p_, input_precision=PREC), rows, real, first, V, BV)
+        _write_transposed(
+            d_v, tl.dot(tl.trans(do_), p_, input_precision=PREC), rows, real, first, V, BV
+        )
     if SOFTMAX:
         d_s = p * (d_p - tl.sum(p * d_p, 1)[:, None])
     else:
@@ -163,13 +207,29 @@ def _launch(
     if chunks.total * H == 0:
         return
     kernel[(chunks.total * H,)](
-        *tensors, chunks.start, chunks.count, scale, H,
-        SOFTMAX=softmax, BLOCK=block_size, K=K, V=V, PREC=PRECISION, num_stages=1, **options,
-    )  # fmt: skip
+        *tensors,
+        chunks.start,
+        chunks.count,
+        scale,
+        H,
+        SOFTMAX=softmax,
+        BLOCK=block_size,
+        K=K,
+        V=V,
+        PREC=PRECISION,
+        num_stages=1,
+        **options,
+    )
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, block_size: int, softmax: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    block_size: int,
+    softmax: bool,
+    scale: float,
 ) -> Tensor:
     o = torch.empty_like(v)
     _launch(forward_kernel, v, (q, k, v, o), cu_seqlens, block_size, softmax, scale)
@@ -177,9 +237,15 @@ def _forward(
 
 
 def _backward(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, block_size: int, softmax: bool,
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    block_size: int,
+    softmax: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     inputs = (q, k, v, d_o.contiguous())
     _launch(backward_kernel, v, (*inputs, *grads), cu_seqlens, block_size, softmax, scale)
@@ -192,7 +258,13 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _gradients(function, ctx, d_o: Tensor) -> tuple[Tensor | None, ...]:
-    return *function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale), None, None, None, None
+    return (
+        *function(d_o, *ctx.saved_tensors, ctx.block_size, ctx.softmax, ctx.scale),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -277,8 +349,13 @@ def block_attention(
         raise Unsupported(f"block_size={block_size} is more than 64, with {q.dtype}")
     if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
         raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]} are not both from 1 to 256")
-    if v.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        raise Unsupported(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not all fp32, bf16 or fp16")
+    if (
+        v.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or not q.dtype == k.dtype == v.dtype
+    ):
+        raise Unsupported(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not all fp32, bf16 or fp16"
+        )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     call = _forward_op if torch.compiler.is_compiling() else _BlockAttention.apply
     inputs = (x.contiguous() for x in (q, k, v))

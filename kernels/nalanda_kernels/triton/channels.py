@@ -64,8 +64,20 @@ def paired(i, j, n):
 
 
 @triton.jit
-def load_keys(k, erase, row, rows, h, H, HV, F: tl.constexpr, ERASE: tl.constexpr, i_f, BT: tl.constexpr,
-              BC: tl.constexpr):  # fmt: skip
+def load_keys(
+    k,
+    erase,
+    row,
+    rows,
+    h,
+    H,
+    HV,
+    F: tl.constexpr,
+    ERASE: tl.constexpr,
+    i_f,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
     """A tile of k, and of the keys that the delta rule reads with, erase ⊙ k."""
     x = load_rows(k, row, rows, h // (HV // H), H, F, i_f, BT, BC)
     if ERASE:
@@ -76,10 +88,30 @@ def load_keys(k, erase, row, rows, h, H, HV, F: tl.constexpr, ERASE: tl.constexp
 
 @triton.jit
 def prepare_channels(
-    q, k, beta, g, erase, inverse, scores, q_in, k_out, reads, whole, start, count, scale, H, HV,
-    F: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, PAIRS: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    beta,
+    g,
+    erase,
+    inverse,
+    scores,
+    q_in,
+    k_out,
+    reads,
+    whole,
+    start,
+    count,
+    scale,
+    H,
+    HV,
+    F: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """As `prepare`, and eᵞ ⊙ q, e^{γ_C − γ} ⊙ k, eᵞ ⊙ erase ⊙ k and e^{γ_C}, which the other kernels read.
 
     PAIRS: whether P and (I + A)⁻¹ are wanted; the backward has them already.
@@ -126,11 +158,38 @@ def prepare_channels(
 
 @triton.jit
 def channel_gradients(
-    q, k, e, d_o, d_v, beta, g, erase, s, d_s, d_scores, d_keys, d_q, d_k, d_beta, d_g, d_erase, start,
-    count, scale, tokens, H, HV,
-    F: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    e,
+    d_o,
+    d_v,
+    beta,
+    g,
+    erase,
+    s,
+    d_s,
+    d_scores,
+    d_keys,
+    d_q,
+    d_k,
+    d_beta,
+    d_g,
+    d_erase,
+    start,
+    count,
+    scale,
+    tokens,
+    H,
+    HV,
+    F: tl.constexpr,
+    V: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """Gradients of a tile of channels of q, k, g and erase, and that tile's share for β.
 
     The gradient of g_u sums what passes through e^g_u: reads of S by i ≥ u, writes of j < u to S', S

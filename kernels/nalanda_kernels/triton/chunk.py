@@ -130,7 +130,11 @@ def load_decays(g, row, rows, h, H, GATED: tl.constexpr, BT: tl.constexpr):
     else:
         gamma = tl.zeros([BT], tl.float32)
     last = tl.min(gamma, 0)  # γ never rises, and padding does not change it
-    return tl.exp(gamma.to(tl.float32)), tl.exp((last - gamma).to(tl.float32)), tl.exp(last.to(tl.float32))
+    return (
+        tl.exp(gamma.to(tl.float32)),
+        tl.exp((last - gamma).to(tl.float32)),
+        tl.exp(last.to(tl.float32)),
+    )
 
 
 @triton.jit
@@ -142,7 +146,14 @@ def square(x, i_c, h, H, BT: tl.constexpr):
 
 @triton.jit
 def state_tile(
-    i, half, K: tl.constexpr, V: tl.constexpr, HALVES: tl.constexpr, i_v, BK: tl.constexpr, BV: tl.constexpr
+    i,
+    half,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HALVES: tl.constexpr,
+    i_v,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """Offsets and mask of the [BK, BV] of one half of the i-th state."""
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -229,13 +240,17 @@ def doubled(inverse, a, BT: tl.constexpr, S: tl.constexpr):
     """Inverses of blocks of 2S from those of S: [[X, 0], [Y, Z]]⁻¹ = [[X⁻¹, 0], [−Z⁻¹YX⁻¹, Z⁻¹]]."""
     P: tl.constexpr = BT // (2 * S)
     x, z = tl.split(tl.permute(tl.reshape(inverse, [P, 2, S, S]), (0, 2, 3, 1)))
-    _, y = tl.split(tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1)))
+    _, y = tl.split(
+        tl.permute(tl.reshape(diagonal_blocks(a, 1, BT, S), [P, 2, S, S]), (0, 2, 3, 1))
+    )
     if P == 1:  # the compiler refuses a batch of one
         y = tl.dot(tl.reshape(y, [S, S]), tl.reshape(x, [S, S]), input_precision="ieee")
         y = tl.reshape(tl.dot(tl.reshape(z, [S, S]), y, input_precision="ieee"), [P, S, S])
     else:
         y = tl.dot(z, tl.dot(y, x, input_precision="ieee"), input_precision="ieee")
-    rows = tl.join(tl.join(x, tl.zeros_like(x)), tl.join(-y, z))  # [P, row, column, block column, block row]
+    rows = tl.join(
+        tl.join(x, tl.zeros_like(x)), tl.join(-y, z)
+    )  # [P, row, column, block column, block row]
     return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), [P, 2 * S, 2 * S])
 
 
@@ -279,10 +294,28 @@ def apply(inverse, x, PREC: tl.constexpr):
 
 @triton.jit
 def prepare(
-    q, k, beta, g, inverse, scores, k_features, z_sums, start, count, scale, H, HV,
-    K: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    beta,
+    g,
+    inverse,
+    scores,
+    k_features,
+    z_sums,
+    start,
+    count,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    READ: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """The parts of a chunk that do not need S: P = scale · tril(Δ QK⊤), and (I + tril(Δ KK⊤, −1) diag β)⁻¹.
 
     It also stores what later passes read: φ(k), unless k is "stored" already, and the chunk's sum for z.
@@ -317,19 +350,54 @@ def prepare(
         a = tl.dot(k1, tl.trans(k1), input_precision=PREC)
         if MAP.halves == 2:
             a = tl.dot(k2, tl.trans(k2), a, input_precision=PREC)
-        a = tl.where(t[:, None] > t[None, :], a * delta, 0.0) * load_gate(beta, row, rows, h, HV, BT)[None, :]
+        a = (
+            tl.where(t[:, None] > t[None, :], a * delta, 0.0)
+            * load_gate(beta, row, rows, h, HV, BT)[None, :]
+        )
         a = unit_lower_inverse(a, BT)
         tl.store(square(inverse, i_c, h, HV, BT), a.to(inverse.dtype.element_ty))
 
 
 @triton.jit
 def states(
-    k, reads, whole_channels, v, beta, g, inverse, s, e, z_sums, zs, us, s_start, z_start, u_start, s_end,
-    z_end, u_end, decay, bounds, first, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    k,
+    reads,
+    whole_channels,
+    v,
+    beta,
+    g,
+    inverse,
+    s,
+    e,
+    z_sums,
+    zs,
+    us,
+    s_start,
+    z_start,
+    u_start,
+    s_end,
+    z_end,
+    u_end,
+    decay,
+    bounds,
+    first,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    READ: tl.constexpr,
+    START: tl.constexpr,
+    END: tl.constexpr,
+    AFFINE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """The sequential pass: S before each chunk, and the error E of its prediction of v.
 
     If the readout needs them, also z = Σk, with the decay of S, and u = Σv.
@@ -369,7 +437,9 @@ def states(
             z2 = tl.load(z_start + at_z + second, mask=mz, other=0.0)
             if READ.name == "mala":
                 u = tl.load(u_start + at_u, mask=mu, other=0.0)
-    for i in tl.range(0, tl.load(first + n + 1) - chunk, disable_licm=True):  # hoisted, addresses spill
+    for i in tl.range(
+        0, tl.load(first + n + 1) - chunk, disable_licm=True
+    ):  # hoisted, addresses spill
         here = (chunk + i).to(tl.int64) * HV + h
         if not AFFINE:
             o1, _ = state_tile(here, 0, K, V, MAP.halves, i_v, BK, BV)
@@ -433,10 +503,23 @@ def states(
 
 @triton.jit
 def compose(
-    affine, decay, starts, s_start, s_end, parts, HV,
-    F: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, START: tl.constexpr, END: tl.constexpr,
-    REVERSE: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    affine,
+    decay,
+    starts,
+    s_start,
+    s_end,
+    parts,
+    HV,
+    F: tl.constexpr,
+    V: tl.constexpr,
+    DELTA: tl.constexpr,
+    START: tl.constexpr,
+    END: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BF: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """S before each segment and S after all, from what each segment does to a state: S' = M S + U.
 
     affine: [U, M] of each segment, or U alone with `decay` as M. parts: each sequence's first segment.
@@ -479,10 +562,34 @@ def compose(
 
 @triton.jit
 def outputs(
-    q, e, beta, g, scores, s, zs, us, o, den, positions, P, start, count, scale, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    e,
+    beta,
+    g,
+    scores,
+    s,
+    zs,
+    us,
+    o,
+    den,
+    positions,
+    P,
+    start,
+    count,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    READ: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """O = scale · eᵞ Q S + P diag(β) E; with a readout, its o and its denominator d.
 
     It computes O⊤: then loaded tiles are the first operands of products, and those formed here the second.
@@ -492,7 +599,9 @@ def outputs(
     row, rows = load_chunk(start, count, i_c, BT)
     q1, q2 = load_features(q, row, rows, h // (HV // H), H, K, MAP, True, BT, BK, swapped(h, READ))
     o1, inside = state_tile(i_c * HV + h, 0, K, V, MAP.halves, i_v, BK, BV)
-    y = tl.dot(tl.trans(tl.load(s + o1, mask=inside, other=0.0)), tl.trans(q1), input_precision=PREC)
+    y = tl.dot(
+        tl.trans(tl.load(s + o1, mask=inside, other=0.0)), tl.trans(q1), input_precision=PREC
+    )
     if MAP.halves == 2:
         s2 = tl.load(s + o1 + K * V, mask=inside, other=0.0)
         y = tl.dot(tl.trans(s2), tl.trans(q2), y, input_precision=PREC)
@@ -531,10 +640,34 @@ def outputs(
 
 @triton.jit
 def readout_gradients(
-    q, d_o, o, v, g, us, den, positions, P, d_r, d_den, shares, dz_sums, du_sums, start, count, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    d_o,
+    o,
+    v,
+    g,
+    us,
+    den,
+    positions,
+    P,
+    d_r,
+    d_den,
+    shares,
+    dz_sums,
+    du_sums,
+    start,
+    count,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    GATED: tl.constexpr,
+    READ: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """Gradients of r and of the denominator d, MALA's a, and the chunk's sums for the gradients of z and u.
 
     All other gradients follow from these.
@@ -570,12 +703,48 @@ def readout_gradients(
 
 @triton.jit
 def state_gradients(
-    q, k, reads, whole_channels, d_o, shares, dz_sums, du_sums, beta, g, inverse, scores, d_s, d_zs, d_v,
-    s_start, z_start, u_start, s_end, z_end, u_end, decay, bounds, first, scale, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr, END: tl.constexpr, AFFINE: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    reads,
+    whole_channels,
+    d_o,
+    shares,
+    dz_sums,
+    du_sums,
+    beta,
+    g,
+    inverse,
+    scores,
+    d_s,
+    d_zs,
+    d_v,
+    s_start,
+    z_start,
+    u_start,
+    s_end,
+    z_end,
+    u_end,
+    decay,
+    bounds,
+    first,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    READ: tl.constexpr,
+    START: tl.constexpr,
+    END: tl.constexpr,
+    AFFINE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """The sequential pass backwards: gradients of S, z and u after each chunk, and of v.
 
     It starts from gradients of the last state and ends with those of the first. AFFINE and CHANNELS: as in
@@ -639,7 +808,9 @@ def state_gradients(
         p = tl.load(square(scores, chunk + i, h, HV, BT))
         if READ.name == "mala":
             t, share = tl.arange(0, BT), load_gate(shares, row, rows, h, HV, BT)
-            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(p.dtype)
+            p = tl.where(t[:, None] >= t[None, :], p.to(tl.float32) + share[:, None], 0.0).to(
+                p.dtype
+            )
             w += u[None, :]
             c = i_v * BV + tl.arange(0, BV)
             u += tl.load(du_sums + here * V + c, mask=mu, other=0.0)
@@ -686,11 +857,35 @@ def state_gradients(
 
 @triton.jit
 def pair_gradients(
-    k, e, d_o, d_den, d_v, beta, g, scores, d_scores, d_keys, d_beta, d_g, start, count, scale, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    k,
+    e,
+    d_o,
+    d_den,
+    d_v,
+    beta,
+    g,
+    scores,
+    d_scores,
+    d_keys,
+    d_beta,
+    d_g,
+    start,
+    count,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    READ: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
     PREC: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of QK⊤ and of KK⊤ (summed with its transpose) within a chunk.
 
     Also the shares of β_j and of the decays between j and i that come from pairs (i, j). CHANNELS: only the
@@ -747,11 +942,41 @@ def pair_gradients(
 
 @triton.jit
 def input_gradients(
-    q, k, e, d_o, d_den, d_v, beta, g, s, zs, d_s, d_zs, d_scores, d_keys, d_q, d_k, d_beta, d_g, start,
-    count, scale, tokens, H, HV,
-    K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    READ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    e,
+    d_o,
+    d_den,
+    d_v,
+    beta,
+    g,
+    s,
+    zs,
+    d_s,
+    d_zs,
+    d_scores,
+    d_keys,
+    d_q,
+    d_k,
+    d_beta,
+    d_g,
+    start,
+    count,
+    scale,
+    tokens,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    READ: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """Gradients of one half of the features of q and k, and that half's shares for β and g.
 
     With one half, gradients of the raw q and k: the backward of map and norm is the epilogue.
@@ -777,9 +1002,17 @@ def input_gradients(
         before = tl.load(s + at, mask=inside, other=0.0)
         after = tl.load(d_s + at, mask=inside, other=0.0)
         dq = tl.dot(
-            load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV), tl.trans(before), dq, input_precision=PREC
+            load_rows(d_o, row, rows, h, HV, V, i_v, BT, BV),
+            tl.trans(before),
+            dq,
+            input_precision=PREC,
         )
-        dk = tl.dot(load_rows(e, row, rows, h, HV, V, i_v, BT, BV), tl.trans(after), dk, input_precision=PREC)
+        dk = tl.dot(
+            load_rows(e, row, rows, h, HV, V, i_v, BT, BV),
+            tl.trans(after),
+            dk,
+            input_precision=PREC,
+        )
         if DELTA:
             x = load_rows(d_v, row, rows, h, HV, V, i_v, BT, BV)
             dk_read = tl.dot(x, tl.trans(before), dk_read, input_precision=PREC)
@@ -825,15 +1058,29 @@ def input_gradients(
 
 @triton.jit
 def store_gradient(
-    d_x, dx, x, row, rows, h, H, HV, half, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    d_x,
+    dx,
+    x,
+    row,
+    rows,
+    h,
+    H,
+    HV,
+    half,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    IS_Q: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Stores the gradient of one half of the features; with one half, of the raw x."""
     t, c = tl.arange(0, BT), tl.arange(0, BK)
     m = rows[:, None] & (c < K)[None, :]
     if MAP.halves == 1 and MAP.name != "stored":
         hk = h // (HV // H)
-        raw = tl.load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], mask=m, other=0.0).to(tl.float32)
+        raw = tl.load(x + ((row + t) * H + hk)[:, None] * K + c[None, :], mask=m, other=0.0).to(
+            tl.float32
+        )
         dx = features_backward(raw, m, dx, dx, MAP, IS_Q)
     at = ((row + t) * HV + h)[:, None] * (K * MAP.halves) + half * K + c[None, :]
     tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=m)

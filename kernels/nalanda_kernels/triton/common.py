@@ -22,7 +22,9 @@ def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths")
+        raise ValueError(
+            f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths"
+        )
     return bounds
 
 
@@ -59,7 +61,9 @@ class Chunks(NamedTuple):
         return chunks_between(*self.made_from, segment=length)
 
 
-def chunks_of(shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, device: torch.device) -> Chunks:
+def chunks_of(
+    shape: tuple[int, int], cu_seqlens: Tensor | None, size: int, device: torch.device
+) -> Chunks:
     """The chunks of `size` tokens of a batch [B, T], or of the sequences that `cu_seqlens` bounds.
 
     Raises ValueError if cu_seqlens does not rise from 0 to T.
@@ -148,7 +152,9 @@ def blocks(kernel: str, itemsize: int, features: int, arch: str | None = None) -
     return variants(kernel, itemsize, features, arch)[0]
 
 
-def variants(kernel: str, itemsize: int, features: int, arch: str | None = None) -> list[dict[str, int]]:
+def variants(
+    kernel: str, itemsize: int, features: int, arch: str | None = None
+) -> list[dict[str, int]]:
     """As `blocks`, with all rows of the same itemsize and features: of them `schedule` chooses one."""
     table, arch = _table(), arch or architecture()
     if arch not in table:
@@ -162,7 +168,9 @@ def variants(kernel: str, itemsize: int, features: int, arch: str | None = None)
         if itemsize <= cover[0] and features <= cover[1]:
             same = [row for row, other in zip(rows, covers, strict=True) if other == cover]
             return [{x: row[x] for x in row if x not in ("itemsize", "features")} for row in same]
-    raise ValueError(f"{kernel}: no block sizes for {features} features of {itemsize} bytes; add a row")
+    raise ValueError(
+        f"{kernel}: no block sizes for {features} features of {itemsize} bytes; add a row"
+    )
 
 
 def _number(arch: str) -> int:
@@ -202,13 +210,23 @@ def schedule(
 
 @functools.lru_cache(maxsize=256)
 def _schedule(
-    widths: tuple[int, ...], longest: int, chunks: int, V: int, M: int, composing: float | None, fed: float
+    widths: tuple[int, ...],
+    longest: int,
+    chunks: int,
+    V: int,
+    M: int,
+    composing: float | None,
+    fed: float,
 ) -> tuple[int, int]:
     def steps(run: int, columns: int, BV: int) -> float:
         return (64 + BV) / 128 * max(run, chunks * -(-columns // BV) / fed)
 
     whole = min((steps(longest, V, BV), i, 0) for i, BV in enumerate(widths))
-    lengths = [] if composing is None else [4 << i for i in range(longest.bit_length()) if 4 << i < longest]
+    lengths = (
+        []
+        if composing is None
+        else [4 << i for i in range(longest.bit_length()) if 4 << i < longest]
+    )
     split = (
         (steps(n, V + M, BV) + steps(n, V, BV) + composing * -(-longest // n) + 8, i, n)
         for n in lengths
@@ -227,7 +245,9 @@ def map_in_torch(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tupl
     On a GPU the backward recomputes them, because their intermediates need much memory.
     """
     if torch.is_grad_enabled() and q.device.type != "cpu":
-        return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            _map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False
+        )
     return _map(q, k, feature_map, qk_norm)
 
 

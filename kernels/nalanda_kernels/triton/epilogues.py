@@ -30,10 +30,7 @@ WIDEST = 16384
 
 
 @triton.jit
-def swiglu_kernel(
-    a, b, y, a_stride, b_stride, rows, N,
-    BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def swiglu_kernel(a, b, y, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
@@ -44,9 +41,8 @@ def swiglu_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    a, b, d_y, d_a, d_b, a_stride, b_stride, rows, N,
-    BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    a, b, d_y, d_a, d_b, a_stride, b_stride, rows, N, BT: tl.constexpr, BN: tl.constexpr
+):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     m = (r < rows) & (c < N)
@@ -60,9 +56,20 @@ def swiglu_backward_kernel(
 
 @triton.jit
 def norm_kernel(
-    x, add, weight, gate, total, y, gate_stride, rows, eps,
-    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    x,
+    add,
+    weight,
+    gate,
+    total,
+    y,
+    gate_stride,
+    rows,
+    eps,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     c = tl.arange(0, BV)[None, :]
     m = (r < rows) & (c < V)
@@ -82,9 +89,24 @@ def norm_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    total, weight, gate, d_total, d_y, d_x, d_add, d_gate, d_weight, gate_stride, rows, eps,
-    H: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    total,
+    weight,
+    gate,
+    d_total,
+    d_y,
+    d_x,
+    d_add,
+    d_gate,
+    d_weight,
+    gate_stride,
+    rows,
+    eps,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    SPAN: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+):
     """SPAN rows, and the program's row of the sums of d_weight [programs, V]."""
     c = tl.arange(0, BV)[None, :]
     w = tl.load(weight + c, c < V, other=0.0).to(tl.float32)
@@ -101,7 +123,9 @@ def norm_backward_kernel(
         if gate is not None:
             g = tl.load(gate + r // H * gate_stride + r % H * V + c, m, other=0.0).to(tl.float32)
             s = tl.sigmoid(g)
-            tl.store(d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m)
+            tl.store(
+                d_gate + at, (d * n * w * s * (1 + g * (1 - s))).to(d_gate.dtype.element_ty), m
+            )
             d *= g * s
         dw += tl.sum(d * n, 0)
         d *= w
@@ -174,7 +198,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, add, weight, gate, eps, dtype):
         (rows, V), tiles = x.shape, _norm_tiles(x.shape[1])
-        total = x if add is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
+        total = (
+            x
+            if add is None
+            else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype))
+        )
         y = x.new_empty(x.shape, dtype=dtype)
         H, stride = (1, 0) if gate is None else (gate.shape[1] // V, gate.stride(0))
         if rows:
@@ -199,7 +227,9 @@ class _RMSNorm(torch.autograd.Function):
         # A program's sums are as wide as a row: a few percent of the traffic with so many rows.
         span = max(16, 8192 // tiles["BV"])
         grid = (triton.cdiv(rows, span),)
-        d_weight = total.new_empty(*grid, V, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        d_weight = (
+            total.new_empty(*grid, V, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        )
         if rows:
             grads = d_total, d_y, d_x, d_add, d_gate, d_weight
             norm_backward_kernel[grid](
@@ -210,9 +240,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype, add: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    add: Tensor | None = None,
     gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """s = x + add and s / √(mean s² + ε) ⊙ weight ⊙ SiLU(gate), over the last dimension, computed in fp32.
 
     x: `[…, V]`; add: as x, or None for zeros; weight: `[V]`.
@@ -225,7 +260,11 @@ def rms_norm(
     shapes = ", ".join(str(list(z.shape)) for z in given)
     if dtype not in DTYPES or any(z.dtype not in DTYPES for z in given):
         raise Unsupported(f"{', '.join(str(z.dtype) for z in given)} to {dtype}")
-    if not 0 < V <= WIDEST or x.shape[-1:] != weight.shape or (add is not None and add.shape != x.shape):
+    if (
+        not 0 < V <= WIDEST
+        or x.shape[-1:] != weight.shape
+        or (add is not None and add.shape != x.shape)
+    ):
         raise Unsupported(f"shapes {shapes}")
     if gate is not None:
         if gate.numel() != x.numel() or not gate.shape[-1] or gate.shape[-1] % V:

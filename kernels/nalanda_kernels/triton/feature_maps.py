@@ -83,7 +83,9 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
     if feature_map is not None:
         fused = getattr(feature_map, "fused", None)
         if fused is None:
-            raise Unsupported(f"feature map {type(feature_map).__name__} cannot be formed in a kernel")
+            raise Unsupported(
+                f"feature map {type(feature_map).__name__} cannot be formed in a kernel"
+            )
     name, norm = fused["name"], fused.get("norm")
     if name not in NAMES:
         raise Unsupported(f"no kernel forms the feature map {name!r}")
@@ -341,8 +343,19 @@ def pola_base(x, p, unit, h, K: tl.constexpr, MAP: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def forward_part(
-    x, phi, p, unit, t, h, N, H, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x,
+    phi,
+    p,
+    unit,
+    t,
+    h,
+    N,
+    H,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    IS_Q: tl.constexpr,
+    BK: tl.constexpr,
+):
     c = tl.arange(0, BK)[None, :]
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
@@ -363,9 +376,22 @@ def forward_part(
 
 @triton.jit
 def backward_part(
-    x, dphi, dx, p, unit, dp, dunit, t, h, N, H, K: tl.constexpr, MAP: tl.constexpr, IS_Q: tl.constexpr,
+    x,
+    dphi,
+    dx,
+    p,
+    unit,
+    dp,
+    dunit,
+    t,
+    h,
+    N,
+    H,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    IS_Q: tl.constexpr,
     BK: tl.constexpr,
-):  # fmt: skip
+):
     c = tl.arange(0, BK)[None, :]
     at = t[:, None] * H + h
     m = (t < N)[:, None] & (c < K)
@@ -393,9 +419,20 @@ def backward_part(
 
 @triton.jit
 def forward_kernel(
-    q, k, phi_q, phi_k, p, unit, N, HQ, HK,
-    K: tl.constexpr, MAP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    phi_q,
+    phi_k,
+    p,
+    unit,
+    N,
+    HQ,
+    HK,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
     h = tl.program_id(0) % (HQ + HK)
     t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
     if h < HQ:
@@ -406,9 +443,24 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    q, k, dphi_q, dphi_k, dq, dk, p, unit, dp, dunit, N, HQ, HK,
-    K: tl.constexpr, MAP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    dphi_q,
+    dphi_k,
+    dq,
+    dk,
+    p,
+    unit,
+    dp,
+    dunit,
+    N,
+    HQ,
+    HK,
+    K: tl.constexpr,
+    MAP: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
     h = tl.program_id(0) % (HQ + HK)
     t = (tl.program_id(0) // (HQ + HK)).to(tl.int64) * BT + tl.arange(0, BT)
     if MAP.name == "pola":  # a row of partial sums for each program
@@ -425,7 +477,9 @@ TILE, WARPS = 2048, 4  # entries and warps per program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def map_features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None) -> tuple[Tensor, Tensor]:
+def map_features(
+    q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None
+) -> tuple[Tensor, Tensor]:
     """φ(q) and φ(k), normed, `[B, T, H, K] → [B, T, H, F]`, computed in fp32 and cast once to q's dtype.
 
     q and k may have different numbers of heads. Pola's parameters get gradients, summed in a fixed order.
@@ -443,11 +497,15 @@ def map_features(q: Tensor, k: Tensor, feature_map, qk_norm: str | None = None) 
     if not MAP.l2 and MAP.name == "identity":
         return q, k.to(q.dtype)
     if any(w.shape != (x.shape[2], K) for w in parameters for x in (q, k)):
-        raise Unsupported(f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}")
+        raise Unsupported(
+            f"parameters {list(parameters[0].shape)} for q {list(q.shape)}, k {list(k.shape)}"
+        )
     p = unit = None
     if MAP.name == "pola":  # [H, K] operations, which torch differentiates
         p = 1 + MAP.alpha * parameters[0].float().sigmoid()
-        unit = torch.nn.functional.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
+        unit = (
+            torch.nn.functional.softplus(parameters[1].float()).reciprocal() if MAP.scaled else None
+        )
     return _MapFeatures.apply(q.contiguous(), k.contiguous(), p, unit, MAP)
 
 
@@ -456,13 +514,24 @@ def _grid(q: Tensor, k: Tensor) -> tuple[int, dict]:
     N, K = q.shape[0] * q.shape[1], q.shape[3]
     BK = power_of_two(K)
     BT = TILE // BK
-    sizes = {"N": N, "HQ": q.shape[2], "HK": k.shape[2], "K": K, "BT": BT, "BK": BK, "num_warps": WARPS}
+    sizes = {
+        "N": N,
+        "HQ": q.shape[2],
+        "HK": k.shape[2],
+        "K": K,
+        "BT": BT,
+        "BK": BK,
+        "num_warps": WARPS,
+    }
     return -(-N // BT), sizes
 
 
 def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor | None = None):
     """φ(q) and φ(k) in q's dtype; q and k must be contiguous. p, unit: Pola's exponents and scales."""
-    phi = [torch.empty(*x.shape[:3], MAP.halves * x.shape[3], dtype=q.dtype, device=q.device) for x in (q, k)]
+    phi = [
+        torch.empty(*x.shape[:3], MAP.halves * x.shape[3], dtype=q.dtype, device=q.device)
+        for x in (q, k)
+    ]
     count, sizes = _grid(q, k)
     if count:
         forward_kernel[(count * (q.shape[2] + k.shape[2]),)](q, k, *phi, p, unit, MAP=MAP, **sizes)
@@ -470,9 +539,14 @@ def form(q: Tensor, k: Tensor, MAP: Map, p: Tensor | None = None, unit: Tensor |
 
 
 def unform(
-    q: Tensor, k: Tensor, dphi_q: Tensor, dphi_k: Tensor, MAP: Map, p: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    dphi_q: Tensor,
+    dphi_k: Tensor,
+    MAP: Map,
+    p: Tensor | None = None,
     unit: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, p and unit from those of the features of `form`."""
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     count, sizes = _grid(q, k)
@@ -481,7 +555,9 @@ def unform(
     if count:
         inputs = q, k, dphi_q.contiguous(), dphi_k.contiguous(), dq, dk, p, unit
         backward_kernel[(count * heads,)](*inputs, *partial, MAP=MAP, **sizes)
-    sums = (None if x is None else x.view(-1, H, K).sum(0) for x in partial)  # over blocks, and over q and k
+    sums = (
+        None if x is None else x.view(-1, H, K).sum(0) for x in partial
+    )  # over blocks, and over q and k
     return dq, dk, *sums
 
 

@@ -28,7 +28,11 @@ BF16 = tl.bfloat16
 
 class _NoDriver:
     def get_benchmarker(self):
-        return lambda function, quantiles=None, **options: [0.0, 0.0, 0.0]  # the first configuration wins
+        return lambda function, quantiles=None, **options: [
+            0.0,
+            0.0,
+            0.0,
+        ]  # the first configuration wins
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -88,17 +92,28 @@ def _handle(x: np.ndarray, dtype=BF16):
 
 
 def _float(handle):
-    return interpreter.TensorHandle(_up(handle), tl.float32) if handle.dtype.scalar == BF16 else handle
+    return (
+        interpreter.TensorHandle(_up(handle), tl.float32) if handle.dtype.scalar == BF16 else handle
+    )
 
 
 def _mend_bf16(Builder) -> None:
     binary, unary, ternary = Builder.binary_op, Builder.unary_op, Builder.ternary_op
-    fma, dot, rsqrt, erf = Builder.create_fma, Builder.create_dot, Builder.create_rsqrt, Builder.create_erf
+    fma, dot, rsqrt, erf = (
+        Builder.create_fma,
+        Builder.create_dot,
+        Builder.create_rsqrt,
+        Builder.create_erf,
+    )
     cast, convert = Builder.cast_impl, Builder.create_fp_to_fp
     bitwise = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 
     def binary_op(self, a, b, op):
-        return _handle(op(_up(a), _up(b))) if _half(a, b) and op not in bitwise else binary(self, a, b, op)
+        return (
+            _handle(op(_up(a), _up(b)))
+            if _half(a, b) and op not in bitwise
+            else binary(self, a, b, op)
+        )
 
     def unary_op(self, a, op):
         return _handle(op(_up(a))) if _half(a) else unary(self, a, op)
@@ -139,7 +154,9 @@ def _mend_bf16(Builder) -> None:
         if name not in ("Builder", "bitwise") and hasattr(Builder, name) and callable(function):
             setattr(Builder, name, function)
     if not hasattr(Builder, "get_bf16"):
-        Builder.get_bf16 = lambda self, v: interpreter.TensorHandle(_down(np.array([v], np.float32)), BF16)
+        Builder.get_bf16 = lambda self, v: interpreter.TensorHandle(
+            _down(np.array([v], np.float32)), BF16
+        )
 
 
 def _in_fp32(cls, name: str) -> None:
@@ -157,7 +174,9 @@ def _in_fp32(cls, name: str) -> None:
             return self.to_tensor(_down(y.handle.data), BF16) if wide else y
 
         result = original(self, self.to_tensor(_up(first.handle), tl.float32), *rest, **options)
-        return type(result)(map(down, result)) if isinstance(result, (list, tuple)) else down(result)
+        return (
+            type(result)(map(down, result)) if isinstance(result, (list, tuple)) else down(result)
+        )
 
     setattr(cls, name, function)
 
@@ -189,7 +208,12 @@ def _mend_libdevice() -> None:
 
         return call
 
-    functions = {"pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "atan2": np.arctan2, "acos": np.arccos}
+    functions = {
+        "pow": np.power,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "atan2": np.arctan2,
+        "acos": np.arccos,
+    }
     for name in ("tanh", "sin", "cos", "exp", "log", "log1p", "expm1", "sqrt", "abs", "rint"):
         functions[name] = getattr(np, name)
     fast = {
@@ -213,7 +237,9 @@ _mend_libdevice()
 def _mend_speed() -> None:
     patch, numpy_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     both = type("Globals", (), {"__globals__": {"tl": tl, "core": tl.core}})
-    members = functools.cache(lambda package: [(n, x) for n, x in inspect.getmembers(package) if builtin(x)])
+    members = functools.cache(
+        lambda package: [(n, x) for n, x in inspect.getmembers(package) if builtin(x)]
+    )
     builtin, scalar = tl.core.is_builtin, functools.cache(lambda name, dtype: numpy_dtype(dtype))
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         members(package)

@@ -40,9 +40,7 @@ def load_taps(weight, c, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_input(
-    x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr
-):  # fmt: skip
+def load_input(x, state, stride, row, rows, n, first, end, c, D: tl.constexpr, W: tl.constexpr):
     """[BT, BD] of x at `row` [BT]; up to W − 1 places before the sequence, of the state; elsewhere 0."""
     m, of = (c < D)[None, :], rows & (row >= first) & (row < end)
     y = tl.load(x + row[:, None] * stride + c[None, :], mask=of[:, None] & m, other=0.0)
@@ -63,25 +61,56 @@ def load_place(places, i):
 
 @triton.jit
 def forward_kernel(
-    x, weight, state, y, stride, places,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    x,
+    weight,
+    state,
+    y,
+    stride,
+    places,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     i_c = tl.program_id(1)
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
             forward_block(
-                x[p], weight[p], state[p], y[p], stride[p], places, i_c, D[p], W, SILU[p], SIZE, BT, BD
+                x[p],
+                weight[p],
+                state[p],
+                y[p],
+                stride[p],
+                places,
+                i_c,
+                D[p],
+                W,
+                SILU[p],
+                SIZE,
+                BT,
+                BD,
             )
         i_c -= tl.cdiv(D[p], BD)
 
 
 @triton.jit
 def forward_block(
-    x, weight, state, y, stride, places, i_c,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    x,
+    weight,
+    state,
+    y,
+    stride,
+    places,
+    i_c,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     n, first, end, start = load_place(places, tl.program_id(0))
     c = i_c * BD + tl.arange(0, BD)
     w = load_taps(weight, c, D, W)
@@ -91,7 +120,9 @@ def forward_block(
         row, rows = start + t, t < count
         z = tl.zeros([BT, BD], dtype=tl.float32)
         for i in tl.static_range(W):
-            z += w[i] * load_input(x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W)
+            z += w[i] * load_input(
+                x, state, stride, row + (i - W + 1), rows, n, first, end, c, D, W
+            )
         if SILU:
             z = z * tl.sigmoid(z)
         p = y + row[:, None] * D + c[None, :]
@@ -100,17 +131,33 @@ def forward_block(
 
 @triton.jit
 def d_input(
-    x, w, state, d_y, stride, row, rows, n, first, end, c,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, DW: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    state,
+    d_y,
+    stride,
+    row,
+    rows,
+    n,
+    first,
+    end,
+    c,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    DW: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """The gradient of the input at `row` [BT, BD]; rows may lie before the sequence.
 
     With DW also the W tiles [BD] of Σ dz_row ⊙ x_{row−W+1+i}.
     """
     inputs = ()  # x from `row` − W + 1 on, in its own dtype to save registers
     for j in tl.static_range(2 * W - 1 if SILU else W if DW else 0):
-        inputs = inputs + (load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),)  # noqa: RUF005
+        inputs = inputs + (  # noqa: RUF005
+            load_input(x, state, stride, row + (j - W + 1), rows, n, first, end, c, D, W),
+        )
     dx = tl.zeros([BT, BD], dtype=tl.float32)
     dw = ()
     for s in tl.static_range(W):
@@ -132,27 +179,66 @@ def d_input(
 
 @triton.jit
 def backward_kernel(
-    x, weight, state, d_y, d_x, d_weight, stride, places, ALL,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    x,
+    weight,
+    state,
+    d_y,
+    d_x,
+    d_weight,
+    stride,
+    places,
+    ALL,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     i_c, before = tl.program_id(1), 0
     for p in tl.static_range(len(D)):
         if (i_c >= 0) & (i_c < tl.cdiv(D[p], BD)):
             backward_block(
-                x[p], weight[p], state[p], d_y[p], d_x[p], d_weight + before, stride[p], places, ALL, i_c,
-                D[p], W, SILU[p], SIZE, BT, BD,
-            )  # fmt: skip
+                x[p],
+                weight[p],
+                state[p],
+                d_y[p],
+                d_x[p],
+                d_weight + before,
+                stride[p],
+                places,
+                ALL,
+                i_c,
+                D[p],
+                W,
+                SILU[p],
+                SIZE,
+                BT,
+                BD,
+            )
         i_c -= tl.cdiv(D[p], BD)
         before += D[p]
 
 
 @triton.jit
 def backward_block(
-    x, weight, state, d_y, d_x, d_weight, stride, places, ALL, i_c,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr,
+    x,
+    weight,
+    state,
+    d_y,
+    d_x,
+    d_weight,
+    stride,
+    places,
+    ALL,
+    i_c,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     """dx, in rows of all ALL channels, and the program's partial sums of dweight [blocks, W, ALL]."""
     i = tl.program_id(0)
     n, first, end, start = load_place(places, i)
@@ -165,7 +251,9 @@ def backward_block(
     for i_t in range(0, count, BT):
         t = i_t + tl.arange(0, BT)
         row, rows = start + t, t < count
-        dx, part = d_input(x, w, state, d_y, stride, row, rows, n, first, end, c, D, W, SILU, True, BT, BD)
+        dx, part = d_input(
+            x, w, state, d_y, stride, row, rows, n, first, end, c, D, W, SILU, True, BT, BD
+        )
         p = d_x + row[:, None] * ALL + c[None, :]
         tl.store(p, dx.to(d_x.dtype.element_ty), mask=rows[:, None] & (c < D)[None, :])
         total = ()
@@ -178,9 +266,20 @@ def backward_block(
 
 @triton.jit
 def state_kernel(
-    x, weight, state, d_y, d_state, stride, bounds, N,
-    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    state,
+    d_y,
+    d_state,
+    stride,
+    bounds,
+    N,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """dstate [N, W−1, D]; a tile's row is one place of one sequence."""
     i = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     n, rows = i // (W - 1), i < N * (W - 1)
@@ -192,11 +291,28 @@ def state_kernel(
             c = i_c * BD + tl.arange(0, BD)
             w = load_taps(weight[k], c, D[k], W)
             dx, _ = d_input(
-                x[k], w, state[k], d_y[k], stride[k], row, rows, n, first, end, c,
-                D[k], W, SILU[k], False, BT, BD,
-            )  # fmt: skip
+                x[k],
+                w,
+                state[k],
+                d_y[k],
+                stride[k],
+                row,
+                rows,
+                n,
+                first,
+                end,
+                c,
+                D[k],
+                W,
+                SILU[k],
+                False,
+                BT,
+                BD,
+            )
             p = d_state[k] + i[:, None] * D[k] + c[None, :]
-            tl.store(p, dx.to(d_state[k].dtype.element_ty), mask=rows[:, None] & (c < D[k])[None, :])
+            tl.store(
+                p, dx.to(d_state[k].dtype.element_ty), mask=rows[:, None] & (c < D[k])[None, :]
+            )
         i_c -= tl.cdiv(D[k], BD)
 
 
@@ -224,7 +340,9 @@ def places_of(x: Tensor, cu_seqlens: Tensor | None) -> Places:
 
 
 @functools.lru_cache(maxsize=32)  # all layers ask for the same one, forward and backward
-def _places(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Places:
+def _places(
+    batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device
+) -> Places:
     start, count, cu, first, *_ = chunks_between(batch, length, bounds, SIZE, torch.device("cpu"))
     n = torch.arange(len(first) - 1).repeat_interleave(first.diff())
     table = torch.stack([n, cu[n], start + count, start], 1)
@@ -243,7 +361,9 @@ def _tiles(kernel: str, D: int, W: int, silu: bool) -> dict[str, int]:
     return {"BD": min(BD, power_of_two(D)), "BT": BT, "num_warps": 1}
 
 
-def _launch(kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], *args, **options):
+def _launch(
+    kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Sequence[bool], *args, **options
+):
     sizes, W = tuple(map(len, weights)), weights[0].shape[1]
     tiles = _tiles(name, max(sizes), W, any(silu))
     blocks = sum(triton.cdiv(D, tiles["BD"]) for D in sizes)
@@ -252,9 +372,12 @@ def _launch(kernel, name: str, rows: int, weights: Sequence[Tensor], silu: Seque
 
 
 def _forward(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], cu_seqlens: Tensor | None,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
     silu: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     ys, blocks = [x.new_empty(x.shape) for x in xs], places_of(xs[0], cu_seqlens).blocks
     _launch(
         *(forward_kernel, "forward", len(blocks), weights, silu),
@@ -273,9 +396,13 @@ def _strides(xs: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _backward(
-    d_ys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor],
-    cu_seqlens: Tensor | None, silu: Sequence[bool],
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    d_ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    silu: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """dx `[B, T, ΣD]` and dweight `[ΣD, W]` of all convolutions side by side, and a list of dstates."""
     sizes, (blocks, bounds) = [*map(len, weights)], places_of(xs[0], cu_seqlens)
     d_ys, W = tuple(d.contiguous() for d in d_ys), weights[0].shape[1]
@@ -314,7 +441,9 @@ class _ShortConvs(torch.autograd.Function):
         ctx.count, ctx.cu_seqlens, ctx.silu = count, cu_seqlens, silu
         ctx.save_for_backward(*tensors)
         return tuple(
-            _forward(tensors[:count], tensors[count : 2 * count], tensors[2 * count :], cu_seqlens, silu)
+            _forward(
+                tensors[:count], tensors[count : 2 * count], tensors[2 * count :], cu_seqlens, silu
+            )
         )
 
     @staticmethod
@@ -326,14 +455,20 @@ class _ShortConvs(torch.autograd.Function):
 
 # torch.compile sees forward and backward as one operator each. Eager calls avoid the operators' overhead.
 _forward_op = torch.library.custom_op(
-    "nalanda_kernels::short_convs", _forward, mutates_args=(), tags=TAGS,
+    "nalanda_kernels::short_convs",
+    _forward,
+    mutates_args=(),
+    tags=TAGS,
     schema="(Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) -> Tensor[]",
-)  # fmt: skip
+)
 _backward_op = torch.library.custom_op(
-    "nalanda_kernels::short_convs_backward", _backward, mutates_args=(), tags=TAGS,
+    "nalanda_kernels::short_convs_backward",
+    _backward,
+    mutates_args=(),
+    tags=TAGS,
     schema="(Tensor[] d_ys, Tensor[] xs, Tensor[] weights, Tensor[] states, Tensor? cu_seqlens, bool[] silu) "
     "-> (Tensor, Tensor, Tensor[])",
-)  # fmt: skip
+)
 
 
 @_forward_op.register_fake
@@ -379,13 +514,18 @@ def short_convs(
     Returns each y in the dtype of x, and the new states if output_final_state. Sums are fp32.
     Raises Unsupported for other dtypes or widths, inputs or weights that differ in theirs, or no tokens.
     """
-    dtypes, widths = ({x.dtype for x in xs}, {w.dtype for w in weights}), {w.shape[1] for w in weights}
+    dtypes, widths = (
+        ({x.dtype for x in xs}, {w.dtype for w in weights}),
+        {w.shape[1] for w in weights},
+    )
     if any(len(types) > 1 or not types.issubset(DTYPES) for types in dtypes):
         raise Unsupported(f"no {_names(dtypes[0])} inputs with {_names(dtypes[1])} weights")
     if len(widths) > 1 or not 2 <= min(widths) <= 8:
         raise Unsupported(f"{', '.join(map(str, sorted(widths)))} taps are not 2 to 8")
     if not set(activations) <= {None, "silu"}:
-        raise Unsupported(f"no activation {next(x for x in activations if x not in (None, 'silu'))!r}")
+        raise Unsupported(
+            f"no activation {next(x for x in activations if x not in (None, 'silu'))!r}"
+        )
     if not xs[0].numel():
         raise Unsupported("there is no token")
     past = [state.to(xs[0].dtype).contiguous() for state in states or ()]
@@ -398,7 +538,9 @@ def short_convs(
     if not output_final_state:
         return [*ys], None
     gap = weights[0].shape[1] - 1
-    return [*ys], [_last(x, s, gap, cu_seqlens) for x, s in zip(xs, past or [None] * len(xs), strict=True)]
+    return [*ys], [
+        _last(x, s, gap, cu_seqlens) for x, s in zip(xs, past or [None] * len(xs), strict=True)
+    ]
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

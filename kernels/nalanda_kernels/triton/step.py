@@ -46,7 +46,9 @@ def convolved(x, stride, weight, past, new, n, c, m, owns, D: tl.constexpr, W: t
         for i in tl.static_range(W - 1):
             p = (n * (W - 1) + i) * D + c
             before = tl.load(past + p, mask=m, other=0.0)
-            y += before.to(tl.float32) * tl.load(weight + c * W + i, mask=m, other=0.0).to(tl.float32)
+            y += before.to(tl.float32) * tl.load(weight + c * W + i, mask=m, other=0.0).to(
+                tl.float32
+            )
             if i > 0:
                 tl.store(new + p - D, before.to(new.dtype.element_ty), mask=m & owns)
         tl.store(new + (n * (W - 1) + W - 2) * D + c, last.to(new.dtype.element_ty), mask=m & owns)
@@ -94,20 +96,71 @@ def gated(o, gate, p, m, GATE: tl.constexpr):
 
 @triton.jit
 def normed(o, weight, c, m, eps, V: tl.constexpr):
-    return o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * tl.load(weight + c, mask=m, other=0.0).to(tl.float32)
+    return (
+        o
+        * tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+        * tl.load(weight + c, mask=m, other=0.0).to(tl.float32)
+    )
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, q_weight, k_weight, v_weight, q_past, k_past, v_past, q_new, k_new, v_new,
-    b, w, a, A_log, dt_bias, g, positions, state, new_state, norm_weight, gate, o, o_raw, tickets,
-    q_stride, k_stride, v_stride, b_stride, w_stride, a_stride, gate_stride, position_stride,
-    scale, beta_scale, eps,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    MAP: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, DECAY: tl.constexpr,
-    G: tl.constexpr, DENOMINATOR: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    v_weight,
+    q_past,
+    k_past,
+    v_past,
+    q_new,
+    k_new,
+    v_new,
+    b,
+    w,
+    a,
+    A_log,
+    dt_bias,
+    g,
+    positions,
+    state,
+    new_state,
+    norm_weight,
+    gate,
+    o,
+    o_raw,
+    tickets,
+    q_stride,
+    k_stride,
+    v_stride,
+    b_stride,
+    w_stride,
+    a_stride,
+    gate_stride,
+    position_stride,
+    scale,
+    beta_scale,
+    eps,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    MAP: tl.constexpr,
+    STEPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE: tl.constexpr,
+    DECAY: tl.constexpr,
+    G: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
+    SILU: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     i, i_v = tl.program_id(0), tl.program_id(1)  # the second axis ends at 65 535
     n, h_v = (i // HV).to(tl.int64), i % HV
     f, c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -292,7 +345,9 @@ def step(
     if dtype not in DTYPES or old.dtype != torch.float32:
         raise Unsupported(f"no {dtype} with a state in {old.dtype}")
     if key_dim > 256 or value_dim > 512:
-        raise Unsupported(f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512")
+        raise Unsupported(
+            f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512"
+        )
     columns = ("q", "k", "v", "b", "w", "a", "gate")
     x = {
         name: rows_of(y, y.numel() // len(y)) if name in columns else y.contiguous()

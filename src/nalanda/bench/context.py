@@ -27,7 +27,12 @@ TOKENS = 120
 """Of a row, for errors."""
 DOCUMENTS = (5, 23, 52, 40)
 """Lengths that together fill a row: documents end, begin and lie inside parts, and pass through one."""
-SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "num_heads": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+}
 SMALL |= {"intermediate_size": 512, "tie_word_embeddings": True}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
@@ -61,7 +66,9 @@ def bench_context(
             table.add_column(what, justify="right")
     for mixer in MIXERS:
         maps = [found for name, found in errors.items() if name.split(" + ")[0] == mixer]
-        cells = [f"{max(found[str(n)][i] for found in maps):.0e}" for n in processes for i in range(3)]
+        cells = [
+            f"{max(found[str(n)][i] for found in maps):.0e}" for n in processes for i in range(3)
+        ]
         table.add_row(mixer, *cells)
     console.print(table)
 
@@ -74,7 +81,9 @@ def bench_context(
     for head in ("kept by 1", "each of 2", "peak of 1", "each of 2", "time 2 / 1"):
         table.add_column(head, justify="right")
     for name, of in steps.items():
-        sizes = [f"{of[n][kind] / 2**20:,.0f} MiB" for kind in ("saved", "peak") for n in ("one", "two")]
+        sizes = [
+            f"{of[n][kind] / 2**20:,.0f} MiB" for kind in ("saved", "peak") for n in ("one", "two")
+        ]
         table.add_row(name, *sizes, f"{of['two']['seconds'] / of['one']['seconds']:.2f}")
     console.print(table)
     result = {"torch": torch.__version__, "errors": errors, "length": length, "steps": steps}
@@ -177,7 +186,9 @@ def _step(context: Context, name: str, length: int) -> dict[str, float]:
             kept[place] = x.untyped_storage().nbytes()
         return x
 
-    model(ids[:, : 64 * context.size], labels=ids[:, : 64 * context.size], **options).loss.backward()
+    model(
+        ids[:, : 64 * context.size], labels=ids[:, : 64 * context.size], **options
+    ).loss.backward()
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss = model(ids, labels=ids, num_items_in_batch=length - 1, **options).loss

@@ -86,7 +86,13 @@ def bench_decode(
         "threads": threads,
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "shape": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "inner": INNER},
+        "shape": {
+            "layers": LAYERS,
+            "width": WIDTH,
+            "heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "inner": INNER,
+        },
         "rounds": rounds,
         "states_read": read,
         "rows": rows,
@@ -94,7 +100,9 @@ def bench_decode(
     if file is not None:
         file.write_text(jsonlib.dumps(figures, indent=2) + "\n")
     if picture is not None:
-        console.print(f"picture: {', '.join(map(str, draw_decode(figures, picture)))}", soft_wrap=True)
+        console.print(
+            f"picture: {', '.join(map(str, draw_decode(figures, picture)))}", soft_wrap=True
+        )
     return figures
 
 
@@ -103,7 +111,9 @@ def _measure(rounds: int, read: bool) -> list[dict]:
     steps: dict[tuple[str, int], tuple[Step, int]] = {}
     for name, options in OURS.items():
         steps |= {(name, context): step for context, step in _ours(options, read).items()}
-    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # from flash-linear-attention, where that is installed
         peer = _peer()
     for name, step in ((PEER, peer), (FLOOR, _products())):
         steps |= {(name, context): step for context in CONTEXTS}
@@ -140,7 +150,9 @@ def _ratio(a: list[float], b: list[float]) -> float:
 def _model(options: dict) -> NalandaForCausalLM:
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
     heads = {"num_heads": HEADS, "head_dim": HEAD_DIM}
-    return NalandaForCausalLM(NalandaConfig(vocab_size=VOCABULARY, **sizes, **heads, **options)).eval()
+    return NalandaForCausalLM(
+        NalandaConfig(vocab_size=VOCABULARY, **sizes, **heads, **options)
+    ).eval()
 
 
 def _products() -> tuple[Step, int]:
@@ -179,11 +191,18 @@ def _peer() -> tuple[Step, int]:
 
     take_torch_path(qwen3_next)
     config = Qwen3NextConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        layer_types=["linear_attention"] * LAYERS, mlp_only_layers=list(range(LAYERS)), num_experts=0,
-        linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
-        linear_key_head_dim=HEAD_DIM, linear_value_head_dim=HEAD_DIM,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        layer_types=["linear_attention"] * LAYERS,
+        mlp_only_layers=list(range(LAYERS)),
+        num_experts=0,
+        linear_num_key_heads=HEADS,
+        linear_num_value_heads=HEADS,
+        linear_key_head_dim=HEAD_DIM,
+        linear_value_head_dim=HEAD_DIM,
+    )
     model = Qwen3NextForCausalLM(config).eval()
     cache = DynamicCache(config=config)
 
@@ -206,10 +225,13 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     for row in rows:
         table.add_row(
             row["model"] if row["context"] == CONTEXTS[0] else "",
-            f"{row['context'] // 1024} k", f"{row['ms']:.1f}", f"{row['ratio_to_peer']:.2f}×",
-            f"{row['growth']:.2f}×", f"{row['state_bytes'] / 2**20:.1f} MiB",
+            f"{row['context'] // 1024} k",
+            f"{row['ms']:.1f}",
+            f"{row['ratio_to_peer']:.2f}×",
+            f"{row['growth']:.2f}×",
+            f"{row['state_bytes'] / 2**20:.1f} MiB",
             end_section=row["context"] == CONTEXTS[-1],
-        )  # fmt: skip
+        )
     console.print(table)
     console.print(f"medians; peer: {PEER}; growth: from {CONTEXTS[0] // 1024} k", style="dim")
 
@@ -217,8 +239,10 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
 def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
     """Draws milliseconds a token against the context, a line for each model."""
     rows, rounds = figures["rows"], figures["rounds"]
-    models, contexts = (sorted({row[name] for row in rows}, key=[row[name] for row in rows].index)
-                        for name in ("model", "context"))  # fmt: skip
+    models, contexts = (
+        sorted({row[name] for row in rows}, key=[row[name] for row in rows].index)
+        for name in ("model", "context")
+    )
     at_end = {row["model"]: row["ms"] for row in rows if row["context"] == contexts[-1]}
     least = min((name for name in at_end if name != FLOOR), key=lambda name: at_end[name])
     end, best = f"{contexts[-1] // 1024} k tokens", f"{least}, {at_end[least]:.1f} ms a token"
@@ -234,7 +258,9 @@ def draw_decode(figures: dict[str, Any], file: Path) -> list[Path]:
             ms = [row["ms"] for row in mine]
             bars = [row["ms"] - row["fastest_ms"] for row in mine]
             style = REFERENCE if name == FLOOR else look(i)
-            axes.errorbar([row["context"] for row in mine], ms, [bars, [0] * len(ms)], **style, label=name)
+            axes.errorbar(
+                [row["context"] for row in mine], ms, [bars, [0] * len(ms)], **style, label=name
+            )
         log_axis(axes.xaxis, contexts, lambda n: f"{n / 1024:g} k")
         log_axis(axes.yaxis)
         axes.set(xlabel="context (tokens)", ylabel="time (ms a token)")

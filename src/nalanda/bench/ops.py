@@ -106,10 +106,14 @@ def _peer(case: str, H: int) -> Function:
         attention = _lightning_attention(H)
 
         def peer(q, k, v, beta, g):  # has fixed decays, which `_inputs` gives ours too
-            return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(2, (H, HEAD_DIM))
+            return attention(torch.cat([q, k, v], -1).flatten(2), None, None)[0].unflatten(
+                2, (H, HEAD_DIM)
+            )
 
         return peer
-    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # from flash-linear-attention, where that is installed
         from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     # The public name uses a GPU kernel where installed, even on a CPU.
@@ -153,7 +157,12 @@ def _inputs(case: str, T: int, H: int) -> tuple[list[torch.Tensor | None], torch
         g = F.logsigmoid(gates.pop() + 3).requires_grad_()
         if case == "KDA":
             return [*leaves, gates[0][..., 0].sigmoid().requires_grad_(), g], d_o
-        return [*leaves, torch.ones(1, T, H), g, *(x.sigmoid().requires_grad_() for x in gates)], d_o
+        return [
+            *leaves,
+            torch.ones(1, T, H),
+            g,
+            *(x.sigmoid().requires_grad_() for x in gates),
+        ], d_o
     beta, g = (torch.randn(1, T, H, generator=generator) for _ in range(2))
     g = F.logsigmoid(g + 3).requires_grad_() if case == "gated delta rule" else None
     return [*leaves, beta.sigmoid().requires_grad_(), g], d_o
@@ -176,12 +185,16 @@ def _print_agreement(console: Console) -> None:
     for case in CASES:
         inputs, d_o = _inputs(case, 1000, 4)
         pairs = zip(_run(_ours(case), inputs, d_o), _run(_peer(case, 4), inputs, d_o), strict=True)
-        errors = [((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
+        errors = [
+            ((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs
+        ]
         named = dict(zip(("o", "dq", "dk", "dv", "dbeta", "dg"), errors, strict=False))
         text = ", ".join(f"{name} {error:.0e}" for name, error in named.items())
         console.print(f"largest difference from the peer, {case}: {text}")
         if not max(errors) < TOLERANCE:  # NaN fails too
-            raise InputError(f"{case}: ours and the peer differ by {max(errors):.1e}, so nothing is timed")
+            raise InputError(
+                f"{case}: ours and the peer differ by {max(errors):.1e}, so nothing is timed"
+            )
 
 
 def _matmul_rate(size: int = 1536) -> float:
@@ -198,7 +211,8 @@ def _compare(case: str, T: int, H: int, repeats: int) -> dict:
     for warm_up in (ours, peer):
         _run(warm_up, inputs, d_o)
     measured = [
-        (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate()) for _ in range(repeats)
+        (_seconds(ours, inputs, d_o), _seconds(peer, inputs, d_o), _matmul_rate())
+        for _ in range(repeats)
     ]
     mine, theirs, rate = (statistics.median(column) for column in zip(*measured, strict=True))
     count = ops.linear_attention_flops if case == "linear attention" else ops.delta_rule_flops
@@ -219,7 +233,13 @@ def _against_scalar(case: str, T: int, H: int, repeats: int) -> dict:
     calls = [(_ours(name), *_inputs(name, T, H)) for name in (CASES[0], case)]
     runs = [[_seconds(*call) for call in calls] for _ in range(1 + repeats)][1:]
     ratio = statistics.median(time / scalar for scalar, time in runs)
-    return {"case": case, "T": T, "H": H, "ms": 1e3 * statistics.median(x for _, x in runs), "ratio": ratio}
+    return {
+        "case": case,
+        "T": T,
+        "H": H,
+        "ms": 1e3 * statistics.median(x for _, x in runs),
+        "ratio": ratio,
+    }
 
 
 def _linearity(repeats: int) -> list[dict]:
@@ -240,9 +260,15 @@ def _print_rows(console: Console, rows: list[dict]) -> None:
     table = Table("", "T", "H", "ours ms", "peer ms", "ratio", "matmul GFLOP/s", "share of it")
     for row in rows:
         table.add_row(
-            row["case"], f"{row['T']}", f"{row['H']}", f"{row['ours_ms']:.0f}", f"{row['peer_ms']:.0f}",
-            f"{row['ratio']:.1f}×", f"{row['matmul_gflops']:.0f}", f"{row['matmul_share']:.0%}",
-        )  # fmt: skip
+            row["case"],
+            f"{row['T']}",
+            f"{row['H']}",
+            f"{row['ours_ms']:.0f}",
+            f"{row['peer_ms']:.0f}",
+            f"{row['ratio']:.1f}×",
+            f"{row['matmul_gflops']:.0f}",
+            f"{row['matmul_share']:.0%}",
+        )
     console.print(table)
 
 
@@ -255,5 +281,7 @@ def _print_channels(console: Console, rows: list[dict]) -> None:
 
 def _print_linearity(console: Console, rows: list[dict]) -> None:
     for row in rows:
-        cost = f"{row['us_per_token']:.1f} µs per token, {row['relative']:.2f}× that of T = {LONG[0]}"
+        cost = (
+            f"{row['us_per_token']:.1f} µs per token, {row['relative']:.2f}× that of T = {LONG[0]}"
+        )
         console.print(f"T = {row['T']:6d}, H = {row['H']}: {cost}")

@@ -151,7 +151,9 @@ def _steps(overrides: list[str], rank: int) -> dict[str, Callable[[], None]]:
     rows = torch.randint(4096, (ROWS, config.data.seq_len), generator=generator)
     own = rows.chunk(PROCESSES)[rank]
     sharded = built()
-    parallel.shard(sharded, parallel.units(sharded), init_device_mesh("cpu", (PROCESSES,)), dtype=None)
+    parallel.shard(
+        sharded, parallel.units(sharded), init_device_mesh("cpu", (PROCESSES,)), dtype=None
+    )
     ddp, fsdp, context = map(str, SPLITS)
     return {
         "whole": step(built(), rows),
@@ -175,7 +177,11 @@ def _print_rows(links: dict[str, float], rows: list[dict]) -> None:
         table.add_column(head, justify="right")
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]
-        figures = f"{1e3 * predicted:.0f} ms", f"{1e3 * measured:.0f} ms", f"{measured / predicted:.2f}"
+        figures = (
+            f"{1e3 * predicted:.0f} ms",
+            f"{1e3 * measured:.0f} ms",
+            f"{measured / predicted:.2f}",
+        )
         table.add_row(row["model"], row["split"], f"{100 * row['mfu']:.0f} %", *figures)
     console.print(table)
     console.print("fastest of the rounds; MFU of whole rows in each process, measured", style="dim")

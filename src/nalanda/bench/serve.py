@@ -86,7 +86,9 @@ def bench_serve(
     for n in clients:
         table.add_column(f"{n} client{'s' * (n > 1)}", justify="right", no_wrap=True)
     for name, speeds in found.items():
-        table.add_row(name, *(f"{speed:,.0f}  {speed / found[PEER][n]:.2f}×" for n, speed in speeds.items()))
+        table.add_row(
+            name, *(f"{speed:,.0f}  {speed / found[PEER][n]:.2f}×" for n, speed in speeds.items())
+        )
     console.print(table)
     console.print(f"×: of {PEER}'s")
     figures = {"shape": SIZES, "threads": threads, "tokens": tokens, "tokens_per_second": found}
@@ -123,11 +125,21 @@ def serving(folder: Path, threads: int) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-    command += ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command += [
+        "--trust-remote-code",
+        "--device",
+        "cpu",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "NO_PROXY": "*",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "NO_PROXY": "*",
         "HF_HOME": str(folder / "home"),
-    }  # fmt: skip
+    }
     log = folder / "log"
     with log.open("w") as stream:
         server = subprocess.Popen(

@@ -53,7 +53,11 @@ Step = Callable[[], float]
 
 
 def bench_train(
-    *, threads: int = 2, rounds: int = 15, against: str | Path | None = None, json: str | Path | None = None
+    *,
+    threads: int = 2,
+    rounds: int = 15,
+    against: str | Path | None = None,
+    json: str | Path | None = None,
 ) -> dict:
     """Times training steps on 4 rows of 512 tokens, in fp32 on the CPU: forward, backward, clipping, AdamW.
 
@@ -74,7 +78,9 @@ def bench_train(
     """
     file = None if json is None else output_file(json, "--json")
     if against is not None and not Path(against, "src", "nalanda").is_dir():
-        raise InputError(f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda")
+        raise InputError(
+            f"--against {against}: no checkout of Nalanda; give a folder with src/nalanda"
+        )
     console, before = Console(highlight=False, emoji=False), torch.get_num_threads()
     _prepare(threads)
     try:
@@ -131,22 +137,34 @@ def ours() -> dict[str, Step]:
     """The steps of our models by name; each model steps on rows of both kinds."""
     steps = {}
     for name, options in OURS.items():
-        model = NalandaForCausalLM(NalandaConfig(mixer="gated_deltanet", num_heads=HEADS, **SIZES, **options))
+        model = NalandaForCausalLM(
+            NalandaConfig(mixer="gated_deltanet", num_heads=HEADS, **SIZES, **options)
+        )
         steps |= {f"{name}, {kind}": _step(model, kind) for kind in KINDS}
     return steps
 
 
 def _peers() -> dict[str, Step]:
-    with warnings.catch_warnings(action="ignore"):  # from flash-linear-attention, where that is installed
-        from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # from flash-linear-attention, where that is installed
+        from transformers import (
+            LlamaConfig,
+            LlamaForCausalLM,
+            Qwen3_5ForCausalLM,
+            Qwen3_5TextConfig,
+        )
         from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
     nalanda_kernels.take_torch_path(qwen3_5)
     config = Qwen3_5TextConfig(
-        **SIZES, layer_types=["linear_attention"] * LAYERS,
-        linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
-        linear_key_head_dim=HEAD_DIM // 2, linear_value_head_dim=HEAD_DIM,
-    )  # fmt: skip
+        **SIZES,
+        layer_types=["linear_attention"] * LAYERS,
+        linear_num_key_heads=HEADS,
+        linear_num_value_heads=HEADS,
+        linear_key_head_dim=HEAD_DIM // 2,
+        linear_value_head_dim=HEAD_DIM,
+    )
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=HEADS))
     steps = {"Qwen3.5, dense": _step(Qwen3_5ForCausalLM(config), "dense")}
     return steps | {f"Llama, {kind}": _step(llama, kind) for kind in KINDS}
@@ -193,10 +211,16 @@ def _earlier(checkout: Path, threads: int) -> dict[str, Step]:
         with contextlib.suppress(BrokenPipeError):
             print(name, file=questions, flush=True)
         if not (answer := answers.readline()):
-            raise InputError(f"--against {checkout}: its code makes no training steps; its error is above")
+            raise InputError(
+                f"--against {checkout}: its code makes no training steps; its error is above"
+            )
         return float(answer)
 
-    return {f"earlier {name}, {kind}": partial(ask, f"{name}, {kind}") for name in OURS for kind in KINDS}
+    return {
+        f"earlier {name}, {kind}": partial(ask, f"{name}, {kind}")
+        for name in OURS
+        for kind in KINDS
+    }
 
 
 def _print_rows(console: Console, rows: list[dict]) -> None:

@@ -58,7 +58,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Libraries below torch and safetensors raise their own errors, with the system's words or numbers.
 _NO_ROOM = re.compile(rf"\(os error ({'|'.join(map(str, NO_ROOM))})\)|disk is full")
-_NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc", re.I)
+_NO_MEMORY = re.compile(
+    r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc", re.I
+)
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
 
 
@@ -70,7 +72,9 @@ def no_room(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch (on any device) or the system is out of memory."""
-    known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    known = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
     return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
@@ -85,7 +89,9 @@ def explained(error: BaseException) -> InputError | None:
     if isinstance(error, InputError):
         return error
     if out_of_memory(error):
-        return OutOfMemory(f"{asked_for(error)}; take a smaller model, fewer rows at a time or shorter ones")
+        return OutOfMemory(
+            f"{asked_for(error)}; take a smaller model, fewer rows at a time or shorter ones"
+        )
     name = getattr(error, "filename", None)
     if no_room(error):
         what = "the file may not grow further" if _is(error, errno.EFBIG) else "the disk is full"
@@ -93,7 +99,9 @@ def explained(error: BaseException) -> InputError | None:
     if isinstance(error, OSError) and isinstance(name, str | os.PathLike):
         return InputError(f"{name}: {_reason(error)}")
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
-        return InputError("a path begins with ~ and the name of an unknown user; write the whole path")
+        return InputError(
+            "a path begins with ~ and the name of an unknown user; write the whole path"
+        )
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS:
         return InputError(f"{missing}: not installed; pip install 'nalanda[{EXTRAS[missing]}]'")
@@ -156,5 +164,7 @@ def _is(error: BaseException, number: int) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, with the next one if it ends in a colon; its type if it has
     none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -25,7 +25,10 @@ def _problem_of(path: Path) -> str | None:
         manifest = json.loads(text)
         if manifest.get("format") != 1 and text != manifest_text(manifest):  # format 1 had no sum
             return "manifest.json does not have the bytes that were written"
-        files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        files = {
+            str(name): (entry["bytes"], entry["sha256"])
+            for name, entry in manifest["files"].items()
+        }
     except FileNotFoundError:
         return "no manifest.json"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -33,18 +36,31 @@ def _problem_of(path: Path) -> str | None:
     for name, (size, _) in files.items():
         file = path / name
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or any(p.is_symlink() for p in (file, *file.parents[: len(Path(name).parts) - 1])):
+        if not inside or any(
+            p.is_symlink() for p in (file, *file.parents[: len(Path(name).parts) - 1])
+        ):
             return f"{name} leaves the checkpoint's folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes of {size}"
-    for file in path.rglob("*"):  # files that loading would read although the manifest has no sum of them
+    for file in path.rglob(
+        "*"
+    ):  # files that loading would read although the manifest has no sum of them
         name = file.relative_to(path).as_posix()
-        if name not in files and file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".pkl", ".py"):
+        if name not in files and file.suffix in (
+            ".safetensors",
+            ".pt",
+            ".pth",
+            ".bin",
+            ".pkl",
+            ".py",
+        ):
             return f"{name} was not saved with it"
     with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(files, pool.map(sha256_of, [path / name for name in files]), strict=True):
+        for name, digest in zip(
+            files, pool.map(sha256_of, [path / name for name in files]), strict=True
+        ):
             if digest != files[name][1]:
                 return f"{name} does not have the bytes that were written"
     return None
@@ -62,7 +78,10 @@ def write_manifest(folder: Path) -> None:
     files = {}
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         sync(file)
-        files[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+        files[file.relative_to(folder).as_posix()] = {
+            "bytes": file.stat().st_size,
+            "sha256": sha256_of(file),
+        }
     write_atomically(folder / "manifest.json", manifest_text({"format": 2, "files": files}))
 
 

@@ -14,8 +14,16 @@ LOAD = "from transformers import AutoModelFor{head} as Auto; print(Auto.from_pre
 
 NEXT = {
     "train": ("nalanda plot {run}", "nalanda generate {run} {prompt}", "nalanda {measure}"),
-    "train an encoder": ("nalanda plot {run}", "nalanda verify {run}", "nalanda export {run} {run}-model"),
-    "eval": ("nalanda perplexity {models}", "nalanda analyze {model}", "nalanda generate {model} {prompt}"),
+    "train an encoder": (
+        "nalanda plot {run}",
+        "nalanda verify {run}",
+        "nalanda export {run} {run}-model",
+    ),
+    "eval": (
+        "nalanda perplexity {models}",
+        "nalanda analyze {model}",
+        "nalanda generate {model} {prompt}",
+    ),
     "perplexity": ("nalanda eval {models} {tasks} --output {output}", "nalanda analyze {model}"),
     "prepare": (
         "nalanda data inspect {set} --show 3",
@@ -37,7 +45,11 @@ NEXT = {
     "convert to fla": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "save a state": ("nalanda generate {model} {prompt} --state {state}",),
-    "study": ("nalanda study report {folder}", "nalanda study run {folder}", "nalanda study claims"),
+    "study": (
+        "nalanda study report {folder}",
+        "nalanda study run {folder}",
+        "nalanda study claims",
+    ),
 }
 """Commands by what was done."""
 
@@ -68,9 +80,13 @@ def next_steps(done: str, of: object = None, **values: object) -> list[str]:
         folder = json.dumps(str(values["folder"]))
         allowed = ", trust_remote_code=True" * (trust and done.startswith("write"))
         values["load"] = library + LOAD.format(folder=folder, head=head, trust=allowed)
-    several = {f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)}
+    several = {
+        f"{{{key}}}": [*map(str, value)] for key, value in values.items() if isinstance(value, list)
+    }
     commands = [
-        shlex.join(word for part in command.split() for word in several.get(part, [part.format(**values)]))
+        shlex.join(
+            word for part in command.split() for word in several.get(part, [part.format(**values)])
+        )
         for command in NEXT[done]
     ]
     return [c + " --trust-remote-code" * (trust and c.startswith(LOADING)) for c in commands]

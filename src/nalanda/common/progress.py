@@ -108,9 +108,13 @@ class Progress:
         left_text = f"ETA {duration(left)}" if left and left > 0 else ""
         if self.bar:
             text = "  ".join(filter(None, [self._count(), note, left_text]))
-            self.bar.update(self.bar.task_ids[0], completed=done, total=self.total or None, text=text)
+            self.bar.update(
+                self.bar.task_ids[0], completed=done, total=self.total or None, text=text
+            )
         if (details or not self.bar) and (end or (self.pace.due() and done < (self.total or 0))):
-            self.say("  ".join(filter(None, [f"{self.what} {self._count()}", note, details, left_text])))
+            self.say(
+                "  ".join(filter(None, [f"{self.what} {self._count()}", note, details, left_text]))
+            )
 
     def call(self, what: str) -> None:
         """Renames what is under way."""

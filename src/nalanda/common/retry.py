@@ -26,11 +26,22 @@ sleep = time.sleep
 
 
 def describe_error(error: BaseException) -> str:
-    return redact(f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
+    return redact(
+        f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+    )
 
 
 _TRANSIENT = (ConnectionError, TimeoutError, socket.gaierror, http.client.HTTPException)
-_NETWORK_LIBRARIES = {"aiohttp", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
+_NETWORK_LIBRARIES = {
+    "aiohttp",
+    "hf_xet",
+    "httpcore",
+    "httpcore2",
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+}
 _NO_ANSWER = {
     "HTTPClientError",
     "ConnectionError",
@@ -52,7 +63,9 @@ def transient(error: BaseException) -> bool:
     causes count too. A status overrides everything else.
     """
     chain = [error]
-    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+    while cause := chain[-1].__cause__ or (
+        None if chain[-1].__suppress_context__ else chain[-1].__context__
+    ):
         if cause in chain:
             break
         chain.append(cause)
@@ -61,13 +74,17 @@ def transient(error: BaseException) -> bool:
             return status in (408, 425, 429) or status >= 500
     if any(
         isinstance(link, (ssl.SSLCertVerificationError, InputError))
-        or "OfflineModeIsEnabled" in describe_error(link)  # a ConnectionError that waiting cannot fix
+        or "OfflineModeIsEnabled"
+        in describe_error(link)  # a ConnectionError that waiting cannot fix
         for link in chain
     ):
         return False
     return any(
         isinstance(link, _TRANSIENT)
-        or (type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES and not isinstance(link, ValueError))
+        or (
+            type(link).__module__.split(".")[0] in _NETWORK_LIBRARIES
+            and not isinstance(link, ValueError)
+        )
         or (
             type(link).__module__.split(".")[0] in ("botocore", "azure", "google")
             and any(base.__name__ in _NO_ANSWER for base in type(link).__mro__)
@@ -115,7 +132,11 @@ class Patience:
         wait = random.uniform(0, min(LONGEST_WAIT, 2.0**self.failures))
         if first_process():
             again = f"try {self.failures} of {self.retries} in {wait:.0f} s"
-            print(f"nalanda: {self.what}: {describe_error(error)}; {again}", file=sys.stderr, flush=True)
+            print(
+                f"nalanda: {self.what}: {describe_error(error)}; {again}",
+                file=sys.stderr,
+                flush=True,
+            )
         sleep(wait)
 
 

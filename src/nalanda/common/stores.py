@@ -36,7 +36,13 @@ WRITTEN = tuple(scheme for scheme in STORES if scheme != "hf")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # Its own retries are silent, and `persist` has ours.
-    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60}}
+    "s3": {
+        "config_kwargs": {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": 10,
+            "read_timeout": 60,
+        }
+    }
 }
 """Arguments of fsspec's file systems."""
 
@@ -80,7 +86,9 @@ def check_output(url: str, key: str) -> None:
 
 def _check_no_secret(url: str, key: str) -> None:
     place = url.partition("://")[2].partition("/")[0]
-    if "@" in place and not scheme_of(url).startswith(("az", "abfs")):  # there it is CONTAINER@ACCOUNT
+    if "@" in place and not scheme_of(url).startswith(
+        ("az", "abfs")
+    ):  # there it is CONTAINER@ACCOUNT
         names = STORES[scheme_of(url)][2]
         raise InputError(f"{key}: {redact(url)}: a key does not belong in a URL; set {names}")
 
@@ -106,11 +114,15 @@ def reachable(do: Callable[[], T], url: str, fails: str = "cannot be read") -> T
     except Exception as error:  # the libraries of stores and the system share no base class
         if no_room(error):
             place = getattr(error, "filename", None) or cache()
-            raise DiskFull(f"{redact(url)}: no space left in {place}; make room, and start again") from None
+            raise DiskFull(
+                f"{redact(url)}: no space left in {place}; make room, and start again"
+            ) from None
         why = describe_error(error)
         if is_store(url) and isinstance(error, FileNotFoundError):
             why = "it does not exist"
-        elif is_store(url) and (isinstance(error, PermissionError) or "Credential" in type(error).__name__):
+        elif is_store(url) and (
+            isinstance(error, PermissionError) or "Credential" in type(error).__name__
+        ):
             why += f"; set {STORES[scheme_of(url)][2]} in the environment"
         raise InputError(
             f"{redact(url)}: {fails}: {why}" if is_store(url) else f"{redact(url)}: {fails} ({why})"
@@ -124,7 +136,9 @@ def ask(do: Callable[[Any, str], T], url: str, retries: int, fails: str = "canno
         SourceUnavailable: the store still fails.
         InputError: another try cannot help; the message is one line.
     """
-    return reachable(lambda: persist(lambda: do(*open_store(url)), redact(url), retries), url, fails)
+    return reachable(
+        lambda: persist(lambda: do(*open_store(url)), redact(url), retries), url, fails
+    )
 
 
 # ------------------------------ looking
@@ -153,7 +167,8 @@ def list_folder(url: str, retries: int) -> dict[str, StoreFile]:
     def find(fs: Any, path: str) -> dict[str, Any]:
         try:
             return {
-                name[len(path.rstrip("/")) + 1 :]: info for name, info in fs.find(path, detail=True).items()
+                name[len(path.rstrip("/")) + 1 :]: info
+                for name, info in fs.find(path, detail=True).items()
             }
         except FileNotFoundError:
             return {}
@@ -175,10 +190,15 @@ def match(url: str, retries: int) -> list[StoreFile]:
         # The path may lack what the URL has before it, such as an account.
         lead = url.removeprefix(beginning).removesuffix(path)
         return [
-            (beginning + lead + name.lstrip("/"), info) for name, info in fs.glob(path, detail=True).items()
+            (beginning + lead + name.lstrip("/"), info)
+            for name, info in fs.glob(path, detail=True).items()
         ]
 
-    return [_stored(name, info) for name, info in sorted(ask(glob, url, retries)) if info["type"] == "file"]
+    return [
+        _stored(name, info)
+        for name, info in sorted(ask(glob, url, retries))
+        if info["type"] == "file"
+    ]
 
 
 def has_magic(url: str) -> bool:

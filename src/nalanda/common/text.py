@@ -33,7 +33,9 @@ def is_url(source: Any) -> bool:
 
 def local_path(source: Any) -> Any:
     """The path that a file:// URL names; anything else is unchanged."""
-    return re.sub(r"(?i)^file://(localhost(?=/))?", "", source) if isinstance(source, str) else source
+    return (
+        re.sub(r"(?i)^file://(localhost(?=/))?", "", source) if isinstance(source, str) else source
+    )
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -62,7 +64,9 @@ def duration(seconds: float) -> str:
     if hours >= 2 * 8766:
         return f"{hours / 8766:,.0f} years"
     return (
-        f"{minutes // 60} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24:02d} h"
+        f"{minutes // 60} h {minutes % 60:02d} min"
+        if hours < 72
+        else f"{hours // 24} d {hours % 24:02d} h"
     )
 
 

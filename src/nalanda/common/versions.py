@@ -38,7 +38,11 @@ def _own() -> str:
     try:
         describe = ["describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=.dirty"]
         found = subprocess.run(
-            ["git", "-C", str(root), *describe], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(root), *describe],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):  # no git, or a repository of another user
         return version

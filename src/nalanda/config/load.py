@@ -42,9 +42,13 @@ def at_home(config: RunConfig) -> RunConfig:
     config = copy.deepcopy(config)
     data, parts = config.data, config.data.mixture
     places: list[tuple[Any, str, str]] = [(config, "output_dir", ""), (config, "offline", "")]
-    places += [(part, key, "data.") for part in (data, *parts) for key in ("source", "validation_source")]
+    places += [
+        (part, key, "data.") for part in (data, *parts) for key in ("source", "validation_source")
+    ]
     places += [(config.tokenizer, "path", "tokenizer.")]
-    places += [(config.model, key, "model.") for key in ("auto", "init_from") if key in config.model]
+    places += [
+        (config.model, key, "model.") for key in ("auto", "init_from") if key in config.model
+    ]
 
     for holder, key, where in places:
         values = holder if isinstance(holder, dict) else vars(holder)
@@ -67,7 +71,9 @@ def read_sections(path: Path, overrides: typing.Sequence[str] = ()) -> dict:
     """The sections of a recipe with overrides applied, unchecked. Raises `InputError` as `load_config`."""
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
-        raise InputError(f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}")
+        raise InputError(
+            f"{path}: expected sections such as `model:` and `data:`, got {_name(values)}"
+        )
     _drop_options_of_another_map(values, overrides)
     _drop_another_tokenizer(values, overrides)
     for override in overrides:
@@ -86,7 +92,11 @@ def _drop_options_of_another_map(values: dict, overrides: typing.Sequence[str]) 
 def _drop_another_tokenizer(values: dict, overrides: typing.Sequence[str]) -> None:
     """A recipe's tokenizer is either loaded or trained: `tokenizer.path=x` replaces one that it trains, with
     its settings, and `tokenizer.train=bpe` one that it loads."""
-    given = {key for key, _, text in (o.partition("=") for o in overrides) if text not in ("", "null", "~")}
+    given = {
+        key
+        for key, _, text in (o.partition("=") for o in overrides)
+        if text not in ("", "null", "~")
+    }
     tokenizer = values.get("tokenizer")
     if "tokenizer.path" in given and isinstance(tokenizer, dict):
         values["tokenizer"] = {key: value for key, value in tokenizer.items() if key == "path"}
@@ -230,12 +240,16 @@ def section(cls: type, values: Any, where: str) -> Any:
     if cls is TokenizerConfig and isinstance(values, str):
         values = {"path": values}
     if not isinstance(values, dict):
-        raise InputError(f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}")
+        raise InputError(
+            f"{where.rstrip('.') or 'recipe'}: expected a section of keys, got {_name(values)}"
+        )
     kinds = typing.get_type_hints(cls)
     known = [f for f in fields(cls) if f.init]
     for key in values:
         if key not in {f.name for f in known}:
-            raise InputError(f"{where}{key}: no such key{_instead(cls, str(key), [f.name for f in known])}")
+            raise InputError(
+                f"{where}{key}: no such key{_instead(cls, str(key), [f.name for f in known])}"
+            )
     arguments = {}
     for f in known:
         if f.name in values:
@@ -275,7 +289,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             raise InputError(f"{where}: expected {len(arguments)} values, got {len(value)}")
         kinds = [arguments[0]] * len(value) if variadic else arguments
         return origin(
-            _convert(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+            _convert(v, k, f"{where}[{i}]")
+            for i, (v, k) in enumerate(zip(value, kinds, strict=True))
         )
     if origin is dict and isinstance(value, dict):
         return dict(value)
@@ -285,10 +300,17 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         return value if isinstance(value, int) else int(number)
     if kind in (str, bool, list, tuple, dict) and isinstance(value, kind):
         return value
-    words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    words: dict[Any, str] = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+    }
     words |= {list: "a list", tuple: "a list", dict: "a section of keys"}
     expected = " or ".join(words.get(get_origin(k) or k, str(k)) for k in _choices(kind))
-    quote = str in _choices(kind) and value is not None and not isinstance(value, (list, tuple, dict))
+    quote = (
+        str in _choices(kind) and value is not None and not isinstance(value, (list, tuple, dict))
+    )
     advice = """; quote it, on a command line as '"…"'""" if quote else ""
     raise InputError(f"{where}: expected {expected}, got {_name(value)}{advice}")
 
@@ -305,7 +327,9 @@ def _number(value: Any) -> float | None:
 
 def _instead(cls: type, key: str, known: list[str]) -> str:
     """Suggests known keys for an unknown key of `cls`, from the same section or another one."""
-    sections = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
+    sections = {
+        name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)
+    }
     if cls in (RunConfig, *sections.values()) and not closest(key, known, 0.75):
         keys = {name: [f.name for f in fields(kind)] for name, kind in sections.items()}
         from nalanda.model.configuration import NalandaConfig  # takes seconds: it imports torch

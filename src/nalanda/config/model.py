@@ -61,7 +61,9 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         if "max_position_embeddings" in known:
             keys.setdefault("max_position_embeddings", config.data.seq_len)
         if tokenizer is not None:
-            keys.setdefault("vocab_size", padded_vocabulary(max(tokenizer.get_vocab().values()) + 1))
+            keys.setdefault(
+                "vocab_size", padded_vocabulary(max(tokenizer.get_vocab().values()) + 1)
+            )
         with in_one_line("model"):
             model_config: PreTrainedConfig = source(**keys)
     else:
@@ -72,7 +74,9 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
             raise InputError(f"model.{next(iter(unknown))}: {source} has no such key")
     longest = getattr(model_config, "max_position_embeddings", None) or config.data.seq_len
     if model_config.model_type != "nalanda" and longest < config.data.seq_len:
-        raise InputError(f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions")
+        raise InputError(
+            f"data.seq_len: {config.data.seq_len} is more than the model's {longest} positions"
+        )
     if is_encoder(model_config):
         carry = config.data.long_documents == "carry"
         for key, asked, value in (
@@ -93,7 +97,9 @@ def build_model_config(config: RunConfig, tokenizer: Any = None) -> PreTrainedCo
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model_config, key, getattr(tokenizer, key))
         if model_config.pad_token_id == model_config.eos_token_id:
-            model_config.pad_token_id = None  # a padding embedding is not trained, that of eos must be
+            model_config.pad_token_id = (
+                None  # a padding embedding is not trained, that of eos must be
+            )
         if not config.data.bos:  # prompts and evaluations begin as training documents do
             model_config.bos_token_id = None
     return model_config
@@ -109,7 +115,9 @@ def written_out(config: PreTrainedConfig) -> dict[str, Any]:
     Special tokens are left to the tokenizer.
     """
     elsewhere = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
-    names = [f.name for f in dataclasses.fields(NalandaConfig) if f.name in NalandaConfig.__annotations__]
+    names = [
+        f.name for f in dataclasses.fields(NalandaConfig) if f.name in NalandaConfig.__annotations__
+    ]
     values = config.to_dict()
     return {name: values[name] for name in names if name not in elsewhere}
 
@@ -141,9 +149,13 @@ def config_source(model: dict[str, Any]) -> type[PreTrainedConfig] | str:
             import_fla()  # registers its model types
         except Exception as error:  # releases of other libraries break it in many ways
             if "/" not in name:
-                raise InputError(f"model.auto: {name}: flash-linear-attention fails: {error!r}") from None
+                raise InputError(
+                    f"model.auto: {name}: flash-linear-attention fails: {error!r}"
+                ) from None
     if name not in CONFIG_MAPPING and name in FLA and not Path(name).exists():
-        raise InputError(f"model.auto: {name} is of flash-linear-attention; pip install 'nalanda[fla]'")
+        raise InputError(
+            f"model.auto: {name} is of flash-linear-attention; pip install 'nalanda[fla]'"
+        )
     if name not in CONFIG_MAPPING or Path(name).exists():
         return name
     kind = CONFIG_MAPPING[name]
@@ -157,7 +169,14 @@ def in_one_line(where: str) -> Iterator[None]:
     """Turns other libraries' errors about the user's input into an `InputError` of one line."""
     try:
         yield
-    except (ImportError, OSError, TypeError, ValueError, RuntimeError, StrictDataclassError) as error:
+    except (
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
         if out_of_memory(error):
             raise
         first, *rest = [line.strip() for line in str(error).strip().splitlines()]

@@ -10,7 +10,9 @@ from nalanda.common.errors import InputError
 
 def not_here(name: str) -> str:
     """A prefix for the hub's error about `name`, which may be a misspelt folder."""
-    return "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
+    return (
+        "" if Path(name).expanduser().exists() else f"there is no folder {name}, and the hub says: "
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -23,13 +25,17 @@ def weight_files(folder: Path) -> list[Path]:
     names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{index.name}: damaged, or not an index of weights") from None
         # In the hub's cache, files in snapshots/REVISION link to blobs.
         root = (
-            folder.resolve().parents[1] if folder.resolve().parent.name == "snapshots" else folder.resolve()
+            folder.resolve().parents[1]
+            if folder.resolve().parent.name == "snapshots"
+            else folder.resolve()
         )
         for name in names:
             if not inside or not (folder / name).resolve().is_relative_to(root):
@@ -66,9 +72,13 @@ def check_name(name: str, *, hub: bool = True) -> None:
             raise InputError(f"cannot load {name}: {error}") from None
         return
     if path.exists():
-        raise InputError(f"{name} holds no config.json: give the directory of a run or a checkpoint")
+        raise InputError(
+            f"{name} holds no config.json: give the directory of a run or a checkpoint"
+        )
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError(f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)")
+        raise InputError(
+            f"no such model: {name} (a run, a checkpoint directory, or OWNER/NAME on the hub)"
+        )
     if not hub:
         return
     from transformers.utils import cached_file  # takes seconds

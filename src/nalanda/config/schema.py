@@ -159,24 +159,39 @@ class DataConfig:
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         if not self.source and not self.mixture:
-            raise InputError("data.source is missing; give python, a path, a glob, or a Hub dataset id")
+            raise InputError(
+                "data.source is missing; give python, a path, a glob, or a Hub dataset id"
+            )
         self._check_mixture()
-        for key, part in [("data", self), *((f"data.mixture.{part.name}", part) for part in self.mixture)]:
+        for key, part in [
+            ("data", self),
+            *((f"data.mixture.{part.name}", part) for part in self.mixture),
+        ]:
             for name in ("source", "validation_source"):
                 for url in _several(getattr(part, name)):
                     check_source(url, f"{key}.{name}")
         if self.seq_len < 2:
             raise InputError(f"data.seq_len is {self.seq_len}; a row needs at least 2 tokens")
         if not 0 < self.validation_share < 1:
-            raise InputError(f"data.validation_share is {self.validation_share}; it must lie between 0 and 1")
+            raise InputError(
+                f"data.validation_share is {self.validation_share}; it must lie between 0 and 1"
+            )
         if self.max_validation_rows < 1:
-            raise InputError(f"data.max_validation_rows is {self.max_validation_rows}; it must be at least 1")
+            raise InputError(
+                f"data.max_validation_rows is {self.max_validation_rows}; it must be at least 1"
+            )
         if self.documents not in ("apart", "joined"):
-            raise InputError(f"data.documents is {self.documents!r}; there are 'apart' and 'joined'")
+            raise InputError(
+                f"data.documents is {self.documents!r}; there are 'apart' and 'joined'"
+            )
         if self.documents == "joined" and self.bos:
-            raise InputError("data.bos: joined documents are the lines of one text; set data.bos: false")
+            raise InputError(
+                "data.bos: joined documents are the lines of one text; set data.bos: false"
+            )
         if self.long_documents not in ("cut", "carry"):
-            raise InputError(f"data.long_documents is {self.long_documents!r}; there are 'cut' and 'carry'")
+            raise InputError(
+                f"data.long_documents is {self.long_documents!r}; there are 'cut' and 'carry'"
+            )
         if self.carry_rows < 1:
             raise InputError(f"data.carry_rows is {self.carry_rows}; it must be 1 or more")
         if not 0 < self.mask_share < 1:
@@ -186,11 +201,15 @@ class DataConfig:
         if self.retries < 0:
             raise InputError(f"data.retries is {self.retries}; it must be 0 or more")
         if self.max_document_bytes < 1:
-            raise InputError(f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more")
+            raise InputError(
+                f"data.max_document_bytes is {self.max_document_bytes}; it must be 1 or more"
+            )
         policies = dict.fromkeys(("oversized", "unusable"), ("refuse", "skip"))
         for key, known in {**policies, "verify": ("background", "sums", "sizes")}.items():
             if getattr(self, key) not in known:
-                raise InputError(f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}")
+                raise InputError(
+                    f"data.{key} is {getattr(self, key)!r}; there are {', '.join(known)}"
+                )
         if self.shuffle_buffer < 0:
             raise InputError(f"data.shuffle_buffer is {self.shuffle_buffer}; it must be 0 or more")
 
@@ -206,7 +225,9 @@ class DataConfig:
                 )
         names = [part.name for part in self.mixture]
         if len(set(names)) < len(names):
-            raise InputError(f"data.mixture: each component needs another name; there are {', '.join(names)}")
+            raise InputError(
+                f"data.mixture: each component needs another name; there are {', '.join(names)}"
+            )
         if self.documents == "joined":
             raise InputError("data.documents: joined documents are one text; a mixture has several")
         if self.long_documents == "carry":
@@ -266,23 +287,32 @@ class TokenizerConfig:
             )
         if self.train not in (None, "bpe", "words"):
             raise InputError(f"tokenizer.train is {self.train!r}; there are 'bpe' and 'words'")
-        if self.path and self.vocab_size not in (None, 4096):  # 4096: the default, as stored runs have it
+        if self.path and self.vocab_size not in (
+            None,
+            4096,
+        ):  # 4096: the default, as stored runs have it
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; only a trained one has a size to choose; leave "
                 "it out, or leave the path out"
             )
         if self.mask and not self.train:
-            raise InputError("tokenizer.mask: only of a trained one; give a tokenizer with a mask token")
+            raise InputError(
+                "tokenizer.mask: only of a trained one; give a tokenizer with a mask token"
+            )
         if self.train == "bpe" and (self.vocab_size or 0) < (least := 257 + self.mask):
             raise InputError(
                 f"tokenizer.vocab_size is {self.vocab_size}; a byte-level BPE needs {least} or more"
             )
         if self.train == "words" and self.vocab_size is not None and self.vocab_size < 4:
-            raise InputError(f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4")
+            raise InputError(
+                f"tokenizer.vocab_size is {self.vocab_size}; <unk>, </s>, <s> and a word need 4"
+            )
         if self.min_count < 1:
             raise InputError(f"tokenizer.min_count is {self.min_count}; it must be 1 or more")
         if self.min_count > 1 and self.train != "words":
-            raise InputError(f"tokenizer.min_count is {self.min_count}; only train: words counts words")
+            raise InputError(
+                f"tokenizer.min_count is {self.min_count}; only train: words counts words"
+            )
 
 
 @dataclass
@@ -365,7 +395,9 @@ class GroupConfig:
         try:
             re.compile(self.match)
         except re.error as error:
-            raise InputError(f"{where}.match: {self.match!r} is not a regular expression: {error}") from None
+            raise InputError(
+                f"{where}.match: {self.match!r} is not a regular expression: {error}"
+            ) from None
         for key, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
             if value is not None and value < 0:
                 raise InputError(f"{where}.{key}: expected 0 or more, got {value:g}")
@@ -402,14 +434,20 @@ class OptimConfig:
     def check(self) -> None:
         """Raises `InputError` for settings that cannot work."""
         if self.name not in OPTIMIZERS:
-            raise InputError(f"optim.name: expected one of {', '.join(OPTIMIZERS)}; got {self.name!r}")
+            raise InputError(
+                f"optim.name: expected one of {', '.join(OPTIMIZERS)}; got {self.name!r}"
+            )
         for i, group in enumerate(self.groups):
             group.check(f"optim.groups[{i}]")
         for key in ("lr", "muon_lr"):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise InputError(f"optim.{key}: expected a positive number, got {getattr(self, key):g}")
+                raise InputError(
+                    f"optim.{key}: expected a positive number, got {getattr(self, key):g}"
+                )
         if self.muon_lr is not None and self.name != "muon":
-            raise InputError(f"optim.muon_lr: only under optim.name=muon, which is {self.name} here")
+            raise InputError(
+                f"optim.muon_lr: only under optim.name=muon, which is {self.name} here"
+            )
         if not 0 <= self.momentum < 1:
             raise InputError(f"optim.momentum: expected a number in [0, 1), got {self.momentum:g}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -442,7 +480,9 @@ class ScheduleConfig:
             raise InputError(f"schedule.warmup_steps: expected 0 or more, got {self.warmup_steps}")
         for key in ("min_lr_ratio", "decay_share"):
             if not 0 <= getattr(self, key) <= 1:
-                raise InputError(f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}")
+                raise InputError(
+                    f"schedule.{key}: expected a number in [0, 1], got {getattr(self, key):g}"
+                )
 
 
 @dataclass
@@ -495,7 +535,9 @@ class GuardConfig:
             if getattr(self, key) < 1:
                 raise InputError(f"guard.{key}: expected 1 or more, got {getattr(self, key)}")
         if self.hang_timeout is not None and self.hang_timeout <= 0:
-            raise InputError(f"guard.hang_timeout: expected a positive number, got {self.hang_timeout:g}")
+            raise InputError(
+                f"guard.hang_timeout: expected a positive number, got {self.hang_timeout:g}"
+            )
 
 
 @dataclass
@@ -611,7 +653,11 @@ def _name_local_files(section: Any) -> None:
     """Replaces file:// URLs of a section's sources by the paths they name."""
     for key in ("source", "validation_source"):
         source = getattr(section, key)
-        found = [local_path(each) for each in source] if isinstance(source, list) else local_path(source)
+        found = (
+            [local_path(each) for each in source]
+            if isinstance(source, list)
+            else local_path(source)
+        )
         setattr(section, key, found)
 
 

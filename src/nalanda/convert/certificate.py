@@ -78,7 +78,9 @@ def compare(
     except ModuleNotFoundError as error:
         return unchecked(str(explained(error) or error))
     _check_tokenizers(texts, before, after, libraries[1] == "nalanda")
-    packages = [f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")]
+    packages = [
+        f"{name} {version}" for name, version in versions().items() if name in ("nalanda", "torch")
+    ]
     facts = {
         "compared on": f"{len(ids)} tokens, {'English' if text else 'random'}; on a CPU, in fp32",
         **_differences(before, after, "f32"),
@@ -97,7 +99,11 @@ def probes(tokenizer: PreTrainedTokenizerBase | None, *texts: str) -> list[str]:
     if tokenizer is None:
         return []
     added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    return [*filter(None, texts), *_TEXTS, *(place.format(token) for token in added for place in _PLACES)]
+    return [
+        *filter(None, texts),
+        *_TEXTS,
+        *(place.format(token) for token in added for place in _PLACES),
+    ]
 
 
 def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ours: bool) -> None:
@@ -109,7 +115,9 @@ def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ou
     for name in before.special.keys() & after.special.keys():
         first, second = before.special[name], after.special[name]
         meant = (
-            to_ours if name == "config.bos_token_id" else name == "tokenizer.pad_token_id" and first is None
+            to_ours
+            if name == "config.bos_token_id"
+            else name == "tokenizer.pad_token_id" and first is None
         )
         if first != second and not meant:
             raise InputError(f"source and target differ: {name} is {first} and {second}")
@@ -118,7 +126,9 @@ def _check_tokenizers(texts: list[str], before: Computed, after: Computed, to_ou
     for text, first, second in zip(texts, before.cuts, after.cuts, strict=True):
         if first != second:
             shown = repr(text if len(text) < 40 else text[:40] + "…")
-            raise InputError(f"source and target differ: their tokenizers cut {shown} into other tokens")
+            raise InputError(
+                f"source and target differ: their tokenizers cut {shown} into other tokens"
+            )
 
 
 def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str]:
@@ -140,7 +150,9 @@ def _differences(before: Computed, after: Computed, dtype: str) -> dict[str, str
         )
     if unequal and before.margins[equal] > limit:
         changed = f"{rounding} changes" if finer else "source and target differ:"
-        raise InputError(f"{changed} greedy token {equal + 1} of {CONTINUATION} with a cache{finer}")
+        raise InputError(
+            f"{changed} greedy token {equal + 1} of {CONTINUATION} with a cache{finer}"
+        )
     facts = {
         "largest difference of log-probabilities": f"{logps:.1e}, tolerance {limit:.1e} ({dtype}); after "
         f"{len(after.logps)} of the tokens"
@@ -159,7 +171,9 @@ def compute(path: Path, library: str, ids: Tensor, texts: list[str]) -> Computed
         raise
     except Exception as error:  # engines share no exception class
         name = path.name.removeprefix(".tmp-")
-        raise InputError(f"{name}: cannot compute ({first_line(error)}); --no-check skips this") from error
+        raise InputError(
+            f"{name}: cannot compute ({first_line(error)}); --no-check skips this"
+        ) from error
 
 
 def _sample(folder: Path) -> tuple[Tensor, str]:

@@ -54,9 +54,17 @@ _APART = {
 
 _SIDE_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
+    *(
+        "chat_template*",
+        "additional_chat_templates",
+        "generation_config.json",
+        "LICENSE*",
+        "NOTICE*",
+    ),
 )
-_COMPUTED = re.compile(r"rotary(_emb)?\.inv_freq$")  # saved by older releases, derived from rope_theta
+_COMPUTED = re.compile(
+    r"rotary(_emb)?\.inv_freq$"
+)  # saved by older releases, derived from rope_theta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +80,11 @@ class Stored:
 
     def read(self) -> torch.Tensor:
         with safe_open(self.file, "pt") as tensors:
-            return tensors.get_slice(self.name)[self.rows] if self.rows else tensors.get_tensor(self.name)
+            return (
+                tensors.get_slice(self.name)[self.rows]
+                if self.rows
+                else tensors.get_tensor(self.name)
+            )
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
@@ -84,9 +96,13 @@ def _stored(folder: Path) -> dict[str, Stored]:
     files = weight_files(folder)
     if not files:
         if pickles := [*folder.glob("*.bin"), *folder.glob("*.pth")]:
-            raise InputError(f"{pickles[0].name} is a pickle, which may run code: save it as safetensors")
+            raise InputError(
+                f"{pickles[0].name} is a pickle, which may run code: save it as safetensors"
+            )
         run = (folder / "manifest.json").is_file()
-        raise InputError("no model.safetensors in it" + "; make a model folder with nalanda export" * run)
+        raise InputError(
+            "no model.safetensors in it" + "; make a model folder with nalanda export" * run
+        )
     found = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -123,14 +139,19 @@ class Part:
 def _shapes(config: NalandaConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of our tensors by name."""
     with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        shapes = {
+            n: tuple(t.shape)
+            for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
 
 
 def _matched(
-    stored: dict[str, Stored], config: NalandaConfig, tensors: Callable[[Iterable[str]], list[Tensors]]
+    stored: dict[str, Stored],
+    config: NalandaConfig,
+    tensors: Callable[[Iterable[str]], list[Tensors]],
 ) -> dict[str, Part]:
     """What is stored, by our names; `tensors` has theirs for our names.
 
@@ -142,10 +163,14 @@ def _matched(
     shapes = _shapes(config)
     if config.tie_word_embeddings:
         both = ("lm_head.weight", "model.embed_tokens.weight")
-        head, embedding = (stored.get(t.theirs) for n in both for t in tensors([n]) if t.ours == (n,))
+        head, embedding = (
+            stored.get(t.theirs) for n in both for t in tensors([n]) if t.ours == (n,)
+        )
         if head and embedding:
             if not torch.equal(head.read(), embedding.read()):
-                raise InputError(f"tie_word_embeddings=True, but {head.name} and {embedding.name} differ")
+                raise InputError(
+                    f"tie_word_embeddings=True, but {head.name} and {embedding.name} differ"
+                )
             del stored[head.name]
     found = {}
     for theirs in tensors(shapes):
@@ -155,7 +180,9 @@ def _matched(
         rows = [shapes[name][0] for name in theirs.ours]
         shape = theirs.shape or (sum(rows), *shapes[theirs.ours[0]][1:])
         if tensor.shape != shape:
-            raise InputError(f"tensor {theirs.theirs} is {list(tensor.shape)}, the config says {list(shape)}")
+            raise InputError(
+                f"tensor {theirs.theirs} is {list(tensor.shape)}, the config says {list(shape)}"
+            )
         for i, name in enumerate(theirs.ours):
             found[name] = Part(tensor, partial(_part, theirs, rows, i))
     if stored:
@@ -180,13 +207,19 @@ def _save(found: dict[str, Part], tensors: list[Tensors], folder: Path) -> None:
         save_file(content, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in content.values())
     if set(files) != {"model.safetensors"}:
-        places = dict(sorted((tensor.theirs, file) for file, group in files.items() for tensor in group))
+        places = dict(
+            sorted((tensor.theirs, file) for file, group in files.items() for tensor in group)
+        )
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def convert(
-    source: str, destination: str, to: str | None = None, check: bool = True, dtype: str | None = None
+    source: str,
+    destination: str,
+    to: str | None = None,
+    check: bool = True,
+    dtype: str | None = None,
 ) -> Path:
     """Converts the model of `source` to another format and returns its folder, `destination`.
 
@@ -256,7 +289,9 @@ def convert(
         if rounded:
             keep_rounded(part)
         if unread:
-            proof = Certificate(proof.facts | {"not read": f"{', '.join(unread)}: no effect on the model"})
+            proof = Certificate(
+                proof.facts | {"not read": f"{', '.join(unread)}: no effect on the model"}
+            )
         print(proof, file=sys.stderr)
         (part / "README.md").write_text(card(out.name, source, libraries, proof), encoding="utf-8")
     return out
@@ -300,7 +335,9 @@ def local_folder(source: str) -> Path:
     if Path(source).is_dir() or not is_hub_id(source):
         return Path(source).expanduser()
     with hub_errors(f"there is no folder {source}"):
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES]))
+        return Path(
+            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", *_SIDE_FILES])
+        )
 
 
 @contextlib.contextmanager
@@ -332,10 +369,14 @@ def _target(kind: str, config: NalandaConfig, to: str | None) -> str:
     known = [library for library, name in kinds.items() if _expresses(library, name, config)]
     if to is None and (kind != "nalanda" or (kinds and len(known) < 2)):
         return kinds[[*known, *kinds][0]]
-    if to is None and "qwen3_5" in known and _expresses("gguf", "", config):  # which `write_gguf` makes
+    if (
+        to is None and "qwen3_5" in known and _expresses("gguf", "", config)
+    ):  # which `write_gguf` makes
         known.append("gguf")
     which = "choose one with --to" if to is None and kinds else f"not {to or 'another kind'}"
-    raise InputError(f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}")
+    raise InputError(
+        f"mixer {config.mixer!r} can become {' or '.join(known) or 'nothing else'}: {which}"
+    )
 
 
 def _expresses(library: str, kind: str, config: NalandaConfig) -> bool:

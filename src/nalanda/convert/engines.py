@@ -56,7 +56,12 @@ class Computed:
 
 
 def _computed(
-    package: str, logits: Tensor, steps: list[Tensor], config: Any, tokenizer: Any, probes: list[str]
+    package: str,
+    logits: Tensor,
+    steps: list[Tensor],
+    config: Any,
+    tokenizer: Any,
+    probes: list[str],
 ) -> Computed:
     """steps: the logits `[vocabulary]` before each greedy token."""
     top = torch.stack(steps).float().topk(2)
@@ -82,7 +87,9 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     stands first if it is among them.
     """
     eos = tokenizer.eos_token_id if tokenizer else None
-    given = (getattr(holder, "eos_token_id", None) for holder in (model.generation_config, model.config))
+    given = (
+        getattr(holder, "eos_token_id", None) for holder in (model.generation_config, model.config)
+    )
     ids = next((ids for ids in (*given, eos) if ids is not None), [])
     ids = ids if isinstance(ids, list) else [ids]
     return sorted(dict.fromkeys(ids), key=lambda i: i != eos)
@@ -180,7 +187,12 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
             return json.load(answer)["tokens"]
 
     # A token that is no whole character would not be answered; this one is. The bias alters no probability.
-    fixed = {"n_predict": 1, "temperature": 0, "logit_bias": [[tokens("a")[-1], 1e6]], "ignore_eos": True}
+    fixed = {
+        "n_predict": 1,
+        "temperature": 0,
+        "logit_bias": [[tokens("a")[-1], 1e6]],
+        "ignore_eos": True,
+    }
 
     def ranked(prompt: list[int], n: int) -> list[tuple[float, int]]:
         """The n most probable next tokens. What it has read of the prompt before is in its cache."""
@@ -188,7 +200,9 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
         found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        return [(math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in found]
+        return [
+            (math.nan if (x := token["logprob"]) is None else x, token["id"]) for token in found
+        ]
 
     prompt, margins, logps = ids[:PROMPT].tolist(), [], []
     for _ in range(CONTINUATION):
@@ -201,7 +215,9 @@ def with_llama_cpp(file: Path, ids: Tensor, probes: list[str]) -> Computed:
     fields, keys = gguf.GGUFReader(file).fields, gguf.Keys.Tokenizer
     bos, pad, *ends = (
         field and field.contents()
-        for field in map(fields.get, (keys.BOS_ID, keys.PAD_ID, keys.EOS_ID, keys.EOT_ID, keys.EOM_ID))
+        for field in map(
+            fields.get, (keys.BOS_ID, keys.PAD_ID, keys.EOS_ID, keys.EOT_ID, keys.EOM_ID)
+        )
     )
     special = {"tokenizer.bos_token_id": bos, "tokenizer.pad_token_id": pad}
     return Computed(

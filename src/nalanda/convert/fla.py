@@ -136,7 +136,9 @@ def _read_deltanet(theirs: Config, ours: Config) -> None:
 def _write_deltanet(ours: Config, theirs: Config) -> None:
     _write_expanded(ours, theirs)
     _write_conv(ours, theirs)
-    theirs["qk_activation"] = next((k for k, v in _MAPS.items() if v == ours["feature_map"]), "silu")
+    theirs["qk_activation"] = next(
+        (k for k, v in _MAPS.items() if v == ours["feature_map"]), "silu"
+    )
 
 
 def _read_gated_deltanet(theirs: Config, ours: Config) -> None:
@@ -153,7 +155,9 @@ def _write_gated_deltanet(ours: Config, theirs: Config) -> None:
 
 def _write_retnet(ours: Config, theirs: Config) -> None:
     if ours["key_dim"] > 256:
-        raise InputError(f"key_dim={ours['key_dim']} cannot be expressed there: retnet has at most 256")
+        raise InputError(
+            f"key_dim={ours['key_dim']} cannot be expressed there: retnet has at most 256"
+        )
     _write_expanded(ours, theirs)
 
 
@@ -258,7 +262,12 @@ FORMATS = {
         "RetNetForCausalLM",
         "retention",
         _RETENTION
-        | {"hidden_ratio": Field(2), "num_heads": _heads(8), "expand_k": Field(1.0), "expand_v": Field(2.0)},
+        | {
+            "hidden_ratio": Field(2),
+            "num_heads": _heads(8),
+            "expand_k": Field(1.0),
+            "expand_v": Field(2.0),
+        },
         _read_expanded,
         _write_retnet,
         _FUSED_NORM,
@@ -268,7 +277,11 @@ FORMATS = {
         "softmax",
         _FLA
         | _SOFTMAX
-        | {"num_heads": _heads(32), "qk_norm": Field(False, ".qk_norm"), "elementwise_affine": only(True)},
+        | {
+            "num_heads": _heads(32),
+            "qk_norm": Field(False, ".qk_norm"),
+            "elementwise_affine": only(True),
+        },
         _read_transformer,
         _write_fla,
         _FLA_NAMES,

@@ -28,7 +28,12 @@ _INHERITED = {
 # Keys that transformers reads from every config, whether or not the model's class has them.
 _ALWAYS_READ = {
     *("attention_chunk_size", "is_causal", "kv_sharing_modes", "layer_types", "per_layer_config"),
-    *("original_max_position_embeddings", "partial_rotary_factor", "rope_parameters", "rope_scaling"),
+    *(
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_parameters",
+        "rope_scaling",
+    ),
     *("quantization_config", "rope_theta", "sliding_window"),
 }
 
@@ -73,7 +78,9 @@ def stacked(theirs: str, ours: tuple[str, ...]) -> Tensors:
 def without_null_layer(kinds: list[str], files: dict[str, Any]) -> dict[str, Any] | None:
     """The files without the last layer, if it is a null layer, see `null_layer`; kinds: of the layers."""
     last = f"model.layers.{len(kinds) - 1}."
-    outputs = [files.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")]
+    outputs = [
+        files.get(last + name) for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    ]
     if kinds.count("full_attention") != 1 or kinds[-1] != "full_attention":
         return None
     if any(x is None or x.read().any() for x in outputs):
@@ -126,7 +133,11 @@ class Format:
 
     def unread(self, given: Config) -> list[str]:
         """The keys that have a value and no effect: private ones, and those that transformers ignores."""
-        read = self.config and {*self.config.__dataclass_fields__, *self.config.attribute_map, *_ALWAYS_READ}
+        read = self.config and {
+            *self.config.__dataclass_fields__,
+            *self.config.attribute_map,
+            *_ALWAYS_READ,
+        }
         return [
             name
             for name, value in given.items()
@@ -166,7 +177,9 @@ class Format:
         for mixer, before, after in [*tables, (self.mixer, ours, back)]:
             for name, value in before.items():
                 if after[name] != value:
-                    raise InputError(f"{name}={value!r} of mixer {mixer!r} cannot be expressed there")
+                    raise InputError(
+                        f"{name}={value!r} of mixer {mixer!r} cannot be expressed there"
+                    )
         return theirs
 
     def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
@@ -212,7 +225,9 @@ def add_softmax(ours: Config, layers: list[int], options: Config) -> None:
     """
     recurrent = ours["mixer"]
     if layers:
-        ours["mixer"] = ["softmax" if i in layers else recurrent for i in range(ours["num_hidden_layers"])]
+        ours["mixer"] = [
+            "softmax" if i in layers else recurrent for i in range(ours["num_hidden_layers"])
+        ]
         ours["mixer_options"] = {recurrent: ours["mixer_options"], "softmax": options}
 
 
@@ -284,7 +299,10 @@ def attention_interval(config: NalandaConfig) -> int:
     if soft:
         found += [("window", soft.reach, None), ("softmax's qk_norm", soft.qk_norm, True)]
         found += [("rope_scaling", soft.rope_scaling, None)]
-        found += [("softmax's gate", soft.gate, "channel"), ("softmax's conv_size", soft.conv_size or 0, 0)]
+        found += [
+            ("softmax's gate", soft.gate, "channel"),
+            ("softmax's conv_size", soft.conv_size or 0, 0),
+        ]
     for name, value, wanted in found:
         if value != wanted:
             raise _not_in_gguf(f"{name}={value!r} (it needs {wanted!r})")

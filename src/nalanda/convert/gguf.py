@@ -29,7 +29,10 @@ _BLOCK = {  # in every layer
     "post_attention_norm": "mlp_norm",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-_CERTIFICATE, _ROOM = "nalanda.certificate", 1024  # bytes; the file is written before it is compared
+_CERTIFICATE, _ROOM = (
+    "nalanda.certificate",
+    1024,
+)  # bytes; the file is written before it is compared
 _NULL_HEAD = 64  # a usual size, for which every backend has kernels
 
 
@@ -94,10 +97,16 @@ def _check_rounded(exact: Path, rounded: Path) -> None:
 
     files = [gguf.GGUFReader(path) for path in (exact, rounded)]
     before, after = (
-        {name: field.contents() for name, field in file.fields.items() if name != "general.file_type"}
+        {
+            name: field.contents()
+            for name, field in file.fields.items()
+            if name != "general.file_type"
+        }
         for file in files
     )
-    different = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    different = [
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    ]
     sources = {tensor.name: tensor.data for tensor in files[0].tensors}
     for tensor in files[1].tensors:
         kind = tensor.tensor_type
@@ -193,9 +202,15 @@ def _tensors(config: NalandaConfig, ours: dict[str, Tensor]) -> Iterator[tuple[s
             for name, tensor in ours.items()
             if name.startswith(start)
         }
-        mixer = {n.removeprefix("mixer."): tensor for n, tensor in layer.items() if n.startswith("mixer.")}
+        mixer = {
+            n.removeprefix("mixer."): tensor
+            for n, tensor in layer.items()
+            if n.startswith("mixer.")
+        }
         write = _attention if kind == "softmax" else _delta
-        block = {theirs: layer[name] for theirs, name in _BLOCK.items()} | write(mixer, mixers[kind])
+        block = {theirs: layer[name] for theirs, name in _BLOCK.items()} | write(
+            mixer, mixers[kind]
+        )
         yield from _named(i, block)
     if "softmax" not in mixers:
         yield from _named(config.num_hidden_layers, _null(config))
@@ -245,4 +260,6 @@ def _null(config: NalandaConfig) -> dict[str, Tensor]:
     ones = {"attn_norm": D, "post_attention_norm": D, "attn_q_norm": K, "attn_k_norm": K}
     zeros = {"attn_q": (2 * K, D), "attn_k": (K, D), "attn_v": (K, D), "attn_output": (D, K)}
     zeros |= {"ffn_gate": (I, D), "ffn_up": (I, D), "ffn_down": (D, I)}
-    return {n: torch.ones(s) for n, s in ones.items()} | {n: torch.zeros(s) for n, s in zeros.items()}
+    return {n: torch.ones(s) for n, s in ones.items()} | {
+        n: torch.zeros(s) for n, s in zeros.items()
+    }

@@ -61,7 +61,9 @@ def add_tokenizer(
     stages = {name: _steps(spec, name) for name in ("normalizer", "pre_tokenizer")}
     if model["type"] == "Unigram":
         add = _add_unigram
-    elif model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in stages["pre_tokenizer"]):
+    elif model["type"] == "BPE" and any(
+        step["type"] == "ByteLevel" for step in stages["pre_tokenizer"]
+    ):
         add = _add_byte_level
     elif model["type"] == "BPE" and model["byte_fallback"]:
         add = _add_sentencepiece
@@ -121,7 +123,11 @@ def _add_byte_level(
         else:
             raise _refused(step)
     pre = _SPLITS.get(pattern)
-    if pre is None or own == (pattern is not None) or model["ignore_merges"] != (pre == "llama-bpe"):
+    if (
+        pre is None
+        or own == (pattern is not None)
+        or model["ignore_merges"] != (pre == "llama-bpe")
+    ):
         raise _refused({"pre_tokenizer": pre_tokenizer, "ignore_merges": model["ignore_merges"]})
     if not model["merges"]:
         raise InputError("llama.cpp has no tokenizer like this BPE: it has no merges")

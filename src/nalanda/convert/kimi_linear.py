@@ -37,7 +37,12 @@ _TRANSFORMERS = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
 _UNUSED = {  # of latent attention and of experts
-    **{"num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 512, "q_lora_rank": None},
+    **{
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+    },
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True},
     **{"head_dim": 64, "rope_theta": 10000.0},
     **{
@@ -46,11 +51,26 @@ _UNUSED = {  # of latent attention and of experts
         "num_shared_experts": 1,
         "moe_intermediate_size": 1024,
     },
-    **{"moe_renormalize": True, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446},
-    **{"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_nextn_predict_layers": 0},
+    **{
+        "moe_renormalize": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+    },
+    **{
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "num_nextn_predict_layers": 0,
+    },
 }
 _READ_ONLY = {  # of the other form, and of older releases
-    *("layer_types", "mlp_layer_types", *_TRANSFORMERS.values(), "attention_bias", "attention_dropout"),
+    *(
+        "layer_types",
+        "mlp_layer_types",
+        *_TRANSFORMERS.values(),
+        "attention_bias",
+        "attention_dropout",
+    ),
     *("qk_head_dim", "rope_scaling", "output_router_logits", "pretraining_tp"),
 }
 
@@ -63,11 +83,15 @@ class KimiLinear(Format):
 
     def text_model(self, given: Config, files: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Without a null layer. transformers saves a dense GLU under the name of the experts."""
-        files = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in files.items()}
+        files = {
+            name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in files.items()
+        }
         kinds = _layer_types(given)
         if (fewer := without_null_layer(kinds, files)) is not None:
             given = given | {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
-            given["mlp_layer_types"] = (given.get("mlp_layer_types") or [])[: len(kinds) - 1] or None
+            given["mlp_layer_types"] = (given.get("mlp_layer_types") or [])[
+                : len(kinds) - 1
+            ] or None
             files = fewer
         return given, files
 
@@ -82,7 +106,10 @@ class KimiLinear(Format):
         for name in names:
             if name.endswith(".A_log"):  # [H] here
                 shape = (1, 1, _kda(theirs)["num_heads"], 1)
-                reshapes = (lambda parts, s=shape: parts[0].view(s), lambda whole, rows: [whole.view(-1)])
+                reshapes = (
+                    lambda parts, s=shape: parts[0].view(s),
+                    lambda whole, rows: [whole.view(-1)],
+                )
                 found.append(Tensors(self.tensor(name, theirs), (name,), *reshapes, shape))
             else:
                 found.append(Tensors(self.tensor(name, theirs), (name,)))
@@ -107,7 +134,11 @@ def _null_attention(theirs: Config) -> dict[str, tuple[int, ...]]:
 def _kda(theirs: Config) -> Config:
     """The sizes of the layers of KDA, in either form, and which layers they are."""
     given = theirs.get("linear_attn_config") or {}
-    older = {name: theirs[other] for name, other in _TRANSFORMERS.items() if theirs.get(other) is not None}
+    older = {
+        name: theirs[other]
+        for name, other in _TRANSFORMERS.items()
+        if theirs.get(other) is not None
+    }
     return checked(older | given, _KDA, "linear_attn_config.")
 
 
@@ -129,7 +160,9 @@ def _read(theirs: Config, ours: Config) -> None:
         raise InputError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
     given = theirs["mlp_layer_types"]
     sparse = (
-        "sparse" in given if given else theirs["num_experts"] and theirs["first_k_dense_replace"] < layers
+        "sparse" in given
+        if given
+        else theirs["num_experts"] and theirs["first_k_dense_replace"] < layers
     )
     if sparse:
         raise unsupported("num_experts", theirs["num_experts"])

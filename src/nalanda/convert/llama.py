@@ -48,7 +48,11 @@ def _read_llama(theirs: Config, ours: Config) -> None:
 
 def _write_llama(ours: Config, theirs: Config) -> None:
     _write_rope(ours, theirs)
-    theirs |= {"attention_bias": ours["use_bias"], "mlp_bias": ours["use_bias"], "head_dim": ours["key_dim"]}
+    theirs |= {
+        "attention_bias": ours["use_bias"],
+        "mlp_bias": ours["use_bias"],
+        "head_dim": ours["key_dim"],
+    }
 
 
 def _read_qwen3(theirs: Config, ours: Config) -> None:

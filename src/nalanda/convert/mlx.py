@@ -82,7 +82,9 @@ def check_rounded(folder: Path, dtype: str, rounded: Path) -> None:
         wanted: Any = tree_flatten(_rounded(folder, dtype)[0].parameters())
         for name, x in wanted:
             if not mx.array_equal(stored[name], x):
-                raise InputError(f"source and target differ: {name} is not the source's, rounded to {dtype}")
+                raise InputError(
+                    f"source and target differ: {name} is not the source's, rounded to {dtype}"
+                )
 
 
 def keep_rounded(folder: Path) -> None:

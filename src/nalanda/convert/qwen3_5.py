@@ -70,10 +70,13 @@ class Qwen3_5(Format):
         dropped = [name for name in files if name.startswith(_DROPPED)]
         if dropped:
             print(
-                f"dropped {len(dropped)} tensors that no text needs, {min(dropped)} for one", file=sys.stderr
+                f"dropped {len(dropped)} tensors that no text needs, {min(dropped)} for one",
+                file=sys.stderr,
             )
         kept = {name: tensor for name, tensor in files.items() if name not in dropped}
-        kept = {n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()}
+        kept = {
+            n.replace("model.language_model.", "model.", 1): tensor for n, tensor in kept.items()
+        }
         types = _layer_types(given)
         if (fewer := without_null_layer(types, kept)) is not None:
             given = given | {"num_hidden_layers": len(types) - 1, "layer_types": types[:-1]}
@@ -93,7 +96,9 @@ class Qwen3_5(Format):
     def tensors(self, names: Iterable[str], theirs: Config) -> list[Tensors]:
         there = set(names)
         dtype = getattr(torch, theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
-        found = [Tensors(n, (n,)) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in there]
+        found = [
+            Tensors(n, (n,)) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in there
+        ]
         found.append(shifted("model.norm.weight", "model.norm.weight", dtype))
         for i, kind in enumerate(_layer_types(theirs)):
             layer = f"model.layers.{i}."
@@ -105,7 +110,10 @@ class Qwen3_5(Format):
 
 
 def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensors]:
-    ours, theirs = layer + "mixer.", layer + ("linear_attn." if kind == "linear_attention" else "self_attn.")
+    ours, theirs = (
+        layer + "mixer.",
+        layer + ("linear_attn." if kind == "linear_attention" else "self_attn."),
+    )
 
     def of(*names: str) -> tuple[str, ...]:
         return tuple(f"{ours}{name}.weight" for name in names)
@@ -115,7 +123,9 @@ def _layer(layer: str, kind: str, heads: int, dtype: torch.dtype) -> list[Tensor
         for n in ("gate", "up", "down")
     ]
     found.append(shifted(layer + "input_layernorm.weight", layer + "mixer_norm.weight", dtype))
-    found.append(shifted(layer + "post_attention_layernorm.weight", layer + "mlp_norm.weight", dtype))
+    found.append(
+        shifted(layer + "post_attention_layernorm.weight", layer + "mlp_norm.weight", dtype)
+    )
     if kind == "full_attention":
         same = {f"{n}_proj": f"{n}_proj" for n in "kvo"}
         found.append(_per_head(theirs + "q_proj.weight", of("q_proj", "g_proj"), heads))
@@ -182,7 +192,9 @@ def _write(ours: Config, theirs: Config) -> None:
         raise InputError("conv_size=0 of mixer 'gated_deltanet' cannot be expressed there")
     null = {"head_dim": _NULL_HEAD_DIM, "rotary_dim": 16, "rope_theta": 10000.0}
     full = softmax_options(ours) or {"num_heads": 1, "num_kv_heads": 1} | null
-    third = full["rotary_dim"] // 6  # of the rotary pairs; the axes of an image, which are equal in text
+    third = (
+        full["rotary_dim"] // 6
+    )  # of the rotary pairs; the axes of an image, which are equal in text
     theirs |= {
         "layer_types": [_LAYER_TYPES[mixer] for mixer in ours["layers"]],
         "linear_key_head_dim": ours["key_dim"],

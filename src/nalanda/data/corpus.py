@@ -64,7 +64,9 @@ Walk = Callable[[Path], "list[tuple[Path, _File]]"]
 
 def source_of(data: DataConfig, split: str) -> str | list[str]:
     """The source that `split` is read from."""
-    return data.validation_source if split == "validation" and data.validation_source else data.source
+    return (
+        data.validation_source if split == "validation" and data.validation_source else data.source
+    )
 
 
 def is_local(source: str | list[str]) -> bool:
@@ -80,7 +82,9 @@ def _expanded(source: str) -> Path:
     try:
         return Path(source).expanduser()
     except RuntimeError:
-        raise InputError(f"data.source: {source}: there is no such user here; write the whole path") from None
+        raise InputError(
+            f"data.source: {source}: there is no such user here; write the whole path"
+        ) from None
 
 
 def open_corpus(data: DataConfig, split: str, *, validation: bool | None = None) -> Corpus:
@@ -107,7 +111,9 @@ def open_corpora(
         if data.mixture and not (split == "validation" and data.validation_source):
             found[split] = Corpus([MixtureShard(data, split, validation)])
         elif (other := found.get("train")) and other.hold_out:
-            found[split] = replace(other, part=partial(other.hold_out.part, split=split), split=split)
+            found[split] = replace(
+                other, part=partial(other.hold_out.part, split=split), split=split
+            )
         else:
             found[split] = _open_corpus(data, split, validation, walk)
     return found
@@ -169,7 +175,9 @@ def describe_files(data: DataConfig, counts: Mapping[str, int]) -> str:
     if sum(counts.values()) < 2:
         return ""
     left = {key: count for key, count in counts.items() if count and key.startswith(".")}
-    left = {f"that end in {key}" if len(key) > 1 else "without suffix": n for key, n in left.items()}
+    left = {
+        f"that end in {key}" if len(key) > 1 else "without suffix": n for key, n in left.items()
+    }
     left |= {"empty": counts[EMPTY], "that are second names of a file": counts[SECOND]}
     left["of a test split"] = counts["test"]
     left["of no split"] = counts[""] if counts["train"] else 0
@@ -198,7 +206,9 @@ def _open_shards(
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
     root = _expanded(source)
     if is_token_set(root):
-        raise InputError(f"data.source: {source} is a token set, and texts are needed here; give its source")
+        raise InputError(
+            f"data.source: {source} is a token set, and texts are needed here; give its source"
+        )
     if megatron_splits(source):
         raise InputError(
             f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "
@@ -232,7 +242,9 @@ def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], di
     counts: Counter[str] = Counter()
     if root.is_dir():
         found = _in_folder(root, counts, walk)
-        parts = _by_split(found, lambda name: split_of(Path(name).parts[:-1], Path(name).name), counts)
+        parts = _by_split(
+            found, lambda name: split_of(Path(name).parts[:-1], Path(name).name), counts
+        )
     else:
         parts = _by_split(_of_glob(root), lambda name: "", counts)
         if counts[EMPTY] and root.is_file():
@@ -240,7 +252,9 @@ def _find_files(root: Path, split: str, walk: Walk) -> tuple[dict[str, Path], di
     return _chosen(str(root), parts, split, counts)
 
 
-def _find_listed(sources: list[str], split: str, walk: Walk) -> tuple[dict[str, Path], dict[str, int]]:
+def _find_listed(
+    sources: list[str], split: str, walk: Walk
+) -> tuple[dict[str, Path], dict[str, int]]:
     """The same of several files, globs and folders. As with URLs, the innermost folder that names a split
     decides, below the folder that they share, or else the file's own name."""
     counts: Counter[str] = Counter()
@@ -296,10 +310,14 @@ def _chosen(
     """The files of `split`, and `Corpus.counts`. Raises `InputError` if there are none, or of two kinds."""
     files = files_of(parts, split)
     counts.update({part: len(found) for part, found in parts.items()})
-    if odd := next((name for name in files if name.encode(errors="replace").decode() != name), None):
+    if odd := next(
+        (name for name in files if name.encode(errors="replace").decode() != name), None
+    ):
         raise InputError(f"{odd!r}: the name is not UTF-8; rename the file")
     if not files:
-        seen = [f"{n} {'without suffix' if kind == '.' else kind}" for kind, n in counts.items() if n]
+        seen = [
+            f"{n} {'without suffix' if kind == '.' else kind}" for kind, n in counts.items() if n
+        ]
         what = f"found {', '.join(seen)}; " if seen else ""
         raise InputError(
             f"{source}: no documents for {split}; {what}files may end in {', '.join(suffixes())}"
@@ -368,7 +386,9 @@ def _listed(state: Path) -> list[str]:
         found = json.loads(state.read_bytes())
         listed = [file["filename"] for file in found["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{state}: does not list the dataset's files; save the dataset again") from None
+        raise InputError(
+            f"{state}: does not list the dataset's files; save the dataset again"
+        ) from None
     if found.get("_indices_data_files"):
         raise InputError(
             f"{state}: an old version saved a selection of rows; load the dataset and save it again"
@@ -390,7 +410,8 @@ def _walk(root: Path) -> Iterator[tuple[Path, _File]]:
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         place = Path(folder)
         folders[:] = sorted(
-            (name for name in folders if name[0] != "."), key=lambda n: ((place / n).is_symlink(), n)
+            (name for name in folders if name[0] != "."),
+            key=lambda n: ((place / n).is_symlink(), n),
         )
         if (real := os.path.realpath(folder)) in entered:
             folders.clear()
@@ -446,7 +467,9 @@ class Corpus:
     def names(self) -> list[str]:
         """A name of each shard, which no other shard of the corpus has."""
         named = (FileShard, StoreShard, TextShard)
-        names = [shard.name if isinstance(shard, named) else shard.identity for shard in self.shards]
+        names = [
+            shard.name if isinstance(shard, named) else shard.identity for shard in self.shards
+        ]
         seen: Counter[str] = Counter()
         for place, name in enumerate(names):
             seen[name] += 1
@@ -458,7 +481,9 @@ class Corpus:
     def sizes(self) -> list[int]:
         """The size of each shard; 0 for a remote one."""
         return [
-            shard.size if isinstance(shard, (FileShard, StoreShard)) else len(getattr(shard, "text", ""))
+            shard.size
+            if isinstance(shard, (FileShard, StoreShard))
+            else len(getattr(shard, "text", ""))
             for shard in self.shards
         ]
 
@@ -489,7 +514,9 @@ class Corpus:
             return digest(shard.text) if isinstance(shard, TextShard) else ""
 
         whole, sample = self.hashed
-        if ":" in like and not is_stated(like):  # earlier versions did not write how a hash was made
+        if ":" in like and not is_stated(
+            like
+        ):  # earlier versions did not write how a hash was made
             sample = sample_of(like)
         elif shard.size <= whole:
             sample = WHOLE
@@ -511,7 +538,9 @@ class DocumentStream:
 
     def __init__(self, corpus: Corpus, *, seed: int | str, buffer_size: int, epochs: int | None):
         self.corpus, self.seed, self.epochs = corpus, seed, epochs
-        self.permuted = all(shard.single for shard in corpus.shards)  # permuting shards permutes documents
+        self.permuted = all(
+            shard.single for shard in corpus.shards
+        )  # permuting shards permutes documents
         self.ordered = corpus.ordered
         self.buffer_size = 0 if self.permuted or self.ordered else buffer_size
         self.load_state_dict({"epoch": 0, "shard": 0, "cursor": None, "documents": 0, "buffer": []})
@@ -526,13 +555,21 @@ class DocumentStream:
             "documents": self.documents,  # given in this epoch
             "buffer": [list(document) for document in self.buffer],
             **self.left,
-            **({"order": self.order} if self.order else {}),  # of this epoch's shards, by their numbers
+            **(
+                {"order": self.order} if self.order else {}
+            ),  # of this epoch's shards, by their numbers
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.shard, self.cursor = state["epoch"], state["shard"], state["cursor"]
-        self.documents, self.buffer = state["documents"], [Document(*pair) for pair in state["buffer"]]
-        self.left, self.order = left_out(state), state.get("order")  # left out in all epochs, by kind
+        self.documents, self.buffer = (
+            state["documents"],
+            [Document(*pair) for pair in state["buffer"]],
+        )
+        self.left, self.order = (
+            left_out(state),
+            state.get("order"),
+        )  # left out in all epochs, by kind
         # An earlier version's state within a shard has no digest. None: it is not known until the next shard.
         self.digest: str | None = state.get("digest", "" if self.cursor is None else None)
 
@@ -627,7 +664,8 @@ class MixtureShard:
 
     def __init__(self, data: DataConfig, split: str, validation: bool | None = None):
         self.parts = {
-            name: open_corpus(part, split, validation=validation) for name, part in data.parts().items()
+            name: open_corpus(part, split, validation=validation)
+            for name, part in data.parts().items()
         }
         self.weights = {part.name: part.weight for part in data.mixture}
 

@@ -22,7 +22,9 @@ try:
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     from datatrove.pipeline.base import PipelineStep
 except ImportError as error:
-    raise InputError(f"datatrove: not installed ({error}); pip install 'nalanda[cluster]'") from None
+    raise InputError(
+        f"datatrove: not installed ({error}); pip install 'nalanda[cluster]'"
+    ) from None
 
 
 class TokenShards(PipelineStep):
@@ -74,7 +76,9 @@ def _executor(kind: Any, directory: str, logs: str | None, shards: dict, index: 
     return step("index", TokenIndex(directory), {"tasks": 1, "depends": depends, **index})
 
 
-def local(directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None) -> Any:
+def local(
+    directory: str, *, tasks: int, workers: int | None = None, logs: str | None = None
+) -> Any:
     """An executor on this machine: `.run()` makes the shards, then the index."""
     cast(Any, multiprocess).set_forkserver_preload(PRELOAD)  # imported once, not by every task
     shards = {"tasks": tasks, "workers": workers or tasks}
@@ -156,7 +160,9 @@ def prepare_with(
     try:
         _BUILD[executor](directory, **options).run()
     except (ImportError, FileNotFoundError) as error:
-        raise InputError(f"executor: {executor} does not start here ({error}); install it") from None
+        raise InputError(
+            f"executor: {executor} does not start here ({error}); install it"
+        ) from None
 
 
 _BUILD = {"local": local, "slurm": slurm, "ray": ray}

@@ -126,7 +126,9 @@ class FileShard:
         try:
             return self.path.stat().st_size
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be read any more ({error.strerror}); restore it") from None
+            raise InputError(
+                f"{self.path}: cannot be read any more ({error.strerror}); restore it"
+            ) from None
 
     @property
     def single(self) -> bool:

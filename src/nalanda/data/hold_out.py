@@ -167,7 +167,11 @@ def choose(
     held = sum(map(hold_out.holds, hashes))
     single = len(set(hashes)) == 1
     if single and validation:
-        line = f"{_name(shards[0])}: 1 document, {_last(share)}" if lone else f"1 document, {_last(share)}"
+        line = (
+            f"{_name(shards[0])}: 1 document, {_last(share)}"
+            if lone
+            else f"1 document, {_last(share)}"
+        )
         return HoldOut(share, tail=True), line
     if hashes and held == len(hashes):
         hold_out = HoldOut(share, less=_hex(max(hashes))) if not single else HoldOut(0.0)
@@ -190,7 +194,9 @@ def _hashes(shards: Sequence[Shard], hold_out: HoldOut, validation: bool, lone: 
     found = array("Q")
     missing = {False, True} if validation else {False}
     for shard in shards:
-        with contextlib.nullcontext() if lone else contextlib.suppress(InputError):  # reading names it later
+        with (
+            contextlib.nullcontext() if lone else contextlib.suppress(InputError)
+        ):  # reading names it later
             for document, _ in shard.read(None):
                 if isinstance(document, Left) or not not_blank(document.text):
                     continue

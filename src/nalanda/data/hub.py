@@ -44,7 +44,9 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
         names = datasets.get_dataset_split_names(source, data.name, **pin)
         separate = data.validation_split in names
         chosen = data.validation_split if split == "validation" and separate else data.train_split
-        dataset = datasets.load_dataset(source, data.name, split=chosen, streaming=data.streaming, **pin)
+        dataset = datasets.load_dataset(
+            source, data.name, split=chosen, streaming=data.streaming, **pin
+        )
         return dataset, separate, chosen
 
     try:
@@ -57,9 +59,13 @@ def open_hub(data: DataConfig, source: str, split: str) -> tuple[list[Shard], bo
             f"({redact(first_line(error))})"
         ) from None
     if not data.streaming:
-        dataset = dataset.to_iterable_dataset(num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset))))
+        dataset = dataset.to_iterable_dataset(
+            num_shards=max(1, min(DOWNLOADED_SHARDS, len(dataset)))
+        )
     name, count = "@".join([f"{source}/{data.name}/{chosen}", *pin.values()]), dataset.num_shards
-    return [HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)], separate
+    return [
+        HubShard(dataset, name, Fields.of(data), i, count, data.retries) for i in range(count)
+    ], separate
 
 
 @dataclass(frozen=True)

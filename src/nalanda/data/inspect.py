@@ -20,7 +20,9 @@ class ByteProgress(Progress):
 
     def __init__(self, what: str, weights: list[int], todo: list[int]):
         total = sum(weights)
-        super().__init__(what, total or 1, "%", start=total - sum(weights[number] for number in todo))
+        super().__init__(
+            what, total or 1, "%", start=total - sum(weights[number] for number in todo)
+        )
         self.read: dict[int, tuple[int, int]] = {}
         self.text = 0
         """Bytes of text read."""
@@ -54,7 +56,9 @@ def print_token_set(index: dict, directory: str | os.PathLike) -> None:
     console = Console(emoji=False)
     if skipped := index.get("skipped"):
         limit = index["settings"]["max_document_bytes"]
-        print(f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)")
+        print(
+            f"{skipped:,} documents of more than {limit:,} bytes were left out (data.oversized: skip)"
+        )
     if unusable := index.get("unusable"):
         print(f"{unusable:,} records without usable text were left out (data.unusable: skip)")
     splits = {split: index[split] for split in SPLITS if index[split]["documents"]}
@@ -110,7 +114,12 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
     """
     directory = Path(directory).expanduser()
     index = read_index(directory)
-    owners = [(e, f) for split in SPLITS for e in shard_entries(directory, index, split) for f in e.files()]
+    owners = [
+        (e, f)
+        for split in SPLITS
+        for e in shard_entries(directory, index, split)
+        for f in e.files()
+    ]
     files = [file for _, file in owners]
 
     def damage(entry: Entry, file: StatedFile) -> str | None:
@@ -135,7 +144,9 @@ def check_set(directory: str | os.PathLike, *, sums: bool = False) -> None:
         except (OSError, ValueError):
             made_with = {}
         if not index["tokenizer"].items() <= made_with.items():
-            found.append(f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again")
+            found.append(
+                f"{directory / 'tokenizer'}: not the tokenizer that the index names; copy it again"
+            )
     for problem in found[1:]:
         print(problem)
     if found:
@@ -156,5 +167,7 @@ def inspect(directory: str | os.PathLike, *, verify: bool = False, samples: int 
     for number in dict.fromkeys(i * train.documents // samples for i in range(samples)):
         tokens, source = train.document(number)
         named = f" of {source}" if source else ""
-        print(f"\ndocument {number:,}{named}, {len(tokens):,} tokens: {' '.join(map(str, tokens[:16]))} …")
+        print(
+            f"\ndocument {number:,}{named}, {len(tokens):,} tokens: {' '.join(map(str, tokens[:16]))} …"
+        )
         print(f"{tokenizer.decode(tokens[:100].tolist())}{' …' * (len(tokens) > 100)}")

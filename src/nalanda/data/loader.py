@@ -32,7 +32,15 @@ from nalanda.data.hashes import FileHashes
 from nalanda.data.packing import STREAM_GROUP, Mixture, StreamRows, TokenSetRows, batched, pack
 from nalanda.data.peers import Peers
 from nalanda.data.records import describe_left
-from nalanda.data.resume import ADVICE, Files, Hashing, check_all_same, check_not_cut, go_on, in_turn
+from nalanda.data.resume import (
+    ADVICE,
+    Files,
+    Hashing,
+    check_all_same,
+    check_not_cut,
+    go_on,
+    in_turn,
+)
 from nalanda.data.sources import Sources, validation_parts
 from nalanda.data.token_set import SPLITS, TokenSet
 from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
@@ -130,18 +138,24 @@ class PackedBatches:
             raise ValueError("a mixture has no single order for validation; use validation_batches")
         carry = data.long_documents == "carry" and self.training
         if carry and (not slots or slots % (batch_size * world_size)):
-            raise ValueError(f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks")
+            raise ValueError(
+                f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks"
+            )
         self.tokenizer = describe_tokenizer(tokenizer)
         parts = {
             name: self._open_rows(name, part, split, slots if carry else None)
             for name, part in data.parts().items()
         }
-        self.source: Any = parts.get("") or Mixture(parts, {part.name: part.weight for part in data.mixture})
+        self.source: Any = parts.get("") or Mixture(
+            parts, {part.name: part.weight for part in data.mixture}
+        )
         keys = ("seq_len", "bos", "eos", "documents", "long_documents")
         settings = {key: getattr(data, key) for key in keys} | self.source.identity
         self.identity = {"split": split, "seed": self.seed, **settings}
         self.identity["tokenizer"] = self.tokenizer["fingerprint"]
-        self.identity |= {f"{end}_id": self.tokenizer[end] for end in ("bos", "eos") if settings[end]}
+        self.identity |= {
+            f"{end}_id": self.tokenizer[end] for end in ("bos", "eos") if settings[end]
+        }
         self._state: dict[str, Any] = self.source.start
         self._ended = False
         self._reader: Any = None
@@ -283,7 +297,9 @@ class PackedBatches:
             documents, change = go_on(streams[part].stream(), documents, saved[part], files[part])
             states[part] = {**states[part], "documents": documents}
             if line := str(change):
-                self.changes.append(f"data: {part + ': ' * bool(part)}{line} ahead of where the run stopped")
+                self.changes.append(
+                    f"data: {part + ': ' * bool(part)}{line} ahead of where the run stopped"
+                )
         return {**position, "parts": [*states.values()]} if "parts" in position else states[""]
 
     def _by_part(self, position: dict) -> dict[str, dict]:
@@ -303,7 +319,9 @@ class PackedBatches:
             stream, files = rows.stream(), self.files[part]
             stream.load_state_dict(states[part]["documents"])
             order = stream.order or stream.permutation(len(files.names))
-            lists.append([(files, number) for number in order[stream.shard :] + order[: stream.shard]])
+            lists.append(
+                [(files, number) for number in order[stream.shard :] + order[: stream.shard]]
+            )
         others = [files for part, files in self.files.items() if part not in self._streams()]
         lists.append([(files, number) for files in others for number in range(len(files.names))])
         return in_turn(lists)
@@ -437,7 +455,9 @@ def _validation_documents(
     if tokens := _open_matching_set(data, describe_tokenizer(tokenizer), "validation", sources):
         pairs = map(tokens.document, range(tokens.documents))
         total = tokens.documents
-        return ((source, ids) for ids, source in pairs), lambda n: f"the first {n:,} of {total:,} documents"
+        return (
+            (source, ids) for ids, source in pairs
+        ), lambda n: f"the first {n:,} of {total:,} documents"
     corpus = sources.corpus(data, "validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
@@ -490,11 +510,15 @@ def validation_files(
     return found
 
 
-def token_sets(data: DataConfig, *, validation: bool, sources: Sources | None = None) -> list[TokenSet]:
+def token_sets(
+    data: DataConfig, *, validation: bool, sources: Sources | None = None
+) -> list[TokenSet]:
     """The token sets that training reads, and with `validation` those of the validation documents."""
     sources = sources or Sources()
     parts = [(part, "train") for part in data.parts().values()]
-    parts += [(part, "validation") for part in validation_parts(data).values()] if validation else []
+    parts += (
+        [(part, "validation") for part in validation_parts(data).values()] if validation else []
+    )
     return [tokens for part, split in parts if (tokens := sources.token_set(part, split))]
 
 
@@ -533,5 +557,7 @@ def _open_matching_set(
                 f"tokenizer: {source}/tokenizer, or prepare it again"
             )
     if data.documents == "joined":
-        raise InputError(f"data.documents: joined reads files, and {source} is a token set; give its source")
+        raise InputError(
+            f"data.documents: joined reads files, and {source} is a token set; give its source"
+        )
     return tokens

@@ -47,7 +47,9 @@ def make_token_set(
     directory = local_path(directory)
     if is_store(directory):
         if executor:
-            raise InputError("--executor: its tasks share a local folder; name one, and copy the set")
+            raise InputError(
+                "--executor: its tasks share a local folder; name one, and copy the set"
+            )
         return make_in_store(
             directory,
             lambda folder: make_token_set(
@@ -73,7 +75,9 @@ def make_token_set(
     if megatron_splits(settings.source):
         if executor or {"bos", "eos"} & chosen.keys():
             option = "--executor" if executor else "--bos, --eos"
-            raise InputError(f"{option}: a Megatron set is taken as it is, in one process; leave it out")
+            raise InputError(
+                f"{option}: a Megatron set is taken as it is, in one process; leave it out"
+            )
         return read_megatron(settings, its_tokenizer, directory)
     if executor is None:
         return prepare(
@@ -87,7 +91,13 @@ def make_token_set(
     from nalanda.data.datatrove import prepare_with
 
     prepare_with(
-        executor, settings, its_tokenizer, directory, workers=workers, shard_bytes=shard_bytes, **cluster
+        executor,
+        settings,
+        its_tokenizer,
+        directory,
+        workers=workers,
+        shard_bytes=shard_bytes,
+        **cluster,
     )
     return read_index(directory) if is_token_set(directory) else None
 

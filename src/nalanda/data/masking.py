@@ -62,7 +62,9 @@ class Masking:
         if self.begins is not None and self.ends is not None:
             begins = self.begins[tokens]
             begins[:, 1:] |= self.ends[tokens[:, :-1]]
-            begins.reshape(-1)[batch["cu_seqlens"][:-1].numpy()] = True  # of a document, and of a row
+            begins.reshape(-1)[batch["cu_seqlens"][:-1].numpy()] = (
+                True  # of a document, and of a row
+            )
             first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
             choice = np.take_along_axis(choice, first, 1)
         chosen = (choice < self.share) & ~self.special[tokens]
@@ -74,7 +76,9 @@ class Masking:
             "labels": torch.from_numpy(np.where(chosen, tokens, IGNORED)),
         }
 
-    def fixed(self, batches: dict[str, list[Batch]], rank: int, world_size: int) -> dict[str, list[Batch]]:
+    def fixed(
+        self, batches: dict[str, list[Batch]], rank: int, world_size: int
+    ) -> dict[str, list[Batch]]:
         """Validation batches by source, with the same choice in every pass and for every seed."""
         return {
             source: [
@@ -95,7 +99,9 @@ def word_borders(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.nda
     vocabulary = [*range(vocabulary_of(tokenizer))]
     pieces = [(token or "") for token in tokenizer.convert_ids_to_tokens(vocabulary)]
     spaced = [piece.translate(spaces) for piece in pieces]
-    begins, ends = (np.array([text[at : at + 1 or None].isspace() for text in spaced]) for at in (0, -1))
+    begins, ends = (
+        np.array([text[at : at + 1 or None].isspace() for text in spaced]) for at in (0, -1)
+    )
     if any(piece.startswith("##") for piece in pieces):
         begins = np.array([not piece.startswith("##") for piece in pieces])
     elif not begins.any():

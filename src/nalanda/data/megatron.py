@@ -40,7 +40,12 @@ from nalanda.data.token_set import (
     token_dtype,
     totals,
 )
-from nalanda.data.tokenizer import build_tokenizer, describe_tokenizer, load_tokenizer, vocabulary_of
+from nalanda.data.tokenizer import (
+    build_tokenizer,
+    describe_tokenizer,
+    load_tokenizer,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,10 +84,14 @@ class MegatronSet:
                 f"{error.filename}: {first_line(error)}; a Megatron set is .idx and .bin"
             ) from None
         if len(content) < head.size or not content.startswith(MAGIC):
-            raise InputError(f"{self.idx}: not the index of a Megatron set, which begins with MMIDIDX")
+            raise InputError(
+                f"{self.idx}: not the index of a Megatron set, which begins with MMIDIDX"
+            )
         _, version, code, sequences, bounds = head.unpack_from(content)
         if version != 1 or code not in DTYPES:
-            raise InputError(f"{self.idx}: version {version}, dtype {code}; version 1 with integers is read")
+            raise InputError(
+                f"{self.idx}: version {version}, dtype {code}; version 1 with integers is read"
+            )
         meant = head.size + 12 * sequences + 8 * bounds
         if len(content) != meant:
             raise InputError(
@@ -99,11 +108,15 @@ class MegatronSet:
             or (found[0], found[-1]) != (0, sequences)
             or (np.diff(found) < 0).any()
         ):
-            raise InputError(f"{self.idx}: damaged, its documents do not follow one another; copy it again")
+            raise InputError(
+                f"{self.idx}: damaged, its documents do not follow one another; copy it again"
+            )
         self.ends = np.concatenate([[0], ends])[found[1:]]
         meant = int(ends[-1] if sequences else 0) * dtype.itemsize
         if size != meant:
-            raise InputError(f"{self.bin}: {size:,} bytes, and its index says {meant:,}; copy it again")
+            raise InputError(
+                f"{self.bin}: {size:,} bytes, and its index says {meant:,}; copy it again"
+            )
         self.tokens = np.memmap(self.bin, dtype, mode="r") if size else np.zeros(0, dtype)
 
     def ends_are(self, token: int | None, first: bool = False) -> bool:
@@ -134,7 +147,9 @@ def read_megatron(data: DataConfig, tokenizer: TokenizerConfig, directory: str |
     """
     splits, directory = megatron_splits(data.source), local_output(directory, "output")
     if tokenizer.path is None:
-        raise InputError(f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer")
+        raise InputError(
+            f"{data.source}: holds token ids; name the tokenizer that made them: --tokenizer"
+        )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory}: exists; name another directory, or remove it")
     data.check()
@@ -180,10 +195,14 @@ def _write_set(
                 )
             split = part
             if len(sets) == 1:
-                number = int.from_bytes(blake2b(document.astype("<u4").tobytes(), digest_size=8).digest())
+                number = int.from_bytes(
+                    blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
+                )
                 split = "validation" if number < data.validation_share * 2**64 else "train"
             if split not in open_shards:
-                open_shards[split] = ShardWriter(directory / split / f"{len(shards[split]):05d}", dtype)
+                open_shards[split] = ShardWriter(
+                    directory / split / f"{len(shards[split]):05d}", dtype
+                )
             open_shards[split].add(document, "", bytes_of(document))
             if open_shards[split].tokens >= SHARD:
                 close(split)
@@ -216,7 +235,9 @@ def _bytes_of(tokenizer: PreTrainedTokenizerBase):
     """The bytes of a document's text: from a table, or by decoding it if the tokenizer loses some."""
     if table := text_bytes(tokenizer):
         return lambda document: int(table(document).sum())
-    return lambda document: len(str(tokenizer.decode(document.tolist(), skip_special_tokens=True)).encode())
+    return lambda document: len(
+        str(tokenizer.decode(document.tolist(), skip_special_tokens=True)).encode()
+    )
 
 
 def write_megatron(token_set: str | Path, directory: str | Path) -> dict[str, tuple[int, int]]:
@@ -277,6 +298,7 @@ def _write_split(token_set: str | Path, index: dict, split: str, prefix: Path, c
     head = struct.pack("<9sQBQQ", MAGIC, 1, code, len(sizes), len(sizes) + 1)
     bounds = np.arange(len(sizes) + 1)
     body = b"".join(
-        values.astype(kind).tobytes() for values, kind in ((sizes, "<i4"), (places, "<i8"), (bounds, "<i8"))
+        values.astype(kind).tobytes()
+        for values, kind in ((sizes, "<i4"), (places, "<i8"), (bounds, "<i8"))
     )
     prefix.with_suffix(".idx").write_bytes(head + body)

@@ -88,11 +88,14 @@ def needs(config: RunConfig) -> list[Need]:
     name = config.tokenizer.path
     if name and name not in MISTRAL and _on_hub(name):
         found.append(
-            Need("tokenizer.path", name, f"tokenizers/{_plain(name)}", config.tokenizer, config.data)
+            Need(
+                "tokenizer.path", name, f"tokenizers/{_plain(name)}", config.tokenizer, config.data
+            )
         )
     parts = [("data", config.data, config.data)]
     parts += [
-        (f"data.mixture.{part.name}", part, config.data.parts()[part.name]) for part in config.data.mixture
+        (f"data.mixture.{part.name}", part, config.data.parts()[part.name])
+        for part in config.data.mixture
     ]
     for where, holder, data in parts:
         for key in ("source", "validation_source"):
@@ -273,10 +276,14 @@ def _from_hub(do: Callable[[], Any], what: str, retries: int) -> Any:
     except SourceUnavailable:
         raise
     except Exception as error:  # datasets, huggingface_hub and httpx share no base class
-        raise InputError(f"{what}: cannot be downloaded from the Hub ({redact(first_line(error))})") from None
+        raise InputError(
+            f"{what}: cannot be downloaded from the Hub ({redact(first_line(error))})"
+        ) from None
 
 
-def _fetch_tokenizer(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+def _fetch_tokenizer(
+    need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable
+) -> None:
     tokenizer = build_tokenizer(config.tokenizer, config.data, target)
     shutil.rmtree(target, ignore_errors=True)
     part = target.with_name(f"{target.name}.partial")
@@ -284,7 +291,9 @@ def _fetch_tokenizer(need: Need, config: RunConfig, target: Path, shards: int | 
     part.replace(target)
 
 
-def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+def _fetch_model(
+    need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable
+) -> None:
     from huggingface_hub import snapshot_download
 
     weights = need.kind == "models"
@@ -297,12 +306,16 @@ def _fetch_model(need: Need, config: RunConfig, target: Path, shards: int | None
     )
     shutil.rmtree(part / ".cache", ignore_errors=True)
     if not (part / "config.json").is_file() or (weights and not any(part.glob("*.safetensors"))):
-        raise InputError(f"{need.key}: {need.title} has no {'safetensors' if weights else 'config.json'}")
+        raise InputError(
+            f"{need.key}: {need.title} has no {'safetensors' if weights else 'config.json'}"
+        )
     shutil.rmtree(target, ignore_errors=True)
     part.replace(target)
 
 
-def _fetch_urls(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+def _fetch_urls(
+    need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable
+) -> None:
     if is_stored_set(need.name, config.data.retries):
         copy_set(str(need.name), config.data.retries, target)
         return
@@ -320,18 +333,24 @@ def _fetch_urls(need: Need, config: RunConfig, target: Path, shards: int | None,
                 fetch(wanted, file, config.data.retries)
 
 
-def _fetch_dataset(need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable) -> None:
+def _fetch_dataset(
+    need: Need, config: RunConfig, target: Path, shards: int | None, say: Callable
+) -> None:
     import datasets
 
     name, data = str(need.name), dataclasses.replace(need.data, streaming=True)
     pin = pinned(data, name)
-    builder = _from_hub(lambda: datasets.load_dataset_builder(name, data.name, **pin), name, data.retries)
+    builder = _from_hub(
+        lambda: datasets.load_dataset_builder(name, data.name, **pin), name, data.retries
+    )
     files = getattr(builder.config, "data_files", None) or {}
     _, separate = open_hub(data, name, "validation")
     splits = {"validation": data.validation_split} if separate else {}
     if not (need.key.endswith("validation_source") and separate):
         splits["train"] = data.train_split
-    staging = target.with_name(f"{target.name}.partial")  # the Hub's library resumes partial files in it
+    staging = target.with_name(
+        f"{target.name}.partial"
+    )  # the Hub's library resumes partial files in it
     for folder, split in splits.items():
         places = [_hub_file(str(file)) for file in files.get(split, [])]
         if places and all(places):
@@ -363,7 +382,9 @@ def _copy(
         return
     say(f"{name}: {path}")
     found = _from_hub(
-        lambda: hf_hub_download(name, path, repo_type="dataset", revision=revision, local_dir=staging),
+        lambda: hf_hub_download(
+            name, path, repo_type="dataset", revision=revision, local_dir=staging
+        ),
         f"{name}: {path}",
         retries,
     )
@@ -371,7 +392,9 @@ def _copy(
     os.replace(found, file)
 
 
-def _write(data: DataConfig, name: str, split: str, folder: Path, limit: int | None, say: Callable) -> None:
+def _write(
+    data: DataConfig, name: str, split: str, folder: Path, limit: int | None, say: Callable
+) -> None:
     """Writes each shard of a dataset as a .jsonl.zst, for datasets whose own files cannot be mirrored."""
     import zstandard
 

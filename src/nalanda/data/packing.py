@@ -84,7 +84,12 @@ class StreamRows:
         buffer = data.shuffle_buffer if whole else 0
         self.stream = partial(DocumentStream, corpus, seed=seed, buffer_size=buffer, epochs=epochs)
         carried = int(self.joined)  # the token in front of the text
-        self.start = {"documents": self.stream().state_dict(), "carried": carried, "done": 0, "rows": 0}
+        self.start = {
+            "documents": self.stream().state_dict(),
+            "carried": carried,
+            "done": 0,
+            "rows": 0,
+        }
         self.identity = {"corpus": corpus.fingerprint, "shuffle_buffer": data.shuffle_buffer}
 
     def epochs(self, state: dict) -> float:
@@ -123,7 +128,9 @@ class StreamRows:
             order = list(range(count))
             if self.whole:
                 first = rows - done
-                order[1:] = sorted(order[1:], key=lambda index: documents.draw("row", first + index, epoch))
+                order[1:] = sorted(
+                    order[1:], key=lambda index: documents.draw("row", first + index, epoch)
+                )
             for place, index in enumerate(order[done:], done + 1):
                 rows += 1
                 load = partial(cut_row, tokens, starts, index * stride, self.seq_len)
@@ -134,7 +141,10 @@ class StreamRows:
         if len(tokens) > self.joined and not self.whole and not done:
             begun = {"documents": documents.state_dict(), "carried": len(tokens)}
             begun |= documents.left
-            yield partial(cut_row, tokens, starts, 0, self.seq_len), {**begun, "done": 1, "rows": rows + 1}
+            yield (
+                partial(cut_row, tokens, starts, 0, self.seq_len),
+                {**begun, "done": 1, "rows": rows + 1},
+            )
 
 
 def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, dict], list[str]]]:
@@ -148,7 +158,10 @@ def _text_groups(documents: DocumentStream) -> Iterator[tuple[tuple[dict, int, d
             if not (group := take_documents(left, characters)):
                 break
             before["end"] = documents.place(before["epoch"])  # a resume reads the group again
-            yield (before, documents.epoch, dict(documents.left)), [document.text for document in group]
+            yield (
+                (before, documents.epoch, dict(documents.left)),
+                [document.text for document in group],
+            )
 
 
 def _check_epoch(has_tokens: bool) -> None:
@@ -202,7 +215,11 @@ class TokenSetRows:
                 f"{name}: {self.blocks} blocks of {block} rows for the {slots} rows of a step; "
                 "lower data.carry_rows or train.tokens_per_step"
             )
-        self.end = math.inf if epochs is None else epochs * self.blocks // (slots or 1) * (slots or 1) * block
+        self.end = (
+            math.inf
+            if epochs is None
+            else epochs * self.blocks // (slots or 1) * (slots or 1) * block
+        )
         self.start = {"rows": 0}
         self.identity: dict[str, Any] = {"corpus": tokens.identity}
         if slots:
@@ -242,7 +259,9 @@ class TokenSetRows:
             raise InputError(f"{self.name}: shorter than its index says; copy or prepare it again")
         if self.slots is None:
             return Row(tokens, _with_zero(starts))
-        return Row(tokens, _with_zero(starts), slot, place > 0 and not (len(starts) and starts[0] == 0))
+        return Row(
+            tokens, _with_zero(starts), slot, place > 0 and not (len(starts) and starts[0] == 0)
+        )
 
 
 class Mixture:
@@ -268,7 +287,10 @@ class Mixture:
 
     def rows(self, state: dict, tokenisers: Tokenisers) -> Rows:
         number, states = state["rows"], list(state["parts"])
-        rows = [part.rows(its, tokenisers) for part, its in zip(self.parts.values(), states, strict=True)]
+        rows = [
+            part.rows(its, tokenisers)
+            for part, its in zip(self.parts.values(), states, strict=True)
+        ]
         while True:
             chosen = next_source(self.weights, [its["rows"] for its in states])
             if (item := next(rows[chosen], None)) is None:
@@ -298,7 +320,13 @@ def _with_zero(starts: np.ndarray) -> np.ndarray:
 
 
 def batched(
-    rows: Rows, seq_len: int, batch_size: int, rank: int, world_size: int, padding: int, training: bool
+    rows: Rows,
+    seq_len: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    padding: int,
+    training: bool,
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     """A rank's batches, each with the state after it.
 
@@ -322,7 +350,9 @@ def collate(rows: list[Row], seq_len: int, padding: int) -> dict[str, torch.Tens
     starts = []
     for index, row in enumerate(rows):
         length = len(row.tokens)
-        input_ids[index, :length] = labels[index, :length] = torch.from_numpy(row.tokens.astype(np.int64))
+        input_ids[index, :length] = labels[index, :length] = torch.from_numpy(
+            row.tokens.astype(np.int64)
+        )
         ends = [length] if length < seq_len else []
         starts += [index * seq_len + start for start in (*row.starts.tolist(), *ends)]
     labels.view(-1)[starts] = IGNORED

@@ -64,7 +64,9 @@ class Peers:
         if isinstance(error, InputError):
             message = pickle.dumps(error)
             for line in self._lines.values():
-                with contextlib.suppress(OSError):  # if its line is full, it sees only that the line ends
+                with contextlib.suppress(
+                    OSError
+                ):  # if its line is full, it sees only that the line ends
                     line.send(message, socket.MSG_DONTWAIT)
         self.close()
 

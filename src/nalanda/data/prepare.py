@@ -119,10 +119,14 @@ class Unit(NamedTuple):
     def of(key: str) -> Unit:
         """The unit of a key, without its weight and its place in the source."""
         content, start, stop, corpus, identity = key.split(" ", 4)
-        return Unit(corpus, 0, identity, 0, int(start), None if stop == "None" else int(stop), content)
+        return Unit(
+            corpus, 0, identity, 0, int(start), None if stop == "None" else int(stop), content
+        )
 
 
-def contents_of(corpus: Corpus, split: str, hashes: FileHashes, earlier: Iterable[Unit]) -> list[str]:
+def contents_of(
+    corpus: Corpus, split: str, hashes: FileHashes, earlier: Iterable[Unit]
+) -> list[str]:
     """`Corpus.content` of each shard, made in the way of an earlier one."""
     likes = {unit.identity: unit.content for unit in earlier if unit.corpus == split}
 
@@ -144,9 +148,13 @@ def plan_units(corpus: Corpus, split: str, limit: int, contents: list[str]) -> I
         large = isinstance(shard, FileShard) and unit.weight > limit
         if large and _is_plain_jsonl(shard.path):
             cuts = [*range(0, unit.weight, limit), unit.weight]
-            parts = [unit._replace(weight=b - a, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
+            parts = [
+                unit._replace(weight=b - a, start=a, stop=b) for a, b in itertools.pairwise(cuts)
+            ]
         elif large and reader_of(shard.path) is read_parquet:
-            parts = [unit._replace(weight=w, start=a, stop=b) for a, b, w in _row_groups(shard.path)]
+            parts = [
+                unit._replace(weight=w, start=a, stop=b) for a, b, w in _row_groups(shard.path)
+            ]
         yield from parts or [unit]
 
 
@@ -159,13 +167,17 @@ def _size(shard: Shard) -> int | None:
     """Bytes of input, or None if only reading tells."""
     if isinstance(shard, FileShard):
         return shard.size
-    return len(shard.text.encode()) if isinstance(shard, TextShard) else getattr(shard, "size", None)
+    return (
+        len(shard.text.encode()) if isinstance(shard, TextShard) else getattr(shard, "size", None)
+    )
 
 
 def _density(shard: Shard) -> int:
     """About the bytes of text in a byte of input, so that the bar moves within a large file."""
     return (
-        3 if isinstance(shard, FileShard) and shard.path.suffix.lower() in (".gz", ".zst", ".parquet") else 1
+        3
+        if isinstance(shard, FileShard) and shard.path.suffix.lower() in (".gz", ".zst", ".parquet")
+        else 1
     )
 
 
@@ -270,8 +282,14 @@ def name_shards(names: list[str | None], taken: Container[str]) -> list[str]:
 
 def describe_changes(before: Iterable[Unit], now: Iterable[Unit]) -> str:
     """Which files changed, came and went, in a few words."""
-    old, new = ({(u.corpus, _file_of(u)): (u.identity, u.content) for u in units} for units in (before, now))
-    words = [f"{name} changed" for (split, name), what in old.items() if new.get((split, name), what) != what]
+    old, new = (
+        {(u.corpus, _file_of(u)): (u.identity, u.content) for u in units} for units in (before, now)
+    )
+    words = [
+        f"{name} changed"
+        for (split, name), what in old.items()
+        if new.get((split, name), what) != what
+    ]
     words += [f"{name} is gone" for split, name in old if (split, name) not in new]
     words += [f"{name} is new" for split, name in new if (split, name) not in old]
     return ", ".join(words[:3]) + (f" and {len(words) - 3:,} more" if words[3:] else "")
@@ -404,7 +422,9 @@ class Preparation:
         try:
             plan = json.loads(path.read_bytes())
         except OSError as error:
-            raise InputError(f"{path}: {first_line(error)}; begin with nalanda data prepare") from None
+            raise InputError(
+                f"{path}: {first_line(error)}; begin with nalanda data prepare"
+            ) from None
         import_plugins(plan.get("plugins", ()))
         self.settings, self.tokenizer = plan["settings"], plan["tokenizer"]
         self.dtype = np.dtype(plan["dtype"]).newbyteorder("<")
@@ -444,7 +464,11 @@ class Preparation:
     def _parts(self, document: Document, splits: Sequence[str]) -> Iterator[tuple[Document, str]]:
         """The splits that a document belongs to, each with its part of it."""
         for split in splits:
-            text = self.hold_out.part(document.text, split) if self.hold_out else unless_blank(document.text)
+            text = (
+                self.hold_out.part(document.text, split)
+                if self.hold_out
+                else unless_blank(document.text)
+            )
             if text is not None:
                 yield document._replace(text=text), split
 
@@ -453,10 +477,14 @@ class Preparation:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if (found := self.kept.get(self.names[number])) is None:
                 found = json.loads(self._record_path(number).read_bytes())
-            if found["made"] != self.made or found["units"] != [unit.key for unit in self.jobs[number]]:
+            if found["made"] != self.made or found["units"] != [
+                unit.key for unit in self.jobs[number]
+            ]:
                 return None
             for split, entry in record_entries(found).items():
-                for file in Entry(self.directory / split / entry["name"], entry, self.dtype.name).files():
+                for file in Entry(
+                    self.directory / split / entry["name"], entry, self.dtype.name
+                ).files():
                     file.check_size()
             return found
         return None
@@ -485,7 +513,9 @@ class Preparation:
         with _one_thread(), contextlib.ExitStack() as stack:
             writers = {}
             for split in splits:
-                writers[split] = ShardWriter(self.directory / split / self.names[number], self.dtype)
+                writers[split] = ShardWriter(
+                    self.directory / split / self.names[number], self.dtype
+                )
                 stack.callback(writers[split].abandon)
             weight = text = 0
             for unit in units:
@@ -507,7 +537,9 @@ class Preparation:
                     report(weight + min(unit.weight, (read - text) // _density(shard)), read)
                 weight, text = weight + unit.weight, read
                 report(weight, read)
-            record = {split: entry for split, writer in writers.items() if (entry := writer.close())}
+            record = {
+                split: entry for split, writer in writers.items() if (entry := writer.close())
+            }
         record |= {"made": self.made, "units": [unit.key for unit in units]}
         record |= left
         write_whole(self._record_path(number), json.dumps(record).encode())
@@ -549,7 +581,9 @@ class Preparation:
             for name, record in zip(self.names, records, strict=True)
             if record
         }
-        write_whole(self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode())
+        write_whole(
+            self.directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False).encode()
+        )
         tidy(self.directory, index)
         return index
 
@@ -627,7 +661,9 @@ def begin(
     if index and known:
         made_with = index["tokenizer"]
     else:
-        for line in filter(None, (describe_files(data, corpora["train"].counts), corpora["train"].note)):
+        for line in filter(
+            None, (describe_files(data, corpora["train"].counts), corpora["train"].note)
+        ):
             say(line)
         made_with = _save_tokenizer(data, tokenizer, saved, work, settings, say)
 
@@ -639,8 +675,12 @@ def begin(
     jobs: list[list[Unit]] = []
     kept: list[str | None] = []
     for split, corpus in parts.items():
-        units = [*plan_units(corpus, split, shard_bytes, contents_of(corpus, split, hashes, before))]
-        more, names = plan_jobs(units, shard_bytes, {name: r["units"] for name, r in records.items()})
+        units = [
+            *plan_units(corpus, split, shard_bytes, contents_of(corpus, split, hashes, before))
+        ]
+        more, names = plan_jobs(
+            units, shard_bytes, {name: r["units"] for name, r in records.items()}
+        )
         jobs += more
         kept += names
     if index and known and kept == [*index["records"]]:
@@ -650,7 +690,9 @@ def begin(
     if before and (changes := describe_changes(before, itertools.chain(*jobs))):
         say(f"{kept.count(None)} of {len(jobs)} shards are made again: {changes}")
     elif index and not known:
-        say(f"{directory}: changed since it was prepared, and its index names no files; all is made again")
+        say(
+            f"{directory}: changed since it was prepared, and its index names no files; all is made again"
+        )
     if known and _save_tokenizer(data, tokenizer, saved, work, settings, say) != made_with:
         raise InputError(f"{saved}: not the tokenizer that the index names; copy it again")
     taken = _names_in(index) if index else set()
@@ -710,14 +752,18 @@ def _names_in(index: dict) -> set[str]:
 def _earlier_units(work: Path, index: dict | None) -> list[Unit]:
     """The units of the finished set, or else of the plan that was begun."""
     if index:
-        return [Unit.of(key) for record in index.get("records", {}).values() for key in record["units"]]
+        return [
+            Unit.of(key) for record in index.get("records", {}).values() for key in record["units"]
+        ]
     plan = _json(work / "plan.json") or {}
     return [Unit(*unit) for unit in itertools.chain(*plan["jobs"])] if "names" in plan else []
 
 
 def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None) -> None:
     if getattr(data, "mixture", None):
-        raise InputError("data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer")
+        raise InputError(
+            "data.mixture: cannot be prepared; prepare each of its sources, with one tokenizer"
+        )
     data.check()
     tokenizer.check()
     if data.documents == "joined":
@@ -733,7 +779,9 @@ def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None
         and tokenizer.path[0] in "~/."
         and not os.path.exists(os.path.expanduser(tokenizer.path))
     ):
-        raise InputError(f"tokenizer: {tokenizer.path} does not exist; give a folder, a file or a hub id")
+        raise InputError(
+            f"tokenizer: {tokenizer.path} does not exist; give a folder, a file or a hub id"
+        )
     if shard_bytes is not None and shard_bytes < 1:
         raise InputError(f"shard_bytes: {shard_bytes} bytes hold nothing; take 1 MB or more")
 
@@ -741,11 +789,17 @@ def _check(data: DataConfig, tokenizer: TokenizerConfig, shard_bytes: int | None
 def _refuse_other_files(directory: Path) -> None:
     """Raises `InputError` if the directory has other files than those of a set."""
     begun = is_token_set(directory) or (directory / "preparing" / "settings.json").exists()
-    if not begun and directory.exists() and any(path.name != "preparing" for path in directory.iterdir()):
+    if (
+        not begun
+        and directory.exists()
+        and any(path.name != "preparing" for path in directory.iterdir())
+    ):
         raise InputError(f"{directory}: not empty and not a token set; name another directory")
 
 
-def _refuse_other_settings(directory: Path, recorded: dict | None, settings: dict[str, Any]) -> None:
+def _refuse_other_settings(
+    directory: Path, recorded: dict | None, settings: dict[str, Any]
+) -> None:
     """Raises `InputError` if the set was begun with other settings. The source's files may differ."""
     if recorded is None:
         return
@@ -772,15 +826,21 @@ def _save_tokenizer(
     if new:
         shutil.rmtree(partial, ignore_errors=True)  # perhaps made with other settings
         if tokenizer.train:
-            say(f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …")
+            say(
+                f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …"
+            )
     work.mkdir(parents=True, exist_ok=True)
-    built = build_tokenizer(tokenizer, data, partial if new else saved)  # a trained one is saved there
+    built = build_tokenizer(
+        tokenizer, data, partial if new else saved
+    )  # a trained one is saved there
     if new and not partial.exists():
         built.save_pretrained(partial)
-    if (made_with := describe_tokenizer(load_tokenizer(partial if new else saved))) != describe_tokenizer(
-        built
-    ):
-        raise InputError(f"tokenizer: not the one in {saved}; restore it, or name another directory")
+    if (
+        made_with := describe_tokenizer(load_tokenizer(partial if new else saved))
+    ) != describe_tokenizer(built):
+        raise InputError(
+            f"tokenizer: not the one in {saved}; restore it, or name another directory"
+        )
     write_whole(work / "settings.json", json.dumps(settings).encode())
     if new:
         partial.replace(saved)
@@ -815,7 +875,9 @@ def _with_urls(change: Callable[[str], str], source: Any) -> Any:
 def _without_secrets(begun: dict, settings: dict) -> dict:
     """The settings of an earlier version, which stored URLs as they were given."""
     found = {key: begun.get(key) for key in ("source", "validation_source")}
-    return begun | {key: _with_urls(identity_of, old) for key, old in found.items() if old != settings[key]}
+    return begun | {
+        key: _with_urls(identity_of, old) for key, old in found.items() if old != settings[key]
+    }
 
 
 def _json(path: Path) -> Any:
@@ -869,7 +931,10 @@ def alone_in(directory: Path) -> Iterator[None]:
         raise InputError(
             f"{directory}: another process is preparing it; wait for it, or name another directory"
         ) from None
-    except (OSError, NotImplementedError):  # a finished set that is read-only, or a file system without locks
+    except (
+        OSError,
+        NotImplementedError,
+    ):  # a finished set that is read-only, or a file system without locks
         pass
     try:
         yield
@@ -912,7 +977,9 @@ def _prepare(
     except OSError as error:
         if not no_room(error):
             raise InputError(f"{directory}: {first_line(error)}") from None
-        raise DiskFull(f"{directory}: no space left; make room, and run the same command again") from None
+        raise DiskFull(
+            f"{directory}: no space left; make room, and run the same command again"
+        ) from None
     finally:
         (preparation.directory / "preparing" / URLS).unlink(missing_ok=True)
     if errors:
@@ -952,7 +1019,10 @@ def _in_processes(
     # Weight and text of each shard, then whether to stop; without a lock, which a killed worker would keep.
     board = context.RawArray("q", 2 * len(preparation.jobs) + 1)
     pool = ProcessPoolExecutor(
-        min(workers, len(todo)), context, initializer=_start, initargs=(str(preparation.directory), board)
+        min(workers, len(todo)),
+        context,
+        initializer=_start,
+        initargs=(str(preparation.directory), board),
     )
     try:
         futures = {pool.submit(_make, number): number for number in todo}

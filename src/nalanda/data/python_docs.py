@@ -19,9 +19,19 @@ from nalanda.data.documents import hash_text
 
 # Tests, tables, generated files, and the topics, which are read as text.
 NOT_PROSE = {
-    "__phello__", "__pycache__", "_bundled", "dist-packages", "encodings", "idle_test", "lib-dynload",
-    "lib2to3", "pydoc_data", "site-packages", "test", "tests",
-}  # fmt: skip
+    "__phello__",
+    "__pycache__",
+    "_bundled",
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "lib-dynload",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
 
 
 SHORTEST_DOCUMENT = 256
@@ -75,7 +85,9 @@ def python_documents(only: Container[str] | None = None) -> dict[str, str]:
 
 def _c_docstrings(name: str) -> str:
     """The docstrings of a module without a Python source as one document; "" for other modules."""
-    if name.startswith(("_test", "_xx", "xx")) or name == "readline":  # importing readline may print
+    if (
+        name.startswith(("_test", "_xx", "xx")) or name == "readline"
+    ):  # importing readline may print
         return ""
     try:
         spec = importlib.util.find_spec(name)
@@ -129,13 +141,17 @@ def without_copies(documents: dict[str, str]) -> dict[str, str]:
     kept = set()
     for name in sorted(documents, key=lambda n: (-len(documents[n]), n)):
         passages = _passages(documents[name])
-        if 2 * sum(size for block, size in passages.items() if block in seen) <= sum(passages.values()):
+        if 2 * sum(size for block, size in passages.items() if block in seen) <= sum(
+            passages.values()
+        ):
             kept.add(name)
             seen.update(passages)
     return {name: text for name, text in documents.items() if name in kept}
 
 
-def split_families(documents: dict[str, str], share: float) -> tuple[dict[str, str], dict[str, str]]:
+def split_families(
+    documents: dict[str, str], share: float
+) -> tuple[dict[str, str], dict[str, str]]:
     """Training and validation documents, with about `share` of the characters held out.
 
     Documents that share a passage (a C module and its Python twin, two classes with one docstring) are a

@@ -139,7 +139,9 @@ def _zstandard(path: Path, window: int) -> Iterator[bytes]:
             for start in range(0, len(block), SLICE):
                 chunk = block[start : start + SLICE]
                 while chunk:
-                    frame = frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+                    frame = (
+                        frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+                    )
                     try:
                         yield frame.decompress(chunk)
                     except zstandard.ZstdError as error:
@@ -367,7 +369,9 @@ def read_txt(path: Path, fields: Fields, start: int) -> Rows:
             if not whole.add(block) or whole.size > fields.max_bytes:
                 break
     except DAMAGE as error:
-        raise InputError(f"{path}, line {line}: corrupt or truncated ({first_line(error)})") from None
+        raise InputError(
+            f"{path}, line {line}: corrupt or truncated ({first_line(error)})"
+        ) from None
 
     content = whole.take()
     if isinstance(content, Left):
@@ -382,12 +386,15 @@ def _text_of(content: bytes, fields: Fields, where: str, line: str = "") -> Docu
         return Document(content.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        return fields.unusable(f"{where}{line}{number}" if line else where, f"not UTF-8 ({error.reason})")
+        return fields.unusable(
+            f"{where}{line}{number}" if line else where, f"not UTF-8 ({error.reason})"
+        )
 
 
 def read_jsonl(path: Path, fields: Fields, start: int) -> Rows:
     lines = (
-        Left.OVERSIZED if line is None else line for line, _ in split_lines(read_blocks(path, fields), fields)
+        Left.OVERSIZED if line is None else line
+        for line, _ in split_lines(read_blocks(path, fields), fields)
     )
     for row, where, line in _numbered(path, lines, fields, "line"):
         if row <= start:
@@ -482,7 +489,10 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                     row += 1
                     yield fields.oversized(f"{path}, row {row}"), row
                     continue
-                few, reader = max(1, min(256, 4 * fields.max_bytes // max(1, stated))), nullcontext(file)
+                few, reader = (
+                    max(1, min(256, 4 * fields.max_bytes // max(1, stated))),
+                    nullcontext(file),
+                )
                 if large:  # as a dictionary, a value that many rows share is held once
                     shared = {"metadata": file.metadata, "read_dictionary": [fields.text]}
                     few, reader = 256, parquet.ParquetFile(handle, **options, **shared)
@@ -494,14 +504,18 @@ def read_parquet(path: Path, fields: Fields, start: int) -> Rows:
                             row += 1
                             yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
-        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
+        raise InputError(
+            f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})"
+        ) from None
 
 
 def _column_bytes(file: Any, group: int, name: str) -> int:
     """Uncompressed bytes of a column in a row group, as the file's metadata states them."""
     found = file.metadata.row_group(group)
     columns = [found.column(i) for i in range(found.num_columns)]
-    return sum(c.total_uncompressed_size for c in columns if f"{c.path_in_schema}.".startswith(f"{name}."))
+    return sum(
+        c.total_uncompressed_size for c in columns if f"{c.path_in_schema}.".startswith(f"{name}.")
+    )
 
 
 def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
@@ -521,7 +535,9 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
             kind = pyarrow.struct(list(schema))
             found = _has(kind, fields.text)
             while True:
-                if os.fstat(opened.fileno()).st_size != size:  # what is missing would end the process
+                if (
+                    os.fstat(opened.fileno()).st_size != size
+                ):  # what is missing would end the process
                     raise EOFError("it was cut short while it was read")
                 if (batch := next(batches, None)) is None:
                     break
@@ -539,7 +555,9 @@ def read_arrow(path: Path, fields: Fields, start: int) -> Rows:
                         row += 1
                         yield document, row
     except (pyarrow.ArrowException, UnicodeDecodeError, *DAMAGE) as error:
-        raise InputError(f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})") from None
+        raise InputError(
+            f"{path}, row {row + 1}: corrupt or truncated ({first_line(error)})"
+        ) from None
 
 
 def _batches(handle: Any, fields: Fields) -> tuple[Any, Iterator[Any]]:
@@ -584,8 +602,13 @@ def _check_expansion(handle: Any, start: int, most: int) -> None:
             message = messages.read_next_message()
         except (StopIteration, ArrowException, OSError):  # damage is found by reading
             return
-        if message.type != "schema" and (size := _expanded(message.metadata.to_pybytes(), message)) > most:
-            raise EOFError(f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches")
+        if (
+            message.type != "schema"
+            and (size := _expanded(message.metadata.to_pybytes(), message)) > most
+        ):
+            raise EOFError(
+                f"a compressed batch of {size:,} bytes, above {most:,}; write smaller batches"
+            )
 
 
 def _expanded(data: bytes, message: Any) -> int:
@@ -611,7 +634,9 @@ def _expanded(data: bytes, message: Any) -> int:
     buffers = follow(field(batch, 2))
     places = [number("q", buffers + 4 + 16 * i) for i in range(number("I", buffers))]
     sizes = [number("q", buffers + 12 + 16 * i) for i in range(len(places))]
-    heads = [message.body.slice(place, 8) for place, size in zip(places, sizes, strict=True) if size >= 8]
+    heads = [
+        message.body.slice(place, 8) for place, size in zip(places, sizes, strict=True) if size >= 8
+    ]
     return sum(max(0, int.from_bytes(head.to_pybytes(), "little", signed=True)) for head in heads)
 
 
@@ -642,7 +667,9 @@ def _without_text(path: Path, kind: Any, fields: Fields, rows: int, start: int) 
         yield document_of(names, fields, f"{path}, row {row}"), row
 
 
-def _documents(batch: Any, fields: Fields, path: Path, row: int, large: bool) -> Iterator[Document | Left]:
+def _documents(
+    batch: Any, fields: Fields, path: Path, row: int, large: bool
+) -> Iterator[Document | Left]:
     """The documents of a batch, whose first row is the one after `row`.
 
     large: whether each text's size is looked at before it is taken out of the batch.
@@ -673,7 +700,10 @@ def _documents(batch: Any, fields: Fields, path: Path, row: int, large: bool) ->
             yield fields.oversized(where)
             continue
         try:
-            record = {fields.source: sources is not None and sources[i].as_py(), fields.text: value.as_py()}
+            record = {
+                fields.source: sources is not None and sources[i].as_py(),
+                fields.text: value.as_py(),
+            }
         except UnicodeDecodeError as error:
             yield fields.unusable(where, f"not UTF-8 ({error.reason})")
             continue
@@ -774,12 +804,16 @@ def _samples(path: Path, fields: Fields, start: int) -> Iterator[tuple[int, dict
                     sample[ending] = Left.OVERSIZED
                 elif content := archive.extractfile(member):
                     sample[ending] = content.read(member.size)
-            if file.last != bytes(tarfile.BLOCKSIZE):  # a damaged header, or none, is taken for the end
+            if file.last != bytes(
+                tarfile.BLOCKSIZE
+            ):  # a damaged header, or none, is taken for the end
                 raise EOFError("a header is damaged, or the archive has no end")
             for _ in file.blocks:  # so that the compression's own check is made
                 pass
     except DAMAGE as error:
-        raise InputError(f"{path}, row {max(row, 1)}: corrupt or truncated ({first_line(error)})") from None
+        raise InputError(
+            f"{path}, row {max(row, 1)}: corrupt or truncated ({first_line(error)})"
+        ) from None
     if row > start:
         yield row, sample
 
@@ -816,14 +850,18 @@ def register_reader(suffix: str, read: Reader) -> None:
     if now is not read and (suffix.lower() in FIRST or now not in FORMATS.values()):
         raise ValueError(f"register_reader({suffix!r}): the suffix is taken; choose another")
     if not suffix.startswith(".") or suffix == "." or not callable(read):
-        raise ValueError(f"register_reader({suffix!r}): expected a suffix such as .csv, and a function")
+        raise ValueError(
+            f"register_reader({suffix!r}): expected a suffix such as .csv, and a function"
+        )
     READERS[suffix.lower()] = read
 
 
 def reader_of(path: Path) -> Reader:
     """The reader of the longest suffix that fits. Raises `InputError` if none does."""
     if not (suffix := suffix_of(path.name)):
-        raise InputError(f"{path}: no reader for this suffix; files may end in {', '.join(suffixes())}")
+        raise InputError(
+            f"{path}: no reader for this suffix; files may end in {', '.join(suffixes())}"
+        )
     return READERS[suffix]
 
 

@@ -64,7 +64,9 @@ class Fields(NamedTuple):
     @staticmethod
     def of(data: DataConfig) -> Fields:
         skip, skip_unusable = data.oversized == "skip", data.unusable == "skip"
-        return Fields(data.text_field, data.source_field, data.max_document_bytes, skip, skip_unusable)
+        return Fields(
+            data.text_field, data.source_field, data.max_document_bytes, skip, skip_unusable
+        )
 
     def oversized(self, where: str, size: int | None = None) -> Left:
         """Returns if documents above `max_bytes` are left out. Raises `InputError` if they are refused."""
@@ -118,7 +120,9 @@ def document_of(record: Any, fields: Fields, where: str) -> Document | Left:
         why = f"no field {fields.text!r} (there are: {names}); set data.text_field"
         return fields.unusable(where, why)
     if not isinstance(text, str):
-        return fields.unusable(where, f"field {fields.text!r} is not text but {type(text).__name__}")
+        return fields.unusable(
+            where, f"field {fields.text!r} is not text but {type(text).__name__}"
+        )
     source = field_of(record, fields.source, "")
     if isinstance(source, (int, float)) and not isinstance(source, bool):
         source = str(source)

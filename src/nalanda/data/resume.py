@@ -43,7 +43,9 @@ class Files:
         likes: earlier hashes of the same files, or ""; a new one is made the same way (`Corpus.content`).
     """
 
-    def __init__(self, corpus: Corpus | None, kept: FileHashes, known: dict[str, str] | None = None):
+    def __init__(
+        self, corpus: Corpus | None, kept: FileHashes, known: dict[str, str] | None = None
+    ):
         """known: name → hash, of what is no corpus."""
         self.corpus, self._kept = corpus, kept
         known = known or {}
@@ -72,7 +74,10 @@ class Files:
         found = self.hashes[number]
         if is_stated(saved) != is_stated(found):
             return True  # the corpus was moved between a disk and a store, whose checksums do not compare
-        return saved in (found, found.partition(":")[2])  # earlier versions did not write how it was made
+        return saved in (
+            found,
+            found.partition(":")[2],
+        )  # earlier versions did not write how it was made
 
     def path(self, number: int) -> str:
         shard = self.corpus.shards[number] if self.corpus else None
@@ -134,7 +139,9 @@ def check_all_same(part: str, saved: dict[str, list], files: Files) -> None:
 
 def check_not_cut(corpus: Corpus) -> None:
     """Raises `InputError` for a lone text, which earlier versions read as one document."""
-    if cut := next((shard for shard in corpus.shards if isinstance(shard, CutFile | CutShard)), None):
+    if cut := next(
+        (shard for shard in corpus.shards if isinstance(shard, CutFile | CutShard)), None
+    ):
         raise InputError(
             f"data: {cut.identity}: was one document when the checkpoint was saved, and is cut into several "
             "now; start a new run from the checkpoint's weights with model.init_from"
@@ -222,7 +229,9 @@ def _places(saved: dict[str, list], files: Files, read: list[int]) -> dict[int, 
     return now
 
 
-def _check_each(numbers: Sequence[int], is_same: Callable[[int], bool], path: Callable[[int], str]) -> None:
+def _check_each(
+    numbers: Sequence[int], is_same: Callable[[int], bool], path: Callable[[int], str]
+) -> None:
     """Raises `InputError` that names the first file which is not the same."""
     pool = ThreadPoolExecutor(AT_A_TIME)
     try:
@@ -234,7 +243,12 @@ def _check_each(numbers: Sequence[int], is_same: Callable[[int], bool], path: Ca
 
 
 def _check_begun(
-    files: Files, number: int | None, saved: dict[str, list], old: int, cursor: Any, digest: str | None
+    files: Files,
+    number: int | None,
+    saved: dict[str, list],
+    old: int,
+    cursor: Any,
+    digest: str | None,
 ) -> bool:
     """Whether the file that was read up to `cursor` has changed after it. Raises `InputError` if it changed
     before it.

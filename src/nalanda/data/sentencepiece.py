@@ -144,7 +144,9 @@ def _apart(names: list[str]) -> Any:
 
 def _probes(proto: Any, names: list[str], symbols: list[str]) -> list[str]:
     """`PROBES`, and texts of the model's own pieces, special tokens and symbols."""
-    words = [piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type in (NORMAL, SYMBOL)]
+    words = [
+        piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type in (NORMAL, SYMBOL)
+    ]
     own = "".join(words[:: len(words) // 1000 + 1])
     spelt = [f"a {name} b{name}" for name in [*names[:100], *symbols[:100], "<0x41>"]]
     return [*PROBES, PROBES[0] + own, *spelt]

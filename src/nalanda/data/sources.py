@@ -57,7 +57,9 @@ class Sources:
                 _ = found.sizes  # so that no other process asks for them
         return self
 
-    def _once(self, kind: str, data: DataConfig, split: str, opened: Callable[[DataConfig, str], Any]) -> Any:
+    def _once(
+        self, kind: str, data: DataConfig, split: str, opened: Callable[[DataConfig, str], Any]
+    ) -> Any:
         key = kind, repr(data), split
         if key not in self._opened:
             self._opened[key] = opened(data, split)
@@ -71,7 +73,9 @@ class Sources:
 
 
 def _can_be_sent(found: Any) -> bool:
-    return not isinstance(found, Corpus) or all(isinstance(shard, FileShard) for shard in found.shards)
+    return not isinstance(found, Corpus) or all(
+        isinstance(shard, FileShard) for shard in found.shards
+    )
 
 
 def _open_set(data: DataConfig, split: str) -> TokenSet | None:

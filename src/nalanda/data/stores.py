@@ -51,7 +51,16 @@ from nalanda.data.documents import (
 )
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.token_set import FORMAT, SPLITS
-from nalanda.data.urls import FAILS, UrlShard, cached, download, is_list, list_urls, name_of, split_urls
+from nalanda.data.urls import (
+    FAILS,
+    UrlShard,
+    cached,
+    download,
+    is_list,
+    list_urls,
+    name_of,
+    split_urls,
+)
 
 AT_ONCE = 16
 """Files that a store is asked for, or given, at a time."""
@@ -123,7 +132,9 @@ class StoreShard:
 # ------------------------------ sources
 
 
-def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[list[Shard], Counter[str]]:
+def open_urls(
+    data: DataConfig, source: str | list[str], split: str
+) -> tuple[list[Shard], Counter[str]]:
     """The shards of `split`, and the number of files by split, "" for none, and of those left out by suffix.
 
     `source` is the URL of a shard or of a list of shards (`LISTS`), a folder or pattern of a store, or
@@ -136,10 +147,20 @@ def open_urls(data: DataConfig, source: str | list[str], split: str) -> tuple[li
     """
     parts, counts = list_parts(source, data.retries)
     if not (files := files_of(parts, split)):
-        raise InputError(f"{name_of(source)}: no shard for {split}; add some, or name another source")
-    taken = {*(files if data.validation_source else files_of(parts, "train") + files_of(parts, "validation"))}
+        raise InputError(
+            f"{name_of(source)}: no shard for {split}; add some, or name another source"
+        )
+    taken = {
+        *(
+            files
+            if data.validation_source
+            else files_of(parts, "train") + files_of(parts, "validation")
+        )
+    }
     every = itertools.chain(*parts.values())
-    if isinstance(source, list) and (lost := next((file for file in every if file not in taken), None)):
+    if isinstance(source, list) and (
+        lost := next((file for file in every if file not in taken), None)
+    ):
         raise InputError(
             f"{redact(lost.url)}: by its name and those of the other URLs neither a training nor a "
             "validation shard, so it would not be read; leave it out, or list it apart as "
@@ -161,16 +182,22 @@ def _look(file: Named, retries: int) -> StoreFile | None:
     if not is_store(file.url) or file.stored:
         return file.stored
     if (found := file_at(file.url, retries)) is None:
-        raise InputError(f"{redact(file.url)}: a folder; name it alone as data.source, or name its files")
+        raise InputError(
+            f"{redact(file.url)}: a folder; name it alone as data.source, or name its files"
+        )
     return found
 
 
-def list_parts(source: str | list[str], retries: int) -> tuple[dict[str, list[Named]], Counter[str]]:
+def list_parts(
+    source: str | list[str], retries: int
+) -> tuple[dict[str, list[Named]], Counter[str]]:
     """A source's files by split, and `Corpus.counts`."""
     counts: Counter[str] = Counter()
     if not isinstance(source, str) or not is_store(source) or is_list(source):
         urls = split_urls(list_urls(source, retries))
-        parts = {part: [Named(url, url * is_store(url)) for url in found] for part, found in urls.items()}
+        parts = {
+            part: [Named(url, url * is_store(url)) for url in found] for part, found in urls.items()
+        }
     elif has_magic(source):
         files = [Named(stored.url, stored.url, stored) for stored in match(source, retries)]
         parts = {**{part: [] for part in NAMES}, "": [_readable(file) for file in files]}
@@ -180,7 +207,9 @@ def list_parts(source: str | list[str], retries: int) -> tuple[dict[str, list[Na
         parts = _folder_parts(source, retries, counts)
     counts.update({part: len(found) for part, found in parts.items()})
     if not any(parts.values()):
-        raise InputError(f"{name_of(source)}: no documents; files may end in {', '.join(suffixes())}")
+        raise InputError(
+            f"{name_of(source)}: no documents; files may end in {', '.join(suffixes())}"
+        )
     return parts, counts
 
 
@@ -271,12 +300,18 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
             for kind in ("tokens", "docs")
         ]
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{redact(root)}/index.json: damaged; copy or prepare the set again") from None
+        raise InputError(
+            f"{redact(root)}/index.json: damaged; copy or prepare the set again"
+        ) from None
     wanted += list_folder(f"{root}/tokenizer", retries).values()
     folder = to or cache() / "sets" / digest(root + content.decode())
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        missing = [stored for stored in wanted if not _is_there(folder / stored.url[len(root) + 1 :], stored)]
+        missing = [
+            stored
+            for stored in wanted
+            if not _is_there(folder / stored.url[len(root) + 1 :], stored)
+        ]
         need, free = sum(stored.size for stored in missing), shutil.disk_usage(folder).free
         if need > free:
             raise DiskFull(
@@ -284,7 +319,11 @@ def copy_set(url: str, retries: int, to: Path | None = None) -> Path:
                 f"{size(need - free)}; make room, or set NALANDA_CACHE to a folder with room"
             )
         if missing:
-            print(f"nalanda: {redact(root)}: copying {size(need)} to {folder}", file=sys.stderr, flush=True)
+            print(
+                f"nalanda: {redact(root)}: copying {size(need)} to {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
         for stored in missing:
             download_file(stored, folder / stored.url[len(root) + 1 :], retries)
         (folder / "index.json").write_bytes(content)
@@ -295,7 +334,9 @@ def _is_there(file: Path, stored: StoreFile) -> bool:
     return file.is_file() and file.stat().st_size == stored.size
 
 
-def make_in_store(url: str, make: Callable[[str], dict | None], say: Callable[[str], None]) -> dict | None:
+def make_in_store(
+    url: str, make: Callable[[str], dict | None], say: Callable[[str], None]
+) -> dict | None:
     """Makes a token set in a local folder by `make(folder)`, and copies it to the folder `url` of a store.
 
     Files of the set that the store has are taken from there, so a set is not made twice. While it is copied,

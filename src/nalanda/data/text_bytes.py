@@ -26,7 +26,9 @@ class TextBytes:
     the text (NFC), the normalised text counts.
     """
 
-    def __init__(self, inside: np.ndarray, first: np.ndarray, special: np.ndarray, spelled: np.ndarray):
+    def __init__(
+        self, inside: np.ndarray, first: np.ndarray, special: np.ndarray, spelled: np.ndarray
+    ):
         """Tables [vocabulary]: bytes of a token inside a text and at its beginning; whether it is special;
         the bytes of a special token's name."""
         self.inside, self.first, self.special, self.spelled = inside, first, special, spelled
@@ -54,7 +56,11 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
     added: dict[int, Any] = backend.get_added_tokens_decoder()
     special = np.zeros(len(ids), bool)
     special[
-        [i for i in {*tokenizer.all_special_ids, *(i for i in added if added[i].special)} if i in ids]
+        [
+            i
+            for i in {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
+            if i in ids
+        ]
     ] = True
     pieces = [backend.id_to_token(i) or "" for i in ids]
     if byte_level:  # a letter of a piece stands for a byte
@@ -63,7 +69,9 @@ def text_bytes(tokenizer: PreTrainedTokenizerBase) -> TextBytes | None:
         first = inside
     else:
         alone = backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        letter = next(i for i in ids if len(alone[i]) == 1 and alone[i].isascii() and alone[i].isalnum())
+        letter = next(
+            i for i in ids if len(alone[i]) == 1 and alone[i].isascii() and alone[i].isalnum()
+        )
         after = backend.decode_batch([[letter, i] for i in ids], skip_special_tokens=False)
         byte = np.array([bool(re.fullmatch("<0x[0-9A-F]{2}>", piece)) for piece in pieces])
         first = np.where(byte, 1, [len(text.encode()) for text in alone])

@@ -111,13 +111,18 @@ class TokenSet:
             "vocab_size": index["tokenizer"]["vocab_size"],
             "dtype": index["dtype"],
         }
-        self.ends = {name: index["tokenizer"][name] for name in ("bos", "eos") if name in index["tokenizer"]}
+        self.ends = {
+            name: index["tokenizer"][name] for name in ("bos", "eos") if name in index["tokenizer"]
+        }
         self.by_source = {name: tuple(counts) for name, counts in index[split]["sources"].items()}
         self.sources = list(self.by_source)
         self._tokens = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._documents = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
-        known = [index["dtype"], *([s["tokens"], s["sources"], s["files"]] for s in index[split]["shards"])]
+        known = [
+            index["dtype"],
+            *([s["tokens"], s["sources"], s["files"]] for s in index[split]["shards"]),
+        ]
         self.identity = blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -147,7 +152,9 @@ class TokenSet:
         shard.check_ends(np.array([-1, low, high, shard.tokens + 1]))
         source = int(shard.source_numbers(number, number + 1)[0])
         if source >= len(shard.sources):
-            raise shard.damaged("docs", f"document {number} has source {source} of {len(shard.sources)}")
+            raise shard.damaged(
+                "docs", f"document {number} has source {source} of {len(shard.sources)}"
+            )
         return np.array(shard.tokens_between(low, high), np.int32), shard.sources[source]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Entry, int, int, int]]:
@@ -188,7 +195,9 @@ class SumCheck:
         for file in self._files:
             if self._closed.is_set() or self.problem:
                 return
-            stamp = file.stamp()  # before the file is read: one that changes meanwhile is read again
+            stamp = (
+                file.stamp()
+            )  # before the file is read: one that changes meanwhile is read again
             if stamp is None or stamp not in whole:
                 self.problem = file.damage(sums=True)
                 if self.problem is None and stamp is not None:
@@ -255,14 +264,19 @@ class Entry:
         self.counts, self.sizes = entry["sources"], entry["files"]
         self.sources = list(self.counts)
         sizes = [self.tokens * self.dtype.itemsize, self.documents * DOCS.itemsize]
-        if [self.sizes["tokens"][0], self.sizes["docs"][0]] != sizes or not self.tokens >= self.documents > 0:
+        if [
+            self.sizes["tokens"][0],
+            self.sizes["docs"][0],
+        ] != sizes or not self.tokens >= self.documents > 0:
             raise ValueError(f"{entry['name']}: {self.tokens} tokens, {self.documents} documents")
         totals = [sum(column) for column in zip(*self.counts.values(), strict=True)]
         if totals != [self.documents, self.tokens]:
             raise ValueError(f"{entry['name']}: its sources are not the sum of its documents")
 
         kinds = ("tokens", "docs")
-        self._files = {kind: StatedFile(path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in kinds}
+        self._files = {
+            kind: StatedFile(path.with_suffix(f".{kind}"), *self.sizes[kind]) for kind in kinds
+        }
 
     def files(self) -> list[StatedFile]:
         return [*self._files.values()]
@@ -282,18 +296,26 @@ class Entry:
 
     def source_numbers(self, low: int, high: int) -> np.ndarray:
         """The positions of the sources of documents [low, high), uint16, unchecked."""
-        return self._column("docs", DOCS["source"], low, high, self.documents * DOCS["end"].itemsize)
+        return self._column(
+            "docs", DOCS["source"], low, high, self.documents * DOCS["end"].itemsize
+        )
 
-    def _column(self, kind: str, dtype: np.dtype, low: int, high: int, offset: int = 0) -> np.ndarray:
+    def _column(
+        self, kind: str, dtype: np.dtype, low: int, high: int, offset: int = 0
+    ) -> np.ndarray:
         """Items [low, high) of the column of a file that begins at `offset`."""
         size = dtype.itemsize
-        return np.frombuffer(_read(self._files[kind], offset + low * size, offset + high * size), dtype)
+        return np.frombuffer(
+            _read(self._files[kind], offset + low * size, offset + high * size), dtype
+        )
 
     def ends_between(self, low: int, high: int) -> np.ndarray:
         """The ends in [low, high), int64, where low < high."""
         place, ends = self._find_end(low)
         while ends[-1] < high and place < self.documents:
-            ends = np.concatenate([ends, self.ends(place, place := min(place + PAGE, self.documents))])
+            ends = np.concatenate(
+                [ends, self.ends(place, place := min(place + PAGE, self.documents))]
+            )
         count = int(ends.searchsorted(high))
         self.check_ends(ends[: count + 1])
         if count == len(ends):
@@ -332,7 +354,9 @@ class Entry:
     def _check_ids(self, tokens: np.ndarray, first: int) -> None:
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
             place = first + int(tokens.argmax())
-            raise self.damaged("tokens", f"token {place} is {largest}, in a vocabulary of {self.vocabulary}")
+            raise self.damaged(
+                "tokens", f"token {place} is {largest}, in a vocabulary of {self.vocabulary}"
+            )
 
     def check_ends(self, ends: np.ndarray) -> None:
         """Raises `InputError` unless each end lies after the one before."""
@@ -357,7 +381,9 @@ class Entry:
         return self.damaged("docs", "its documents do not follow one another up to the last token")
 
     def damaged(self, kind: str, how: str) -> InputError:
-        return InputError(f"{self.path.with_suffix(f'.{kind}')}: damaged, {how}; copy or prepare it again")
+        return InputError(
+            f"{self.path.with_suffix(f'.{kind}')}: damaged, {how}; copy or prepare it again"
+        )
 
 
 class _OpenFile:
@@ -378,7 +404,9 @@ class _OpenFile:
 def _most_open() -> int:
     """`OPEN_FILES`, or a quarter of what the process may open."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return OPEN_FILES if allowed == resource.RLIM_INFINITY else min(OPEN_FILES, max(2, allowed // 4))
+    return (
+        OPEN_FILES if allowed == resource.RLIM_INFINITY else min(OPEN_FILES, max(2, allowed // 4))
+    )
 
 
 @functools.lru_cache(maxsize=_most_open())
@@ -435,9 +463,13 @@ def read_index(path: str | os.PathLike) -> dict:
         )
     try:
         for split in SPLITS:
-            if index[split] != totals([entry.stated for entry in shard_entries(path.parent, index, split)]):
+            if index[split] != totals(
+                [entry.stated for entry in shard_entries(path.parent, index, split)]
+            ):
                 raise ValueError(f"{split} is not the sum of its shards")
-        if index["sources"] != sorted({name for split in SPLITS for name in index[split]["sources"]}):
+        if index["sources"] != sorted(
+            {name for split in SPLITS for name in index[split]["sources"]}
+        ):
             raise ValueError("its sources are not those of its shards")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
@@ -449,7 +481,9 @@ def read_index(path: str | os.PathLike) -> dict:
 def shard_entries(path: str | os.PathLike, index: dict, split: str) -> list[Entry]:
     """The shards of a split."""
     known = index["dtype"], index["tokenizer"]["vocab_size"]
-    return [Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]]
+    return [
+        Entry(Path(path) / split / shard["name"], shard, *known) for shard in index[split]["shards"]
+    ]
 
 
 def totals(shards: list[dict]) -> dict:
@@ -459,5 +493,7 @@ def totals(shards: list[dict]) -> dict:
         for name, counts in shard["sources"].items():
             before = sources.get(name, [0, 0])
             sources[name] = [before[0] + counts[0], before[1] + counts[1]]
-    sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")}
+    sums = {
+        key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")
+    }
     return {**sums, "sources": dict(sorted(sources.items())), "shards": shards}

@@ -76,7 +76,9 @@ def build_tokenizer(
     directory = Path(directory)
     if config.train:
         if not is_whole(directory):
-            save_tokenizer((_train_words if config.train == "words" else _train_bpe)(config, data), directory)
+            save_tokenizer(
+                (_train_words if config.train == "words" else _train_bpe)(config, data), directory
+            )
         try:
             return load_tokenizer(directory)
         except Exception as error:  # saved by an older version, without sums

@@ -81,17 +81,23 @@ def list_urls(source: str | list[str], retries: int) -> list[str]:
                 f"{redact(url)}: the password or query was never stored; give data.source as it was"
             )
         lines = _text(url, retries).splitlines() if is_list(url) else [url]
-        named += [_join(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"]
+        named += [
+            _join(url, line.strip()) for line in lines if line.strip() and line.strip()[0] != "#"
+        ]
     found: list[str] = []
     for url in named:
         found += _files_at(url, retries) if is_store(url) else [url]
     known: dict[str, str] = {}
     for url in found:
         if not is_url(url):
-            raise InputError(f"{url}: not a URL; a list has URLs only; for files give a directory or a glob")
+            raise InputError(
+                f"{url}: not a URL; a list has URLs only; for files give a directory or a glob"
+            )
         if not suffix_of(path_of(url)):
             kinds = ", ".join((*suffixes(), *LISTS))
-            raise InputError(f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}")
+            raise InputError(
+                f"{redact(url)}: not the URL of a file that can be read; it may end in {kinds}"
+            )
         if (name := identity_of(url)) in known:
             how = (
                 "listed twice"
@@ -196,7 +202,9 @@ class UrlShard:
     def read(self, cursor: list[int] | None) -> Iterator[tuple[Document | Left, list[int]]]:
         name = urlsplit(self.url).path.rpartition("/")[2]
         path = reachable(
-            lambda: cached(self.identity, name, lambda file: download(self.url, file, self.retries)),
+            lambda: cached(
+                self.identity, name, lambda file: download(self.url, file, self.retries)
+            ),
             self.url,
             FAILS,
         )
@@ -233,8 +241,12 @@ def cached(identity: str, name: str, get: Callable[[Path], None]) -> Path:
 
 def _prune(folder: Path, newest: Path) -> None:
     # A process that reads a removed file has it open and is not disturbed.
-    files = {path: _age(path) for path in folder.iterdir() if path != newest and _CACHED.match(path.name)}
-    shards = sorted((p for p in files if suffix_of(p.name) and p.name[0] != "."), key=files.__getitem__)
+    files = {
+        path: _age(path) for path in folder.iterdir() if path != newest and _CACHED.match(path.name)
+    }
+    shards = sorted(
+        (p for p in files if suffix_of(p.name) and p.name[0] != "."), key=files.__getitem__
+    )
     halves = [p for p in files if p.name.endswith(".partial") and files[p] > STALE]
     for path in [*shards[CACHED_SHARDS - 1 :], *halves]:
         path.unlink(missing_ok=True)
@@ -310,7 +322,9 @@ def _checksum(headers: Any) -> tuple[str, str] | None:
         if value := headers.get(f"x-checksum-{kind}"):
             return kind, value.lower()
     # Other servers' ETags look the same and are hashes of other things.
-    etag = "x-amz-request-id" in headers and re.fullmatch(r'"([0-9a-f]{32})"', headers.get("ETag", ""))
+    etag = "x-amz-request-id" in headers and re.fullmatch(
+        r'"([0-9a-f]{32})"', headers.get("ETag", "")
+    )
     encrypted = "kms" in headers.get("x-amz-server-side-encryption", "") or any(
         "server-side-encryption-customer" in name.lower() for name in headers
     )  # S3's ETag is then not the MD5 of the content

@@ -77,7 +77,9 @@ class Tokenisers:
         self._thread = ThreadPoolExecutor(1) if peers and not self._workers else None
         self.close = weakref.finalize(self, _close, self._workers, self._thread, peers)
 
-    def in_order(self, groups: Iterator[tuple[Any, list[str]]]) -> Iterator[tuple[Any, list[np.ndarray]]]:
+    def in_order(
+        self, groups: Iterator[tuple[Any, list[str]]]
+    ) -> Iterator[tuple[Any, list[np.ndarray]]]:
         """`(key, texts)` → `(key, tokens)`. An error in `groups` is raised after the groups before it."""
         try:
             yield from self._in_order(groups)
@@ -86,7 +88,9 @@ class Tokenisers:
                 self._peers.fail(error)
             raise
 
-    def _in_order(self, groups: Iterator[tuple[Any, list[str]]]) -> Iterator[tuple[Any, list[np.ndarray]]]:
+    def _in_order(
+        self, groups: Iterator[tuple[Any, list[str]]]
+    ) -> Iterator[tuple[Any, list[np.ndarray]]]:
         ahead = len(self._workers)
         if self._peers:
             ahead = max(1, ahead) * self._peers.count
@@ -255,7 +259,9 @@ def _serve() -> None:
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps printed text out of the answers
-    with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):  # the trainer is gone
+    with contextlib.suppress(
+        EOFError, BrokenPipeError, pickle.UnpicklingError
+    ):  # the trainer is gone
         backend, first, last = pickle.load(sys.stdin.buffer)
         encode = Encoder(Tokenizer.from_str(backend), first, last)
         while True:

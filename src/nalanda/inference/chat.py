@@ -9,11 +9,22 @@ import torch
 import transformers
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from nalanda.common.errors import InputError, first_line, output_file
 from nalanda.config.schema import check_seed
-from nalanda.inference.generate import Printer, decode, describe_speed, load_state, read_with_progress
+from nalanda.inference.generate import (
+    Printer,
+    decode,
+    describe_speed,
+    load_state,
+    read_with_progress,
+)
 from nalanda.inference.load import bos_token, check_tokens, end_tokens, is_ours, load_model
 from nalanda.inference.sampling import sampling_options
 from nalanda.model import State
@@ -55,13 +66,21 @@ class Conversation:
 
     def save(self, path: str) -> None:
         if self.state is None:
-            raise InputError("nothing to save: only a started conversation with a Nalanda model has a state")
-        notes = {"messages": json.dumps(self.messages), "text": self.text, "follows": "yes" * self.follows}
+            raise InputError(
+                "nothing to save: only a started conversation with a Nalanda model has a state"
+            )
+        notes = {
+            "messages": json.dumps(self.messages),
+            "text": self.text,
+            "follows": "yes" * self.follows,
+        }
         file = output_file(path, "/save")
         try:
             self.state.save(file, **notes)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{file}: not saved ({first_line(error)}); name another file") from None
+            raise InputError(
+                f"{file}: not saved ({first_line(error)}); name another file"
+            ) from None
 
     def load(self, path: str) -> None:
         state = load_state(path, self.model)
@@ -76,7 +95,9 @@ class Conversation:
         """The turns so far, up to the start of the next answer."""
         if self.tokenizer.chat_template:
             return str(
-                self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+                self.tokenizer.apply_chat_template(
+                    self.messages, add_generation_prompt=True, tokenize=False
+                )
             )
         # The model generates the space before an answer.
         turns = [
@@ -105,12 +126,17 @@ class Conversation:
         except (TemplateError, UnicodeError) as error:
             self.messages.pop()
             no_text = isinstance(error, UnicodeError)
-            raise InputError("not UTF-8" if no_text else f"the chat template refuses: {error}") from None
+            raise InputError(
+                "not UTF-8" if no_text else f"the chat template refuses: {error}"
+            ) from None
         if not whole.startswith(self.text):  # the template renders earlier turns differently
             if self.follows and self.base is None:
                 self.follows = False
                 lost = "the text before the first turn, which a saved conversation does not contain"
-                print(f"the template has changed earlier turns: read again, without {lost}", file=sys.stderr)
+                print(
+                    f"the template has changed earlier turns: read again, without {lost}",
+                    file=sys.stderr,
+                )
                 whole = self.render()
             self._forget()
         begun, before = self.state is not None or bool(self.tokens), self.state
@@ -145,7 +171,9 @@ class Conversation:
         answer = spoken.split(self.stop)[0] if self.stop else spoken
         self.messages.append({"role": "assistant", "content": answer})
         cache = self.cache if self.state is None else self.state.cache
-        print(describe_speed(len(printer.tokens), seconds, cache, self.model.device), file=sys.stderr)
+        print(
+            describe_speed(len(printer.tokens), seconds, cache, self.model.device), file=sys.stderr
+        )
         return answer
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
@@ -163,7 +191,10 @@ class Conversation:
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
             )
-            self.tokens, self.cache = out.sequences[0].tolist(), getattr(out, "past_key_values", None)
+            self.tokens, self.cache = (
+                out.sequences[0].tolist(),
+                getattr(out, "past_key_values", None),
+            )
 
 
 def saved_messages(path: str, notes: dict[str, str]) -> list[dict[str, str]] | None:
@@ -175,7 +206,11 @@ def saved_messages(path: str, notes: dict[str, str]) -> list[dict[str, str]] | N
     except ValueError:
         messages = None
     listed = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    if not listed or "text" not in notes or not all({"role", "content"} <= set(x) for x in messages):
+    if (
+        not listed
+        or "text" not in notes
+        or not all({"role", "content"} <= set(x) for x in messages)
+    ):
         raise InputError(f"{path}: its notes hold no conversation; continue it by generate --state")
     return messages
 
@@ -187,7 +222,9 @@ class _Stopped(StoppingCriteria):
     def __init__(self, printer: Printer):
         self.printer = printer
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         return torch.full((len(input_ids),), self.printer.stopped, device=input_ids.device)
 
 
@@ -210,7 +247,9 @@ def chat(
     options = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    network, tokenizer = load_model(
+        model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     conversation = Conversation(network, tokenizer, options, system)
     if state is not None:
         conversation.load(state)

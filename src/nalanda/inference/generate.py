@@ -53,7 +53,9 @@ class Printer(BaseStreamer):
         self.held, self.silent = "", True
 
         ends = range(len(before), max(len(before) - MAX_BYTES, -1), -1)
-        whole = next((n for n in ends if not self._decoded(before[:n]).endswith(REPLACEMENT)), len(before))
+        whole = next(
+            (n for n in ends if not self._decoded(before[:n]).endswith(REPLACEMENT)), len(before)
+        )
         self.window = before[:whole]  # tokens
         self.shown = self._decoded(self.window)  # as much of their text as is printed
         self._shorten()
@@ -88,7 +90,9 @@ class Printer(BaseStreamer):
 
     def _take(self) -> None:
         text = self._decoded(self.window)
-        if text.endswith(REPLACEMENT) and self.waiting < MAX_BYTES:  # bytes of a character, if more come
+        if (
+            text.endswith(REPLACEMENT) and self.waiting < MAX_BYTES
+        ):  # bytes of a character, if more come
             return
         self._show(text, open_end=True)
         if len(self.window) > self.WINDOW and not text.endswith(REPLACEMENT):
@@ -111,7 +115,9 @@ class Printer(BaseStreamer):
         elif self.stop in self.held:
             ready = self.held.index(self.stop)
         else:  # holds back what may become the stop text
-            ready = next(i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:]))
+            ready = next(
+                i for i in range(len(self.held) + 1) if self.stop.startswith(self.held[i:])
+            )
         print(self.held[:ready], end="", flush=True)
         self.held = self.held[ready:]
 
@@ -137,11 +143,15 @@ def read_with_progress(model: Any, tokens: list[int], state: State | None = None
 def load_state(path: str | Path, model: Any) -> State:
     """The saved state. Raises InputError if it cannot be read or belongs to another model."""
     if not is_ours(model):
-        raise InputError(f"{model.config.model_type} models have no state to load; leave the state file out")
+        raise InputError(
+            f"{model.config.model_type} models have no state to load; leave the state file out"
+        )
     if (path := Path(path).expanduser()).is_dir():
         raise InputError(f"{path}: a folder; name a file with a state")
     if not path.exists():
-        raise InputError(f"{path}: no such file; write one with --save-state, or with /save in a chat")
+        raise InputError(
+            f"{path}: no such file; write one with --save-state, or with /save in a chat"
+        )
     try:
         return model.load_state(path)
     except (OSError, ValueError) as error:
@@ -227,10 +237,14 @@ def generate(
     options = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    network, tokenizer = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    network, tokenizer = load_model(
+        model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     options |= end_tokens(network, tokenizer)
     if save_state is not None and not is_ours(network):
-        raise InputError(f"{network.config.model_type} models have no state to save; leave --save-state out")
+        raise InputError(
+            f"{network.config.model_type} models have no state to save; leave --save-state out"
+        )
     held = None if state is None else load_state(state, network)
     tokens = tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
     check_tokens(tokens, network, tokenizer)
@@ -269,5 +283,7 @@ def generate(
     new = out.sequences[0, skip:]
     if stream:
         seconds = time.perf_counter() - start
-        print(describe_speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr)
+        print(
+            describe_speed(len(new), seconds, out.past_key_values, network.device), file=sys.stderr
+        )
     return decode(tokenizer, new)

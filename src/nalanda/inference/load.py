@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import transformers
 from nalanda_kernels import keep_model_types, take_torch_path
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from nalanda.common.errors import InputError, explained, first_line, out_of_memory
 from nalanda.model.context import Context
@@ -38,23 +43,33 @@ def load_model(
     if device == "cpu":
         torch.set_flush_denormal(True)  # their products are slow
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-        raise InputError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64")
+        raise InputError(
+            f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or float64"
+        )
     keep_model_types()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(found.tokenizer, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            found.tokenizer, trust_remote_code=trust_remote_code
+        )
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         if take_torch_path(sys.modules[type(model).__module__]) and device == "cpu":
-            print("computing with torch: flash-linear-attention's kernels need a GPU", file=sys.stderr)
+            print(
+                "computing with torch: flash-linear-attention's kernels need a GPU", file=sys.stderr
+            )
         model = model.to(device)
     except Exception as error:  # tokenizers, safetensors and transformers share no exception class
         if out_of_memory(error):
             raise explained(error) from None  # pyrefly: ignore[bad-raise]
-        if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("*.model")]:
+        if folder.is_dir() and not [
+            *folder.glob("*token*"),
+            *folder.glob("vocab*"),
+            *folder.glob("*.model"),
+        ]:
             advice = "copy its files there, or make a model of a run's step with `nalanda export`"
             raise InputError(f"{name} has no tokenizer; {advice}") from None
         reason = first_line(error)
@@ -64,7 +79,9 @@ def load_model(
         transformers.logging.enable_progress_bar()
     if report["missing_keys"]:  # transformers only warns and initialises them randomly
         missing = sorted(report["missing_keys"])
-        raise InputError(f"{name} lacks {len(missing)} of the model's tensors, such as {missing[0]}")
+        raise InputError(
+            f"{name} lacks {len(missing)} of the model's tensors, such as {missing[0]}"
+        )
     known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
     if tokenizer.vocab_size > known:  # without added tokens, of which some models read none
         raise InputError(
@@ -74,7 +91,9 @@ def load_model(
     return model.eval(), tokenizer  # type: ignore[bad-return]
 
 
-def check_tokens(ids: Iterable[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokens(
+    ids: Iterable[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Raises `InputError` for a token of a text that the model has no embedding of, such as an added one."""
     known = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
     last = max(ids, default=0)
@@ -94,7 +113,9 @@ def choose_device(name: str | None) -> str:
         torch.zeros(1, device=name).item()  # `item` fails on meta, which has no values
     except (RuntimeError, AssertionError):
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise InputError(f"--device {name}: not on this machine, which has {', '.join(there)}") from None
+        raise InputError(
+            f"--device {name}: not on this machine, which has {', '.join(there)}"
+        ) from None
     return name
 
 
@@ -131,7 +152,9 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> di
     """The options of `generate` for the tokens that end a text, the tokenizer's and the model's, and for
     padding. Empty without such tokens."""
     given = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
-    ends = sorted({i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None})
+    ends = sorted(
+        {i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+    )
     pad = [i for i in (tokenizer.pad_token_id, *ends) if i is not None]
     return ({"eos_token_id": ends} if ends else {}) | ({"pad_token_id": pad[0]} if pad else {})
 

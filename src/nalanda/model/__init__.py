@@ -10,7 +10,11 @@ from .cache import NalandaCache
 from .configuration import AUTO_MAP, NalandaConfig
 from .feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map, register_feature_map
 from .graphs import decoding_graphs
-from .heads import NalandaForMaskedLM, NalandaForSequenceClassification, NalandaForTokenClassification
+from .heads import (
+    NalandaForMaskedLM,
+    NalandaForSequenceClassification,
+    NalandaForTokenClassification,
+)
 from .mixers import MIXERS, register_mixer
 from .modeling import Decoder, NalandaForCausalLM
 from .state import State

@@ -60,11 +60,21 @@ class SoftmaxAttention(Mixer):
     gate: str | None = None
 
     def __init__(
-        self, config, layer_idx: int, *, num_kv_heads: int | None = None, window: int | None = None,
-        rope_theta: float | None = 10000.0, rotary_dim: int | None = None, qk_norm: bool = False,
-        gate: str | None = None, conv_size: int = 0, num_heads: int | None = None,
-        head_dim: int | None = None, rope_scaling: dict | None = None,
-    ):  # fmt: skip
+        self,
+        config,
+        layer_idx: int,
+        *,
+        num_kv_heads: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = 10000.0,
+        rotary_dim: int | None = None,
+        qk_norm: bool = False,
+        gate: str | None = None,
+        conv_size: int = 0,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_scaling: dict | None = None,
+    ):
         if num_heads is not None or head_dim is not None:
             config = resized(config, num_heads or config.num_heads, head_dim)
         H, groups = config.num_heads, config.num_heads if num_kv_heads is None else num_kv_heads
@@ -73,9 +83,13 @@ class SoftmaxAttention(Mixer):
         if window is not None and window < 1:
             raise ValueError(f"softmax: window={window} must be at least 1 token, or left out")
         if rope_theta is not None and not rope_theta > 0:
-            raise ValueError(f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation")
+            raise ValueError(
+                f"softmax: rope_theta={rope_theta} must be positive, or null for no rotation"
+            )
         if rope_theta is not None and config.key_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim·expand_k, not {config.key_dim}")
+            raise ValueError(
+                f"rotary positions need an even head_dim·expand_k, not {config.key_dim}"
+            )
         if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= config.key_dim):
             raise ValueError(
                 f"softmax: rotary_dim={rotary_dim} must be even and at most K = {config.key_dim}"
@@ -90,7 +104,9 @@ class SoftmaxAttention(Mixer):
         if gate not in (None, "head", "channel"):
             raise ValueError(f"softmax: gate={gate!r} must be head or channel, or left out")
         if conv_size < 0 or conv_size == 1:
-            raise ValueError(f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2")
+            raise ValueError(
+                f"softmax: conv_size={conv_size} must be 0 (no convolution) or at least 2"
+            )
         super().__init__(config, layer_idx, k_heads=groups, v_heads=groups, taps=conv_size)
         self.reach, self.rope_theta, self.rotary_dim = window, rope_theta, rotary_dim or self.K
         self.rope_scaling = None if rope_scaling is None else checked_scaling(rope_scaling)
@@ -98,7 +114,9 @@ class SoftmaxAttention(Mixer):
             self.q_norm, self.k_norm = (RMSNorm(self.K, config.norm_eps) for _ in range(2))
         self.qk_norm, self.gate = qk_norm, gate
         if gate:
-            self.g_proj = nn.Linear(config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False)
+            self.g_proj = nn.Linear(
+                config.hidden_size, H * (self.V if gate == "channel" else 1), bias=False
+            )
 
     def linears(self) -> dict[str, nn.Linear]:
         return super().linears() | ({"gate": self.g_proj} if self.gate else {})
@@ -141,7 +159,9 @@ class SoftmaxAttention(Mixer):
 
     def gather_states(self, new: State, seq: Sequences) -> State:
         convs, rest = split_states(new)
-        return super().gather_states(convs, seq) | {n: seq.settled(x.detach()) for n, x in rest.items()}
+        return super().gather_states(convs, seq) | {
+            n: seq.settled(x.detach()) for n, x in rest.items()
+        }
 
     @torch.compiler.disable  # the values of cu_seqlens decide how much is kept
     def mix_rows(
@@ -241,7 +261,11 @@ class SoftmaxAttention(Mixer):
 
     def state_spec(self, T: int) -> StateSpec:
         rows, H = self.reach or T, self.num_v_heads
-        return {"k": ((rows, H, self.K), None), "v": ((rows, H, self.V), None), **super().state_spec(T)}
+        return {
+            "k": ((rows, H, self.K), None),
+            "v": ((rows, H, self.V), None),
+            **super().state_spec(T),
+        }
 
     def flops(self, T: int) -> float:
         return 2.0 * self.num_heads * (self.K + self.V) * self.seen(T) + super().flops(T)
@@ -265,7 +289,11 @@ def resized(config, num_heads: int, head_dim: int | None):
 def checked_scaling(given: dict) -> dict[str, float]:
     """The numbers of the option `rope_scaling`, for `layers.slow_down`."""
     numbers = {name: value for name, value in given.items() if name != "rope_type"}
-    known = [name for name, p in inspect.signature(slow_down).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    known = [
+        name
+        for name, p in inspect.signature(slow_down).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    ]
     if given.get("rope_type") != "llama3" or numbers.keys() != set(known):
         raise ValueError(
             f"softmax: rope_scaling={given!r} must have rope_type: llama3 and the numbers {', '.join(known)}"
@@ -274,7 +302,9 @@ def checked_scaling(given: dict) -> dict[str, float]:
         if not (fits(value, float) and value > 0):
             raise ValueError(f"softmax: rope_scaling's {name}={value!r} must be a positive number")
     if not numbers["low_freq_factor"] < numbers["high_freq_factor"]:
-        raise ValueError("softmax: rope_scaling's low_freq_factor must be below its high_freq_factor")
+        raise ValueError(
+            "softmax: rope_scaling's low_freq_factor must be below its high_freq_factor"
+        )
     return numbers
 
 
@@ -302,9 +332,15 @@ class DiagAttention(SoftmaxAttention):
     blocks = True
 
     def __init__(
-        self, config, layer_idx: int, *, block_size: int = 64, scores: str = "softmax",
-        positions: str = "lrpe", norm_eps_placement: str = "inside",
-    ):  # fmt: skip
+        self,
+        config,
+        layer_idx: int,
+        *,
+        block_size: int = 64,
+        scores: str = "softmax",
+        positions: str = "lrpe",
+        norm_eps_placement: str = "inside",
+    ):
         longest = config.max_position_embeddings
         if not 1 <= block_size <= longest:
             raise ValueError(
@@ -328,7 +364,9 @@ class DiagAttention(SoftmaxAttention):
         if self.lrpe is None:
             return heads
         places = seq.positions(x.shape[1], x.device) % self.block
-        return heads | {name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")}
+        return heads | {
+            name: self.lrpe(heads[name], places).to(heads[name].dtype) for name in ("q", "k")
+        }
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequences) -> Tensor:
         if seq.both:
@@ -352,7 +390,12 @@ class DiagAttention(SoftmaxAttention):
 
 
 def weigh(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scores: str = "softmax"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scores: str = "softmax",
 ) -> Tensor:
     """Attention of q `[B, L, H, K]` over k and v `[B, W, HK, …]`: `[B, L, H, V]`. scores: softmax or relu.
 
@@ -360,7 +403,9 @@ def weigh(
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if causal and q.shape[2] < k.shape[2] and not q.is_meta:  # there shapes suffice
-        bias: Any = causal_lower_right(q.shape[2], k.shape[2])  # no matrix where a kernel knows the order
+        bias: Any = causal_lower_right(
+            q.shape[2], k.shape[2]
+        )  # no matrix where a kernel knows the order
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
         ).transpose(1, 2)
@@ -375,9 +420,15 @@ def weigh(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str, both: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: int | None,
+    blocks: bool,
+    scores: str,
+    both: bool = False,
     real: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attends sequences `[B, T, …]` from their first tokens; linear in T with a reach.
 
     both: in both directions. real: bool `[B, T]`, which tokens are no padding, behind the others.
@@ -389,7 +440,11 @@ def attend(
         return weigh(q, k, v, causal=True, scores=scores)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % reach)) for x in (q, k, v))
     if blocks:
-        o = weigh(*(x.unflatten(1, (-1, reach)).flatten(0, 1) for x in (q, k, v)), causal=True, scores=scores)
+        o = weigh(
+            *(x.unflatten(1, (-1, reach)).flatten(0, 1) for x in (q, k, v)),
+            causal=True,
+            scores=scores,
+        )
         return o.unflatten(0, (len(q), -1)).flatten(1, 2)[:, :T]
     first = weigh(q[:, :reach], k[:, :reach], v[:, :reach], causal=True, scores=scores)
     # Each further block of queries sees the keys of its own block and the previous one.
@@ -403,7 +458,13 @@ def attend(
 
 
 def _attend_both(
-    q: Tensor, k: Tensor, v: Tensor, reach: int | None, blocks: bool, scores: str, real: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: int | None,
+    blocks: bool,
+    scores: str,
+    real: Tensor | None,
 ) -> Tensor:
     """`attend` in both directions: all tokens, those of a block, or those less than `reach` away."""
     B, T = q.shape[:2]
@@ -419,9 +480,13 @@ def _attend_both(
     k, v = (x.unfold(1, reach + 2 * side, reach).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     real = F.pad(real, (side, side + after)).unfold(1, reach + 2 * side, reach).flatten(0, 1)
     distance = (
-        torch.arange(k.shape[1], device=q.device) - torch.arange(reach, device=q.device)[:, None] - side
+        torch.arange(k.shape[1], device=q.device)
+        - torch.arange(reach, device=q.device)[:, None]
+        - side
     )
-    seen = (distance.abs() < reach) & real[:, None] | (distance == 0)  # padding sees itself: no empty row
+    seen = (distance.abs() < reach) & real[:, None] | (
+        distance == 0
+    )  # padding sees itself: no empty row
     return weigh(q, k, v, seen, scores=scores).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
 
 
@@ -429,7 +494,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, *rule) -> Ten
     """`attend` for the sequences of a packed row, in groups of similar lengths."""
     groups, where = seq.groups(q.device)
     out = [
-        attend(q[0, rows], k[0, rows], v[0, rows], *rule, real=real).flatten(0, 1) for rows, real in groups
+        attend(q[0, rows], k[0, rows], v[0, rows], *rule, real=real).flatten(0, 1)
+        for rows, real in groups
     ]
     none = q.new_zeros(0, q.shape[2], v.shape[3])  # for `cat` if all sequences are empty
     return torch.cat([none, *out]).index_select(0, where)[None]
@@ -445,16 +511,31 @@ def _sequences(bounds: tuple[int, ...]) -> Sequences:
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool, scores: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    reach: int | None,
+    blocks: bool,
+    scores: str,
     both: bool,
-) -> Tensor:  # fmt: skip
-    return attend_packed(q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores, both)
+) -> Tensor:
+    return attend_packed(
+        q, k, v, _sequences(tuple(cu_seqlens.tolist())), reach, blocks, scores, both
+    )
 
 
 def _packed_backward(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: int | None, blocks: bool,
-    scores: str, both: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    reach: int | None,
+    blocks: bool,
+    scores: str,
+    both: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _packed(q, k, v, cu_seqlens, reach, blocks, scores, both)
 

@@ -70,9 +70,13 @@ Heads = dict[str, Tensor]
 
 
 def convolve(
-    convs: list[ShortConv], xs: list[Tensor], seq: Sequences, states: list[Tensor] | None, carry: bool,
+    convs: list[ShortConv],
+    xs: list[Tensor],
+    seq: Sequences,
+    states: list[Tensor] | None,
+    carry: bool,
     silu: bool = False,
-) -> tuple[list[Tensor], list[Tensor] | None]:  # fmt: skip
+) -> tuple[list[Tensor], list[Tensor] | None]:
     """`conv(x, seq, state, carry)` for each; SiLU follows the last one if `silu`. By a kernel if one serves.
 
     states: None for none. Returns their outputs and, with `carry`, their states.
@@ -83,7 +87,9 @@ def convolve(
     if seq.parts is not None:
         xs, states = seq.parts.conv_states(xs, convs[0].width - 1, states)
     weights = [conv.weight.squeeze(1) for conv in convs]
-    weights = [w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)]
+    weights = [
+        w.repeat(c.copies, 1) if c.copies > 1 else w for w, c in zip(weights, convs, strict=True)
+    ]
     if not weights[0].is_meta:  # an offloaded one is in memory only while its own module runs
         served = by_kernel(
             *("short_convs", "auto", xs[0], xs, weights, states),
@@ -96,7 +102,9 @@ def convolve(
     past = states or [None] * len(xs)
     done = [conv(x, seq, state, carry) for conv, x, state in zip(convs, xs, past, strict=True)]
     *outputs, last = [y for y, _ in done]
-    return [*outputs, F.silu(last) if silu else last], [state for _, state in done] if carry else None
+    return [*outputs, F.silu(last) if silu else last], [
+        state for _, state in done
+    ] if carry else None
 
 
 class Mixer(FusedLinears):
@@ -139,9 +147,14 @@ class Mixer(FusedLinears):
     """Whether weights sum to 1 and may be negative; validation logs the share of negative ones."""
 
     def __init__(
-        self, config, layer_idx: int, *, k_heads: int | None = None, v_heads: int | None = None,
+        self,
+        config,
+        layer_idx: int,
+        *,
+        k_heads: int | None = None,
+        v_heads: int | None = None,
         taps: int | None = None,
-    ):  # fmt: skip
+    ):
         """k_heads, v_heads: by default those of q. taps: of the convolutions; by default the config decides,
         and the class attribute."""
         super().__init__()
@@ -171,7 +184,11 @@ class Mixer(FusedLinears):
                 raise ValueError(
                     f"value_conv={self.value_conv}: a token has {self.steps} values; leave it out"
                 )
-            shape = (self.V, self.value_conv, HV) if self.shared_filters else (HV * self.V, self.value_conv)
+            shape = (
+                (self.V, self.value_conv, HV)
+                if self.shared_filters
+                else (HV * self.V, self.value_conv)
+            )
             self.dwc = conv(*shape)
         if self.map_name is not None:
             self.map_name = config.feature_map or self.map_name
@@ -194,7 +211,9 @@ class Mixer(FusedLinears):
         if isinstance(state, RowState):
             new, held = {}, self.scatter_states(state.tensors, seq)
             return self.mixed(x, seq, held, new), RowState(self.gather_states(new, seq))
-        decoding = state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
+        decoding = (
+            state and x.shape[1] == 1 and seq.cu_seqlens is None and not torch.is_grad_enabled()
+        )
         if decoding and not torch.compiler.is_compiling():
             served = self.step(x, seq, state)
             if served is not None:
@@ -257,7 +276,9 @@ class Mixer(FusedLinears):
 
     def projections(self) -> dict[str, nn.Linear]:
         """The projections to q, k and v, by name; convolutions may follow them."""
-        return {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk}
+        return {
+            n: getattr(self, f"{n}_proj") for n in ("q", "k", "v") if n != "k" or not self.shared_qk
+        }
 
     def linears(self) -> dict[str, nn.Linear]:
         """The Linear layers that read x: `heads` has their outputs by these names."""
@@ -269,7 +290,9 @@ class Mixer(FusedLinears):
         convs, past = [getattr(self, f"{n}_conv1d") for n in names], None
         if "conv_v" in state:
             past = [state[f"conv_{n}"] for n in names]
-        outputs, past = convolve(convs, [heads[n] for n in names], seq, past, new is not None, silu=True)
+        outputs, past = convolve(
+            convs, [heads[n] for n in names], seq, past, new is not None, silu=True
+        )
         if new is not None and past is not None:
             new |= {f"conv_{n}": x for n, x in zip(names, past, strict=True)}
         return dict(zip(names, outputs, strict=True))
@@ -296,14 +319,19 @@ class Mixer(FusedLinears):
             return None
         fused = self.norm in ("head", None)  # the kernel norms heads, not all of them together
         sizes = {"key_dim": self.K, "value_dim": self.V, "num_v_heads": self.num_v_heads}
-        options |= sizes | {"num_heads": self.num_heads, "dtype": x.dtype if fused else torch.float32}
+        options |= sizes | {
+            "num_heads": self.num_heads,
+            "dtype": x.dtype if fused else torch.float32,
+        }
         options |= {"steps": self.steps, "gate_activation": self.gate_activation}
         if self.map_name is not None:
             options["feature_map"] = self.feature_map
         if self.norm == "head":
             options["norm"] = (self.o_norm.weight, self.o_norm.eps)
         if self.conv_size:
-            options["filters"] = {n: getattr(self, f"{n}_conv1d").weight for n in self.projections()}
+            options["filters"] = {
+                n: getattr(self, f"{n}_conv1d").weight for n in self.projections()
+            }
         read = (*options.get("filters", {}).values(), *(options.get("decay") or ()))
         if any(weight.is_meta for weight in (*read, *options.get("norm", ())[:1])):
             return None  # offloaded: in memory only while its own module runs
@@ -359,7 +387,9 @@ class Mixer(FusedLinears):
         """
         past = max((self.conv_size or 0) - 1, 0)
         spec: StateSpec = {
-            f"conv_{name}": ((past, p.out_features), None) for name, p in self.projections().items() if past
+            f"conv_{name}": ((past, p.out_features), None)
+            for name, p in self.projections().items()
+            if past
         }
         if self.value_conv:
             spec["conv_local"] = ((self.value_conv - 1, self.v_proj.out_features), None)

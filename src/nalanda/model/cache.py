@@ -33,8 +33,12 @@ class NalandaCache(Cache):
         self.lengths: Tensor | None = None  # int64 [batch], on the host: tokens of each sequence
         self.recording = False
         self.marked: NalandaCache | None = None  # a fork made at the mark
-        self.tail: list[tuple[Tensor, Tensor]] = []  # read since the mark: embeddings [B, T, D], mask [B, T]
-        self.unread: tuple[Tensor, Tensor] | None = None  # the part of it that the next call reads again
+        self.tail: list[
+            tuple[Tensor, Tensor]
+        ] = []  # read since the mark: embeddings [B, T, D], mask [B, T]
+        self.unread: tuple[Tensor, Tensor] | None = (
+            None  # the part of it that the next call reads again
+        )
 
     @property
     def states(self) -> list[dict[str, Tensor]]:
@@ -63,7 +67,9 @@ class NalandaCache(Cache):
         return len(self.states)
 
     def __repr__(self) -> str:
-        return f"NalandaCache({len(self)} layers, {self.seen_tokens} tokens seen, {self.nbytes} bytes)"
+        return (
+            f"NalandaCache({len(self)} layers, {self.seen_tokens} tokens seen, {self.nbytes} bytes)"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +107,13 @@ class NalandaCache(Cache):
     def check_batch(self, batch: int) -> None:
         """Raises ValueError if the cache is for another batch size."""
         if self.is_initialized and self.batch_size != batch:
-            raise ValueError(f"past_key_values holds {self.batch_size} sequences, the input has {batch} rows")
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} sequences, the input has {batch} rows"
+            )
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         return self.is_initialized
 
     def fork(self) -> "NalandaCache":
@@ -142,12 +152,18 @@ class NalandaCache(Cache):
         marked, tail = self.marked, self.tail
         if tokens_to_remove == 0:
             return self._forget()
-        if marked is None or tokens_to_remove > 0 or -tokens_to_remove > sum(m.shape[1] for _, m in tail):
+        if (
+            marked is None
+            or tokens_to_remove > 0
+            or -tokens_to_remove > sum(m.shape[1] for _, m in tail)
+        ):
             raise ValueError(
                 f"crop({tokens_to_remove}): only recorded tokens can be removed; give a negative number, and "
                 "call activate_past_recording before reading, or keep a fork()"
             )
-        embeddings, mask = (torch.cat(parts, 1)[:, :tokens_to_remove] for parts in zip(*tail, strict=True))
+        embeddings, mask = (
+            torch.cat(parts, 1)[:, :tokens_to_remove] for parts in zip(*tail, strict=True)
+        )
         self.states, self.lengths = marked.states, marked.lengths
         self.seen_tokens = marked.seen_tokens + mask.shape[1]
         self.unread = (embeddings, mask) if mask.shape[1] else None
@@ -162,7 +178,9 @@ class NalandaCache(Cache):
     def _map(self, function) -> None:
         self.states = [{name: function(t) for name, t in state.items()} for state in self.states]
         self.lengths = None if self.lengths is None else function(self.lengths)
-        self.unread = None if self.unread is None else (function(self.unread[0]), function(self.unread[1]))
+        self.unread = (
+            None if self.unread is None else (function(self.unread[0]), function(self.unread[1]))
+        )
         self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

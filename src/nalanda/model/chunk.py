@@ -27,14 +27,18 @@ _KEPT_TOKENS = 16384
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype of computations with these tensors, fp32 or float64."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
+    return functools.reduce(
+        torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32
+    )
 
 
 def bounds_of(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     """The bounds as integers. Raises ValueError if they do not rise from 0 to `length`."""
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths")
+        raise ValueError(
+            f"cu_seqlens: does not rise from 0 to the {length} tokens; pass cumulative lengths"
+        )
     return bounds
 
 
@@ -85,11 +89,15 @@ class _Segment:
             rows = (self.token * heads + head).flatten()
             real = self.real.expand(-1, heads, group, -1).flatten()
             places = rows, (~real).nonzero().flatten(), real.nonzero().flatten(), rows[real]
-            self._made[heads, group] = tuple(x.to(self.layout.device, non_blocking=True) for x in places)
+            self._made[heads, group] = tuple(
+                x.to(self.layout.device, non_blocking=True) for x in places
+            )
         return self._made[heads, group]
 
     def _by_chunk(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, self.layout.chunk))[:, self.steps].transpose(0, 1).transpose(2, 3)
+        return (
+            x.unflatten(1, (-1, self.layout.chunk))[:, self.steps].transpose(0, 1).transpose(2, 3)
+        )
 
 
 class _Layout:
@@ -99,7 +107,9 @@ class _Layout:
     rows, and their states a prefix of the states. `counts[s]` sequences have a chunk s.
     """
 
-    def __init__(self, shape: tuple[int, int], bounds: tuple[int, ...] | None, chunk: int, device, rows: int):
+    def __init__(
+        self, shape: tuple[int, int], bounds: tuple[int, ...] | None, chunk: int, device, rows: int
+    ):
         batch, length = shape
         cu = torch.arange(batch + 1) * length if bounds is None else torch.tensor(bounds)
         lengths = cu.diff()
@@ -131,7 +141,9 @@ def _chunk_of(chunk_size: int, lengths: list[int], q: Tensor, v: Tensor) -> int:
     """The tokens of a chunk: at most chunk_size, fewer where that is faster with the same result."""
     longest = max(lengths, default=0)
     chunk = min(chunk_size, _power_of_two(longest))  # no sequence needs more
-    if v.device.type == "cpu":  # work within chunks grows with C, between them with 1/C, padding with C
+    if (
+        v.device.type == "cpu"
+    ):  # work within chunks grows with C, between them with 1/C, padding with C
         chunk = min(chunk, max(32, _power_of_two((q.shape[3] + v.shape[3]) // 4)))
         if min(lengths, default=0) < longest:
             mean = sum(lengths) // len(lengths)
@@ -144,7 +156,9 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_layout = functools.lru_cache(maxsize=16)(_Layout)  # all layers ask for the same one, forward and backward
+_layout = functools.lru_cache(maxsize=16)(
+    _Layout
+)  # all layers ask for the same one, forward and backward
 
 
 def _layout_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> _Layout:
@@ -195,7 +209,9 @@ class _Chunk:
     v: Tensor  # set where the backward needs them
     v_new: Tensor
 
-    def __init__(self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None
+    ):
         self.q, self.k, self.g, self.erase = q, k, g, erase
         self.erased = k if erase is None else erase * k
         kk: list[Tensor] = []
@@ -208,9 +224,13 @@ class _Chunk:
                 self.qk, *kk = self._vector_scores((q,) if beta is None else (q, self.erased))
                 self.qk.diagonal(0, 1, 2).copy_((q * k).sum(-1))
             else:
-                least = math.log(torch.finfo(g.dtype).tiny)  # e^x below the normal numbers is slow on CPUs
+                least = math.log(
+                    torch.finfo(g.dtype).tiny
+                )  # e^x below the normal numbers is slow on CPUs
                 past = g.new_ones(q.shape[1], q.shape[1]).tril_(-1)
-                self.delta = (past * g.clamp_min(least)[..., None]).cumsum_(1)  # Σ of g_t, j < t ≤ i
+                self.delta = (past * g.clamp_min(least)[..., None]).cumsum_(
+                    1
+                )  # Σ of g_t, j < t ≤ i
                 self.delta = _flushed(self.delta.clamp_min_(least).exp_()).tril_()
                 self.qk = (q @ k.mT).mul_(self.delta)
                 self.decay_in = _flushed(g.cumsum(1).exp_())[..., None]
@@ -232,7 +252,9 @@ class _Chunk:
             if self.vector:
                 self.w = self.t_beta @ (self.erased * self.decay_in)
             else:
-                self.w = (self.t_beta if g is None else self.t_beta * self.decay_in.mT) @ self.erased
+                self.w = (
+                    self.t_beta if g is None else self.t_beta * self.decay_in.mT
+                ) @ self.erased
 
     def tensors(self) -> tuple[list[str], list[Tensor | None]]:
         """The names of the attributes, and their tensors, followed by those of `factors`."""
@@ -277,7 +299,9 @@ class _Chunk:
         """
         for late, early in reversed(self.factors):
             size = late.shape[2]
-            k, dk_, since_, until_ = (x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until))
+            k, dk_, since_, until_ = (
+                x.unflatten(1, (-1, 2, size)) for x in (self.k, dk, since, until)
+            )
             since_[:, :, 0, -1].add_(since_[:, :, 1].sum(2))
             since_[:, :, 1, -1].add_(until_[:, :, 0].sum(2))
             k_early, of_k = k[:, :, 0] * early, None
@@ -327,7 +351,7 @@ def _below_diagonal(x: Tensor, size: int) -> Tensor:
 
 def _read_chunk(
     segment: _Segment, q, k, v, beta, g, erase, write, scale: float, dtype
-) -> tuple[_Chunk, Tensor]:  # fmt: skip
+) -> tuple[_Chunk, Tensor]:
     """The chunks of a segment, and their values [P, C, V], gated."""
     group = v.shape[2] // q.shape[2]
     q, k = (segment.read(x, group, dtype) for x in (q, k))
@@ -339,10 +363,20 @@ def _read_chunk(
 
 
 def _chunk_forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
-    write: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int, save: bool, kept: list[_Chunk] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+    save: bool,
+    kept: list[_Chunk] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and, if `save`, the state before each chunk [P, K, V] in the layout's order.
 
     kept: gets each segment's chunks, with V and V', if they are few.
@@ -382,11 +416,22 @@ def _chunk_forward(
 
 
 def _chunk_backward(
-    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
-    g: Tensor | None, erase: Tensor | None, write: Tensor | None, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, states: Tensor, scale: float, chunk_size: int,
+    d_o: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    states: Tensor,
+    scale: float,
+    chunk_size: int,
     kept: list[_Chunk] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, the gates and the initial state; recomputes all but the states and the `kept`."""
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     dtype = states.dtype
@@ -394,7 +439,9 @@ def _chunk_backward(
     c = layout.chunk
     straddling = torch.ones(c, c, dtype=dtype, device=v.device).triu()
     d_q, d_k, d_v, d_beta, d_g, d_erase, d_write = _empty_grads(q, k, v, beta, g, erase, write)
-    d_state = _ranked(d_final, layout, dtype, v.new_empty(layout.sequences, heads, *states.shape[1:]))
+    d_state = _ranked(
+        d_final, layout, dtype, v.new_empty(layout.sequences, heads, *states.shape[1:])
+    )
     first = len(states)
     for index, segment in reversed([*enumerate(layout.segments)]):
         first -= segment.rows * heads
@@ -404,7 +451,9 @@ def _chunk_backward(
             v_, v_new = chunk.v, chunk.v_new
         else:
             chunk, v_ = _read_chunk(segment, q, k, v, beta, g, erase, write, scale, dtype)
-            v_new = v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
+            v_new = (
+                v_ if beta is None else torch.bmm(chunk.t_beta, v_).baddbmm_(chunk.w, s, alpha=-1)
+            )
         q_, k_, g_, do_ = chunk.q, chunk.k, chunk.g, segment.read(d_o, 1, dtype)
         dv_new = chunk.qk.mT @ do_
         d_next = torch.empty_like(s)  # of the state after each chunk
@@ -432,7 +481,10 @@ def _chunk_backward(
             if chunk.vector:
                 reads[:, -1:] += whole.mT
             else:
-                reads, dg = reads.sum(-1, True), torch.zeros_like(whole.sum(1, True).expand(-1, c, 1))
+                reads, dg = (
+                    reads.sum(-1, True),
+                    torch.zeros_like(whole.sum(1, True).expand(-1, c, 1)),
+                )
                 dg[:, 1:] = writes.sum(-1, True)[:, :-1].cumsum(1)
                 dg += whole.sum(1, True)
         d_scores, d_rows = [d_qk], [dq]
@@ -513,7 +565,9 @@ def _ranked(state: Tensor | None, layout: _Layout, dtype: torch.dtype, like: Ten
 
 def _unranked(state: Tensor, layout: _Layout, heads: int) -> Tensor:
     state = state.unflatten(0, (layout.sequences, heads))
-    return state if layout.rank is None else torch.empty_like(state).index_copy_(0, layout.rank, state)
+    return (
+        state if layout.rank is None else torch.empty_like(state).index_copy_(0, layout.rank, state)
+    )
 
 
 class ChunkRecurrence(torch.autograd.Function):
@@ -533,7 +587,9 @@ class ChunkRecurrence(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: checkpointing refuses a second time
         tensors = iter(saved[_SAVED:])
         kept = [_Chunk.of_tensors(names, [*itertools.islice(tensors, n)]) for names, n in ctx.parts]
-        return _gradients(functools.partial(_chunk_backward, kept=kept), ctx, saved[:_SAVED], *grads)
+        return _gradients(
+            functools.partial(_chunk_backward, kept=kept), ctx, saved[:_SAVED], *grads
+        )
 
 
 _SAVED = 10
@@ -555,7 +611,9 @@ def _gradients(
     d_o = torch.zeros_like(v) if d_o is None else d_o
     with no_autocast(v):
         grads = function(d_o, d_final, *inputs, states, ctx.scale, ctx.chunk_size)
-    *grads, d_initial = (None if x is None else dx for x, dx in zip(inputs[:-1], grads, strict=True))
+    *grads, d_initial = (
+        None if x is None else dx for x, dx in zip(inputs[:-1], grads, strict=True)
+    )
     if d_initial is not None:
         d_initial = d_initial.to(initial_state.dtype)
     return *grads, d_initial, None, None, None, None
@@ -600,7 +658,22 @@ def _(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale, chunk_si
 
 
 @_chunk_backward_op.register_fake
-def _(d_o, d_final, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, states, scale, chunk_size):
+def _(
+    d_o,
+    d_final,
+    q,
+    k,
+    v,
+    beta,
+    g,
+    erase,
+    write,
+    initial_state,
+    cu_seqlens,
+    states,
+    scale,
+    chunk_size,
+):
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     d_initial = states.new_empty(sequences, v.shape[2], *states.shape[1:])
     return *_empty_grads(q, k, v, beta, g, erase, write), d_initial

@@ -68,7 +68,9 @@ def repeated(mixer: dict[str, Any], layers: int) -> list[str]:
     """One name per layer from `{"pattern": names}`."""
     pattern = mixer.get("pattern")
     if mixer.keys() != {"pattern"} or not isinstance(pattern, (list, tuple)) or not pattern:
-        raise ValueError(f"mixer={mixer!r}: give a name, a list of names, or {{pattern: [names]}} to repeat")
+        raise ValueError(
+            f"mixer={mixer!r}: give a name, a list of names, or {{pattern: [names]}} to repeat"
+        )
     if type(layers) is not int:
         raise TypeError(f"num_hidden_layers={layers!r} must be an int")
     return [pattern[i % len(pattern)] for i in range(layers)]
@@ -209,14 +211,18 @@ class NalandaConfig(PreTrainedConfig):
         elif name == "angle" and options.get("power") is not None:
             name = "nala"
         if name == "angle":  # neither has an effect there
-            options = {key: value for key, value in options.items() if key not in ("power", "power_norm")}
+            options = {
+                key: value for key, value in options.items() if key not in ("power", "power_norm")
+            }
 
         return keys | {"feature_map": name, "feature_map_options": options}
 
     def to_dict(self) -> dict[str, Any]:
         """transformers', with the defaults of the map written out: a saved model keeps its meaning."""
         values = super().to_dict()
-        return values | {"feature_map_options": self._map_defaults() | (self.feature_map_options or {})}
+        return values | {
+            "feature_map_options": self._map_defaults() | (self.feature_map_options or {})
+        }
 
     def _map_defaults(self) -> dict[str, Any]:
         """Those of the named map, else of the one map that all mixers choose."""
@@ -228,7 +234,9 @@ class NalandaConfig(PreTrainedConfig):
 
     def check_types(self) -> None:
         """Raises ValueError for a field of another type, or a size that is no size."""
-        types = {f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__}
+        types = {
+            f.name: f.type for f in dataclasses.fields(self) if f.name in type(self).__annotations__
+        }
         given = {name: getattr(self, name) for name in types}
         for name in ("head_dim", "intermediate_size", "mixer_options", "feature_map_options"):
             if given[name] is None:  # resolved below
@@ -257,11 +265,15 @@ class NalandaConfig(PreTrainedConfig):
             ("initializer", ("normal", "xavier")),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
         if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
-            raise ValueError(f"sinusoidal positions need an even hidden_size, not {self.hidden_size}")
+            raise ValueError(
+                f"sinusoidal positions need an even hidden_size, not {self.hidden_size}"
+            )
 
     def _check_images(self) -> None:
         for name in ("conv_size", "value_conv"):
@@ -287,7 +299,9 @@ class NalandaConfig(PreTrainedConfig):
         ):
             if wanted and all(getattr(type(m), part) is None for m in mixers.values()):
                 names = " and ".join(mixers)
-                raise ValueError(f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out")
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r}: {names} does not use it; leave it out"
+                )
         one_way = [name for name, mixer in mixers.items() if not mixer.unmasked]
         if self.directions not in (1, 2):
             raise ValueError(
@@ -301,7 +315,9 @@ class NalandaConfig(PreTrainedConfig):
                 "add one pass each way"
             )
         if self.directions == 2 and not one_way:
-            raise ValueError(f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out")
+            raise ValueError(
+                f"directions=2: {' and '.join(mixers)} sees both ways at once; leave it out"
+            )
         if MIXERS.keys() & self.mixer_options.keys():
             for name in self.mixer_options:
                 if name not in mixers:
@@ -365,14 +381,20 @@ class NalandaConfig(PreTrainedConfig):
         for name, text in (copies | files).items():
             (own.parent / name).write_text(text, encoding="utf-8")
             line = f"from .{name.removesuffix('.py')} import __name__ as _\n"
-            if name in files and own.exists() and line not in (code := own.read_text(encoding="utf-8")):
+            if (
+                name in files
+                and own.exists()
+                and line not in (code := own.read_text(encoding="utf-8"))
+            ):
                 own.write_text(f"{code}\n{line}", encoding="utf-8")
 
     def distinct_mixers(self) -> dict[str, Mixer]:
         """One module for each of the layers' mixers, on the meta device."""
         try:
             with torch.device("meta"):
-                return {name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)}
+                return {
+                    name: build_mixer(name, self, 0) for name in dict.fromkeys(self.layer_mixers)
+                }
         except (OverflowError, RuntimeError) as error:  # too large for a tensor
             reason = str(error).splitlines()[0]
             raise ValueError(

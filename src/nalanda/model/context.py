@@ -32,7 +32,9 @@ SCAN_FROM = 9
 rounds that wait for one another, each with a product of two transitions."""
 
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its old name
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # its old name
 
 
 class Context:
@@ -48,7 +50,9 @@ class Context:
     def part(self, x: Tensor) -> Tensor:
         """This process's part of x `[B, T, …]`: `[B, T/N, …]`. Raises ValueError if N does not divide T."""
         if x.shape[1] % self.size:
-            raise ValueError(f"rows of {x.shape[1]} tokens cannot be cut into {self.size} equal parts")
+            raise ValueError(
+                f"rows of {x.shape[1]} tokens cannot be cut into {self.size} equal parts"
+            )
         return x.unflatten(1, (self.size, -1))[:, self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -64,9 +68,13 @@ class Context:
         operations = []
         for x, place in zip(tensors, received, strict=True):
             if 0 <= to < self.size:
-                operations.append(dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=to))
+                operations.append(
+                    dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=to)
+                )
             if 0 <= source < self.size:
-                operations.append(dist.P2POp(dist.irecv, place, group=self.group, group_peer=source))
+                operations.append(
+                    dist.P2POp(dist.irecv, place, group=self.group, group_peer=source)
+                )
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return received
@@ -94,15 +102,30 @@ class Parts:
     """
 
     def __init__(
-        self, context: Context, B: int, T: int, cu_seqlens: Tensor | None, carried: Tensor | None,
+        self,
+        context: Context,
+        B: int,
+        T: int,
+        cu_seqlens: Tensor | None,
+        carried: Tensor | None,
         lengths: Tensor | None,
-    ):  # fmt: skip
+    ):
         N, size = context.size, T // context.size
         self.context, self.whole = context, T
         before = context.rank * size
-        whole = torch.arange(B + 1) * T if cu_seqlens is None else bounds_on_host(cu_seqlens, B * T).unique()
-        if whole[0] != 0 or whole[-1] != B * T or not bool(torch.isin(torch.arange(B) * T, whole).all()):
-            raise ValueError(f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row")
+        whole = (
+            torch.arange(B + 1) * T
+            if cu_seqlens is None
+            else bounds_on_host(cu_seqlens, B * T).unique()
+        )
+        if (
+            whole[0] != 0
+            or whole[-1] != B * T
+            or not bool(torch.isin(torch.arange(B) * T, whole).all())
+        ):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to {B * T} and begin a document in every row"
+            )
         edges = torch.arange(B * N) * size  # where the parts begin
         place = torch.searchsorted(whole, edges, right=True)
         past = (edges - whole[place - 1]).view(B, N)  # tokens of its document before each part
@@ -120,13 +143,17 @@ class Parts:
         starts = torch.cat([mine.flatten(), whole]).unique()
         kept = (starts % T >= before) & (starts % T < before + size) & (starts < B * T)
         starts = starts[kept]
-        self.cu_seqlens = torch.cat([starts // T * size + starts % T - before, torch.tensor([B * size])])
+        self.cu_seqlens = torch.cat(
+            [starts // T * size + starts % T - before, torch.tensor([B * size])]
+        )
         borders = torch.arange(B + 1) * size
         first = torch.searchsorted(self.cu_seqlens, borders[:-1])
         last = torch.searchsorted(self.cu_seqlens, borders[1:]) - 1
         continued = past[:, context.rank] > 0
         self.rows = Rows(first, last, self.carried)
-        self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(0, first, past[:, context.rank])
+        self.past = torch.zeros(len(starts), dtype=torch.int64).index_copy(
+            0, first, past[:, context.rank]
+        )
         ends = torch.arange(1, B + 1) * T
         tail = ends - whole[torch.searchsorted(whole, ends) - 1]
         self.lengths = tail + (tail == T) * read
@@ -155,7 +182,9 @@ class Parts:
             yield row, *self.cu_seqlens[first : first + 2].tolist()
 
     @torch.compiler.disable  # parts have graphs of their own; all must exchange in one order
-    def left(self, x: Tensor, width: int | None, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left(
+        self, x: Tensor, width: int | None, held: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `width` tokens before this part in each row: x `[1, B·T/N, …]` to x and `[B, width, …]`.
 
         width: None for all. held: `[B, R, …]`, tokens before the row. Where there are none it is zero. The
@@ -163,7 +192,9 @@ class Parts:
         takes part in the backward.
         """
         size = self.size if width is None else min(width, self.size)
-        x, parts = _Gather.apply(x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :])
+        x, parts = _Gather.apply(
+            x, self.context, x[0].unflatten(0, (self.B, -1))[:, self.size - size :]
+        )
         before = [] if held is None else [held.to(x.dtype)]
         before += parts[: self.context.rank].unbind()
         left = torch.cat(before, 1) if before else x.new_zeros(self.B, 0, *x.shape[2:])
@@ -171,7 +202,9 @@ class Parts:
             return x, left
         left = left[:, max(0, left.shape[1] - width) :]
         missing = width - left.shape[1]
-        return x, torch.cat([left.new_zeros(self.B, missing, *x.shape[2:]), left], 1) if missing else left
+        return x, torch.cat(
+            [left.new_zeros(self.B, missing, *x.shape[2:]), left], 1
+        ) if missing else left
 
     @torch.compiler.disable
     def conv_states(
@@ -185,7 +218,11 @@ class Parts:
         ages = torch.arange(width, 0, -1)  # the first column is the oldest
         own = ages <= self.past[self.rows.first, None]  # not of a document before
         left = left.where(own.to(x.device)[..., None], 0)
-        found = left.new_zeros(len(self.past), *left.shape[1:]).index_copy(0, first, left).split(sizes, -1)
+        found = (
+            left.new_zeros(len(self.past), *left.shape[1:])
+            .index_copy(0, first, left)
+            .split(sizes, -1)
+        )
         return list(x.split(sizes, -1)), list(found)
 
 
@@ -263,10 +300,20 @@ class _Incoming(torch.autograd.Function):
 
 
 def recurrence(
-    op: Callable, seq: Sequences, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, mode: str,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-    feature_map: Callable | None = None, qk_norm: str | None = None, scale: float | None = None, **more: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    op: Callable,
+    seq: Sequences,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *gates: Tensor | None,
+    mode: str,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    feature_map: Callable | None = None,
+    qk_norm: str | None = None,
+    scale: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
     """`ops.delta_rule` or `ops.linear_attention` over the sequences of `seq`, whose rows may be cut.
 
     The last part waits for its state and takes one pass. All others take one from the state zero, to which
@@ -347,7 +394,9 @@ def _transitions(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor
     """
     q, k, v, *gates = inputs
     F, HV = k.shape[-1], v.shape[2]
-    unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(len(bounds) - 1, HV, F, F)
+    unit = torch.eye(F, dtype=at_least_fp32(v).dtype, device=v.device).expand(
+        len(bounds) - 1, HV, F, F
+    )
     silent = v.new_zeros(*v.shape[:3], F)
     beta_g_erase = gates[:3]  # the values are zero, and have another width than write
     answers, M = op(q, k, silent, *beta_g_erase, initial_state=unit.contiguous(), cu_seqlens=bounds)
@@ -358,7 +407,9 @@ def _decayed(op: partial, inputs: list, bounds: Tensor) -> tuple[list[Tensor], T
     """`_transitions` of linear attention; M is `[n, HV, F or 1, 1]`."""
     q, _, v, g = inputs
     group, lengths = v.shape[2] // q.shape[2], bounds.diff().tolist()
-    queries = (op.keywords["scale"] * at_least_fp32(q[0])).repeat_interleave(group, 1).split(lengths)
+    queries = (
+        (op.keywords["scale"] * at_least_fp32(q[0])).repeat_interleave(group, 1).split(lengths)
+    )
     if g is None:
         return list(queries), queries[0].new_ones(len(lengths), v.shape[2], 1, 1)
     g = at_least_fp32(g[0]) if g.dim() == 4 else at_least_fp32(g[0])[..., None]  # [M, HV, F or 1]

@@ -38,7 +38,10 @@ class Decay(Fp32Module):
     @staticmethod
     def parameters_of(A: Tensor, dt: Tensor) -> dict[str, Tensor]:
         """The parameters with g = −A·dt at a = 0."""
-        return {"A_log": A.log(), "dt_bias": dt + torch.log(-torch.expm1(-dt))}  # the inverse of softplus
+        return {
+            "A_log": A.log(),
+            "dt_bias": dt + torch.log(-torch.expm1(-dt)),
+        }  # the inverse of softplus
 
 
 class ChannelDecay(Decay):
@@ -105,16 +108,22 @@ class DeltaNet(Mixer):
         qk_norm: str = "l2",
     ):
         if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
-            raise ValueError(f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}")
+            raise ValueError(
+                f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
+            )
         if allow_neg_eigval and norm_write:
-            raise ValueError("allow_neg_eigval doubles β, norm_write keeps it in (0, 1): take one of them")
+            raise ValueError(
+                "allow_neg_eigval doubles β, norm_write keeps it in (0, 1): take one of them"
+            )
         if qk_norm not in ("l2", "rms", "none"):
             raise ValueError(f"qk_norm={qk_norm!r} must be one of l2, rms, none")
         super().__init__(config, layer_idx, v_heads=num_v_heads)
         phi = self.feature_map
         bounded = qk_norm == "none" and isinstance(phi, Elementwise) and phi.norm is not None
         if qk_norm != "l2" and not norm_write and not bounded:
-            cure = ", or a map's own norm: feature_map_options norm: l2" if qk_norm == "none" else ""
+            cure = (
+                ", or a map's own norm: feature_map_options norm: l2" if qk_norm == "none" else ""
+            )
             raise ValueError(
                 f"qk_norm={qk_norm}: β‖k‖² may exceed 2 and the state grow: set norm_write{cure}"
             )
@@ -156,7 +165,9 @@ class DeltaNet(Mixer):
                 q, k = map_features(q, k, features, norm)
             features, norm = None, None
             length = self.per_value(excess(k))
-            beta, erase = (beta / length, None) if erase is None else (beta, erase / length[..., None])
+            beta, erase = (
+                (beta / length, None) if erase is None else (beta, erase / length[..., None])
+            )
         o, final = recurrence(
             delta_rule,
             seq,
@@ -305,9 +316,16 @@ class GatedDeltaNet2(KDA):
     state_gates = (*KDA.state_gates, "w_proj")
 
     def __init__(
-        self, config, layer_idx: int, *, allow_neg_eigval: bool = False, num_v_heads: int | None = None
+        self,
+        config,
+        layer_idx: int,
+        *,
+        allow_neg_eigval: bool = False,
+        num_v_heads: int | None = None,
     ):
-        super().__init__(config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads)
+        super().__init__(
+            config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
+        )
 
     def add_gates(self, D: int) -> None:
         super().add_gates(D)
@@ -357,7 +375,9 @@ class DeltaProduct(DeltaNet):
         if num_householder < 1:
             raise ValueError(f"num_householder={num_householder}: a token takes 1 step or more")
         self.steps, self.decays = num_householder, use_forget_gate
-        super().__init__(config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads)
+        super().__init__(
+            config, layer_idx, allow_neg_eigval=allow_neg_eigval, num_v_heads=num_v_heads
+        )
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:
         # One row of n·T steps: the decay comes before a token's first, and q reads after its last.

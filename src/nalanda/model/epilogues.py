@@ -55,4 +55,6 @@ def _norm_by_kernel(x: Tensor, norm: RMSNorm, **options):
 
 
 def _by_kernel(op: str, x: Tensor, *inputs, **options):
-    return None if torch.compiler.is_compiling() else by_kernel(op, "auto", x, x, *inputs, **options)
+    return (
+        None if torch.compiler.is_compiling() else by_kernel(op, "auto", x, x, *inputs, **options)
+    )

@@ -31,7 +31,9 @@ class _Power(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         base, y, exponent = ctx.saved_tensors
         base, dy = base.clamp_min(EPS), dy * y
-        d_exponent = (base.log() * dy).sum_to_size(exponent.shape) if ctx.needs_input_grad[1] else None
+        d_exponent = (
+            (base.log() * dy).sum_to_size(exponent.shape) if ctx.needs_input_grad[1] else None
+        )
         return dy.mul_(ctx.exponent if exponent is None else exponent).div_(base), d_exponent
 
 
@@ -114,8 +116,14 @@ class FeatureMap(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {name for name, value in vars(cls).items() if callable(value) or isinstance(value, METHODS)}
-        changed = (own - {"__init__", "extra_repr"}) & {name for base in cls.__bases__ for name in dir(base)}
+        own = {
+            name
+            for name, value in vars(cls).items()
+            if callable(value) or isinstance(value, METHODS)
+        }
+        changed = (own - {"__init__", "extra_repr"}) & {
+            name for base in cls.__bases__ for name in dir(base)
+        }
         if changed and "fused" not in own:
             cls.fused = None  # pyrefly: ignore
 
@@ -130,9 +138,16 @@ class Elementwise(FeatureMap):
     """
 
     def __init__(
-        self, function, nonnegative: bool, equation: str, source: str = "–", *, num_heads: int, head_dim: int,
+        self,
+        function,
+        nonnegative: bool,
+        equation: str,
+        source: str = "–",
+        *,
+        num_heads: int,
+        head_dim: int,
         norm: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.equation, self.source = equation, source
         if norm not in (None, "l2", "sum"):
@@ -156,7 +171,9 @@ class Elementwise(FeatureMap):
     @property
     def fused(self) -> dict | None:
         names = (
-            name for name, row in FEATURE_MAPS.items() if getattr(row, "args", ())[:1] == (self.function,)
+            name
+            for name, row in FEATURE_MAPS.items()
+            if getattr(row, "args", ())[:1] == (self.function,)
         )
         name = next(names, None)
         return None if name is None else {"name": name, "norm": self.norm}
@@ -225,7 +242,9 @@ class NaLa(FeatureMap):
                 raise ValueError(f"nala: {option}={value!r} must be one of {', '.join(allowed)}")
 
         if isinstance(angle, str) and angle not in self.ANGLES:
-            raise ValueError(f"nala: angle={angle!r} must be a number or one of {', '.join(self.ANGLES)}")
+            raise ValueError(
+                f"nala: angle={angle!r} must be a number or one of {', '.join(self.ANGLES)}"
+            )
 
         numbers = {"power": power, "query_power": query_power, "key_power": key_power}
         if not isinstance(angle, str):
@@ -235,7 +254,9 @@ class NaLa(FeatureMap):
                 raise ValueError(f"nala: {option}={value} must be positive")
 
         if signs != "drop" and angle == "relu_split":
-            raise ValueError("nala: angle=relu_split splits the signs: take another angle, or signs=drop")
+            raise ValueError(
+                "nala: angle=relu_split splits the signs: take another angle, or signs=drop"
+            )
 
         self.root = math.sqrt(head_dim)
         self.angle, self.power_norm, self.direction_scale, self.signs = (
@@ -271,7 +292,9 @@ class NaLa(FeatureMap):
     def _equation(self) -> str:
         of_q = "^p" if self.query_power is None else raised_to(self.query_power)
         of_k = (
-            "^λ" if self.key_power == self.power and self.query_power is None else raised_to(self.key_power)
+            "^λ"
+            if self.key_power == self.power and self.query_power is None
+            else raised_to(self.key_power)
         )
         base = {"unit": "d(q)", "sqrt": "√K d(q)", "none": "q"}[self.direction_scale]
 
@@ -280,7 +303,9 @@ class NaLa(FeatureMap):
         else:
             named = {"direction": "d(x)", "rms": "√K d(x)", "raw": "x"}
             argument = named[self.angle] if isinstance(self.angle, str) else f"{self.angle:g} d(x)"
-            powers = {"drop": "|{x}|{p}", "keep": "sgn({x}) |{x}|{p}", "elu": "(1 + ELU({x})){p}"}[self.signs]
+            powers = {"drop": "|{x}|{p}", "keep": "sgn({x}) |{x}|{p}", "elu": "(1 + ELU({x})){p}"}[
+                self.signs
+            ]
             first, second = powers.format(x=base, p=of_q), powers.format(x="k", p=of_k)
             parts = f"{first} ⊙ [cos θ; sin θ], {second} ⊙ [cos θ; sin θ], θ = π/4 tanh({argument})"
 
@@ -290,7 +315,9 @@ class NaLa(FeatureMap):
         return parts
 
     def rotate(self, magnitude: Tensor, x: Tensor, d: Tensor) -> Tensor:
-        return polar(magnitude, x) if isinstance(self.alpha, str) else polar(magnitude, d, self.alpha)
+        return (
+            polar(magnitude, x) if isinstance(self.alpha, str) else polar(magnitude, d, self.alpha)
+        )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = at_least_fp32(q), at_least_fp32(k)
@@ -321,7 +348,9 @@ class NaLa(FeatureMap):
         if self.signs != "drop":
             return None
         options = ("power", "power_norm", "direction_scale", "query_power", "key_power")
-        return {"name": "nala", "angle": self.alpha} | {option: getattr(self, option) for option in options}
+        return {"name": "nala", "angle": self.alpha} | {
+            option: getattr(self, option) for option in options
+        }
 
     @staticmethod
     def split(x: Tensor, exponent: Tensor | float) -> Tensor:
@@ -451,11 +480,17 @@ class Pola(Fp32Module, FeatureMap):
         self.alpha = float(alpha)
         self.feature_dim = 2 * head_dim
         self.w = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
-        self.s = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32)) if scale else None
+        self.s = (
+            nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32)) if scale else None
+        )
 
     def initial(self) -> dict[str, Tensor]:
         values = {"w": torch.zeros_like(self.w)}
-        return values if self.s is None else values | {"s": torch.full_like(self.s, math.log(math.e - 1))}
+        return (
+            values
+            if self.s is None
+            else values | {"s": torch.full_like(self.s, math.log(math.e - 1))}
+        )
 
     def features(self, x: Tensor) -> Tensor:
         x = at_least_fp32(x)
@@ -521,7 +556,9 @@ class Soft(Fp32Module, FeatureMap):
         self.ridge, self.inverse, self.iterations = float(ridge), inverse, iterations
         self.feature_dim = landmarks
         self.flops = 2.0 * landmarks * (2 * head_dim + landmarks)
-        self.landmarks = nn.Parameter(torch.empty(num_heads, landmarks, head_dim, dtype=torch.float32))
+        self.landmarks = nn.Parameter(
+            torch.empty(num_heads, landmarks, head_dim, dtype=torch.float32)
+        )
 
     def initial(self) -> dict[str, Tensor]:
         return {"landmarks": torch.randn_like(self.landmarks) * self.landmarks.shape[-1] ** -0.25}
@@ -554,8 +591,12 @@ FEATURE_MAPS = {
     "elu1": partial(Elementwise, lambda x: 1 + F.elu(x), True, "1 + ELU(x)", "arXiv 2006.16236"),
     "exp": partial(Elementwise, exp, True, "e^min(x, 10)"),
     "nala": NaLa,
-    "nala_paper": partial(NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"),
-    "nala_released": partial(NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"),
+    "nala_paper": partial(
+        NaLa, angle="direction", power=3.0, power_norm="raw", direction_scale="unit"
+    ),
+    "nala_released": partial(
+        NaLa, angle="relu_split", power=3.0, power_norm="raw", direction_scale="unit"
+    ),
     "nala_code": partial(NaLa, angle=20.0, power=3.0, power_norm="raw", direction_scale="none"),
     "angle": Angle,
     "nala_learned": LearnedNaLa,
@@ -585,9 +626,13 @@ def register_feature_map(name: str, row: Any) -> None:
                 f"register_feature_map({name!r}): {kind.__name__} needs __init__(self, *, num_heads, "
                 f"head_dim, options with defaults): {error} (the contract: nalanda/model/base.py)"
             ) from None
-        missing += [f"has no `{n}`" for n in ("equation", "source", "feature_dim") if not hasattr(made, n)]
+        missing += [
+            f"has no `{n}`" for n in ("equation", "source", "feature_dim") if not hasattr(made, n)
+        ]
         if dict(made.named_parameters(recurse=False)):
-            missing += [] if isinstance(made, Fp32Module) else ["has parameters but is no Fp32Module"]
+            missing += (
+                [] if isinstance(made, Fp32Module) else ["has parameters but is no Fp32Module"]
+            )
             missing += [] if hasattr(made, "initial") else ["has parameters but no initial()"]
     register("feature_map", name, row, FEATURE_MAPS, missing)
 
@@ -599,13 +644,19 @@ def build_feature_map(name: str, *, num_heads: int, head_dim: int, **options) ->
     """
     if name not in FEATURE_MAPS:
         near = did_you_mean(name, FEATURE_MAPS)
-        raise ValueError(f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}")
+        raise ValueError(
+            f"unknown feature_map {name!r}{near or ':'} choose one of {', '.join(FEATURE_MAPS)}"
+        )
     row = FEATURE_MAPS[name]
     if options.get("power", 2.0) is None:
-        raise ValueError(f"feature_map {name} with power null is the map angle: set feature_map: angle")
+        raise ValueError(
+            f"feature_map {name} with power null is the map angle: set feature_map: angle"
+        )
     try:
         check_names(options, row)
     except TypeError as error:
         raise TypeError(f"feature_map {name!r}: {error}") from None
-    check_types(options, getattr(row, "func", row).__init__.__annotations__, f"feature_map {name!r}: ")
+    check_types(
+        options, getattr(row, "func", row).__init__.__annotations__, f"feature_map {name!r}: "
+    )
     return row(num_heads=num_heads, head_dim=head_dim, **options)

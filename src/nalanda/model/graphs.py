@@ -68,7 +68,9 @@ class Graph:
 
     def _recording(self, graph: torch.cuda.CUDAGraph):
         # Other threads may use the device meanwhile.
-        return torch.cuda.graph(graph, stream=_side_stream(self.device), capture_error_mode="thread_local")
+        return torch.cuda.graph(
+            graph, stream=_side_stream(self.device), capture_error_mode="thread_local"
+        )
 
     def replay(self) -> None:
         with torch.cuda.device(self.device):
@@ -100,7 +102,9 @@ class OnDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         masks = [x for x in inputs[1:] if x.dtype in (torch.bool, torch.uint8)]
-        reads = any(tag in func.tags for tag in self.READS) and any(x.device == self.device for x in inputs)
+        reads = any(tag in func.tags for tag in self.READS) and any(
+            x.device == self.device for x in inputs
+        )
         if reads and not (func is torch.ops.aten.index.Tensor and not masks):  # rows, not a mask
             raise RuntimeError(f"{func} makes the host wait for values")
         result = func(*args, **kwargs)
@@ -142,7 +146,10 @@ class GraphedStep:
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.states = [
-            [{name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()} for s in states]
+            [
+                {name: x.clone(memory_format=torch.contiguous_format) for name, x in s.items()}
+                for s in states
+            ]
             for states in (cache.states, cache.states)
         ]
         self.turn = 0  # which states are the newest
@@ -156,7 +163,9 @@ class GraphedStep:
 
     def _step(self, model: Any, turn: int) -> Tensor:
         old, new = self.states[turn], self.states[1 - turn]
-        cache = StaticCache([StaticState(*pair) for pair in zip(old, new, strict=True)], self.lengths)
+        cache = StaticCache(
+            [StaticState(*pair) for pair in zip(old, new, strict=True)], self.lengths
+        )
         h = model.model(input_ids=self.tokens, past_key_values=cache).last_hidden_state
         logits = model.lm_head(h)
         if not alike(cache.states, new, dtypes=True):
@@ -245,11 +254,20 @@ class DecodingGraphs:
 
     def decode(self, model: nn.Module, tokens: Tensor, cache: NalandaCache) -> Tensor | None:
         """Logits `[B, 1, vocabulary]` after tokens `[B, 1]`; None if the call must run eagerly."""
-        if model is not self.model or cache.recording or cache.unread is not None or self.key is None:
+        if (
+            model is not self.model
+            or cache.recording
+            or cache.unread is not None
+            or self.key is None
+        ):
             return None
         if model in self.failed or model.training or torch.is_grad_enabled():
             return None
-        if cache.lengths is None or len(tokens) != len(cache.lengths) or not bool((cache.lengths > 0).all()):
+        if (
+            cache.lengths is None
+            or len(tokens) != len(cache.lengths)
+            or not bool((cache.lengths > 0).all())
+        ):
             return None
         if torch.is_autocast_enabled(tokens.device.type):
             return None
@@ -314,5 +332,7 @@ def key_of(model: Any) -> tuple | None:
 
 def _foreign(module: nn.Module) -> bool:
     """Whether calling the module runs more than the `forward` of a class that has no switches."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+    hooked = (
+        module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+    )
     return bool(hooked) or "forward" in vars(module) or type(module).__module__.startswith("peft.")

@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from .configuration import NalandaConfig
@@ -19,7 +23,9 @@ class NalandaForMaskedLM(LanguageModel):
 
     def __init__(self, config: NalandaConfig):
         if config.is_decoder:
-            raise ValueError("is_decoder is true: tokens see none behind them; load AutoModelForCausalLM")
+            raise ValueError(
+                "is_decoder is true: tokens see none behind them; load AutoModelForCausalLM"
+            )
         super().__init__(config)
 
     @can_return_tuple
@@ -87,7 +93,9 @@ class Classifier(NalandaPreTrainedModel):
         if labels is None:
             return None
         logits = at_least_fp32(logits)
-        return self.loss_function(logits=logits, pooled_logits=logits, labels=labels, config=self.config)
+        return self.loss_function(
+            logits=logits, pooled_logits=logits, labels=labels, config=self.config
+        )
 
 
 class TextClassifier(Classifier):
@@ -124,9 +132,14 @@ class TextClassifier(Classifier):
             attention_mask = self._mask_of(input_ids)
         described = (attention_mask, position_ids, cu_seqlens)
         out = self.model(
-            input_ids, *described[:2], inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens, use_cache=False,
-            output_hidden_states=output_hidden_states, output_attentions=output_attentions,
-        )  # fmt: skip
+            input_ids,
+            *described[:2],
+            inputs_embeds=inputs_embeds,
+            cu_seqlens=cu_seqlens,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
         logits = self.score(self.dropout(self._pool(out.last_hidden_state, *described)))
         loss = self._loss(logits, labels)
         return self.output(loss=loss, logits=logits, hidden_states=out.hidden_states)

@@ -15,12 +15,16 @@ _CPU_STEPS = 256
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()  # a cast to the same dtype costs too
+    return (
+        x if x.dtype in (torch.float32, torch.float64) else x.float()
+    )  # a cast to the same dtype costs too
 
 
 def no_autocast(x: Tensor):
     """A context without autocast on the device of x."""
-    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):  # not supported on meta
+    if x.device.type == "meta" or not torch.is_autocast_enabled(
+        x.device.type
+    ):  # not supported on meta
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
@@ -41,7 +45,11 @@ class _NoContext:
 
 def run(function: type[torch.autograd.Function], *inputs):
     """`function.apply(*inputs)`; without gradients its forward alone, for half the cost with one token."""
-    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_NoContext(), *inputs)
+    return (
+        function.apply(*inputs)
+        if torch.is_grad_enabled()
+        else function.forward(_NoContext(), *inputs)
+    )
 
 
 class _Direction(torch.autograd.Function):
@@ -57,7 +65,9 @@ class _Direction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_direction: Tensor | None, d_length: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(
+        ctx, d_direction: Tensor | None, d_length: Tensor | None
+    ) -> tuple[Tensor | None, None]:
         direction, length = ctx.saved_tensors
         if d_direction is None:
             return None if d_length is None else direction * d_length, None
@@ -68,7 +78,9 @@ class _Direction(torch.autograd.Function):
 
 def direction(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x/‖x‖ and ‖x‖ over the last dimension, kept: ‖x‖ = √(Σx² + eps), whose gradient at x = 0 is 0."""
-    if torch.compiler.is_compiling():  # which fuses this, and cannot give a Function a number that may change
+    if (
+        torch.compiler.is_compiling()
+    ):  # which fuses this, and cannot give a Function a number that may change
         length = (x.square().sum(-1, keepdim=True) + eps).sqrt()
         return x / length, length
     return run(_Direction, x, eps)
@@ -91,7 +103,9 @@ class Fp32Module(nn.Module):
     def _apply(self, fn, recurse=True):
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
-            return moved if moved.dtype == t.dtype or moved.dtype.itemsize >= 4 else t.to(moved.device)
+            return (
+                moved if moved.dtype == t.dtype or moved.dtype.itemsize >= 4 else t.to(moved.device)
+            )
 
         return super()._apply(keep_precision, recurse)
 
@@ -126,7 +140,11 @@ class LayerNorm(nn.LayerNorm):
 
 
 def rotary_angles(
-    positions: Tensor, size: int, theta: float, dtype: torch.dtype, scaling: dict[str, float] | None = None
+    positions: Tensor,
+    size: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: dict[str, float] | None = None,
 ) -> Tensor:
     """position · theta^(−2i/size) for i < size/2 (RoFormer, arXiv 2104.09864), `[…, size/2]`.
 
@@ -140,9 +158,13 @@ def rotary_angles(
 
 
 def slow_down(
-    frequencies: Tensor, *, factor: float, low_freq_factor: float, high_freq_factor: float,
+    frequencies: Tensor,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
     original_max_position_embeddings: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Llama 3.1's frequencies for a longer context than the original one (arXiv 2407.21783).
 
     Those below low_freq_factor turns in the original context are divided by `factor`. Those above
@@ -165,7 +187,9 @@ def place_angles(
     if seq.grid is None:
         return rotary_angles(places, size, theta, x.dtype, scaling)
     axes = places // seq.grid[1], places % seq.grid[1]
-    return torch.cat([rotary_angles(place, size // 2, theta, x.dtype, scaling) for place in axes], -1)
+    return torch.cat(
+        [rotary_angles(place, size // 2, theta, x.dtype, scaling) for place in axes], -1
+    )
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -196,7 +220,10 @@ class _CausalDepthwise(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, kept)
         width, steps, dtype = len(weight), x.shape[1] - len(weight) + 1, x.dtype
-        x, weight = at_least_fp32(x), at_least_fp32(weight).contiguous()  # strided operands are slow on CPUs
+        x, weight = (
+            at_least_fp32(x),
+            at_least_fp32(weight).contiguous(),
+        )  # strided operands are slow on CPUs
         y = x[:, :steps] * weight[0]
         for i in range(1, width):
             y.addcmul_(x[:, i : i + steps], weight[i])
@@ -236,7 +263,9 @@ class ShortConv(nn.Module):
         if width < 2:
             raise ValueError(f"conv_size={width}: a short convolution needs at least 2 taps")
         taps = (width, width) if image else (width,)
-        self.weight = nn.Parameter(torch.empty(size, 1, *taps))  # the layout of nn.Conv1d and nn.Conv2d
+        self.weight = nn.Parameter(
+            torch.empty(size, 1, *taps)
+        )  # the layout of nn.Conv1d and nn.Conv2d
 
     @property
     def width(self) -> int:
@@ -256,7 +285,9 @@ class ShortConv(nn.Module):
         after = self.width // 2 if seq.both else 0  # of a centred one
         if seq.cu_seqlens is None:
             if after:
-                return _CausalDepthwise.apply(F.pad(x, (0, 0, gap - after, after)), weight, None), None
+                return _CausalDepthwise.apply(
+                    F.pad(x, (0, 0, gap - after, after)), weight, None
+                ), None
             past = x.new_zeros(x.shape[0], gap, x.shape[2]) if state is None else state.to(x.dtype)
             laid = torch.cat([past, x], 1)
             # Cloned, because a view of W−1 rows would keep the whole tensor alive.
@@ -264,7 +295,9 @@ class ShortConv(nn.Module):
             return _CausalDepthwise.apply(laid, weight, None), past
         # Packed: the sequences, each after its own W−1 rows of past, form one dense row.
         tokens, gaps = seq.with_gaps(gap, x.device)
-        laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(0, tokens, x[0])
+        laid = x.new_zeros(len(tokens) + gaps.numel() + after, x.shape[2]).index_copy_(
+            0, tokens, x[0]
+        )
         if state is not None:
             laid = laid.index_copy(0, gaps.flatten(), state.to(x.dtype).flatten(0, 1))
         y = _CausalDepthwise.apply(laid[None], weight, tokens - gap + after)
@@ -282,7 +315,9 @@ class PatchEmbedding(nn.Module):
     refused, or with `interpolate` read with that table interpolated (bicubic).
     """
 
-    def __init__(self, channels: int, image_size: int, patch_size: int, hidden_size: int, learnt: bool):
+    def __init__(
+        self, channels: int, image_size: int, patch_size: int, hidden_size: int, learnt: bool
+    ):
         super().__init__()
         self.channels, self.image_size, self.patch_size = channels, image_size, patch_size
         self.side = image_size // patch_size
@@ -304,13 +339,17 @@ class PatchEmbedding(nn.Module):
         if H % patch or W % patch:
             raise ValueError(f"images are {H} × {W}: both must be multiples of patch_size={patch}")
         grid = H // patch, W // patch
-        x = self.projection(F.unfold(images.to(self.projection.weight.dtype), patch, stride=patch).mT)
+        x = self.projection(
+            F.unfold(images.to(self.projection.weight.dtype), patch, stride=patch).mT
+        )
         if self.positions is not None:
             table = self.positions.weight
             if grid != (self.side, self.side):
                 square = at_least_fp32(table).T.unflatten(1, (self.side, self.side))[None]
                 table = (
-                    F.interpolate(square, grid, mode="bicubic", antialias=True).flatten(2)[0].T.to(x.dtype)
+                    F.interpolate(square, grid, mode="bicubic", antialias=True)
+                    .flatten(2)[0]
+                    .T.to(x.dtype)
                 )
             x = x + table
         return x, grid

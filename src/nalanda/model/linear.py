@@ -120,7 +120,9 @@ class LinearAttention(Mixer):
             angles = place_angles(q, seq, self.stream_width, self.feature_theta)
             q, k = (self.rotate_streams(x, angles) for x in (q, k))
             return self.recur({"q": q, "k": k, "v": v}, seq, state, new, mapped=True, scale=1.0), z
-        o = self.recur(heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0)
+        o = self.recur(
+            heads | {"v": torch.cat([v, one], -1)}, seq, state, new, mapped=mapped, scale=1.0
+        )
         return o[..., :-1], o[..., -1:]
 
     def rotate_streams(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -129,9 +131,16 @@ class LinearAttention(Mixer):
         return rotate(streams, angles).view_as(x)
 
     def recur(
-        self, heads: Heads, seq: Sequences, state: State, new: State | None, *, mapped: bool = False,
-        scale: float | None = None, name: str = "recurrent",
-    ) -> Tensor:  # fmt: skip
+        self,
+        heads: Heads,
+        seq: Sequences,
+        state: State,
+        new: State | None,
+        *,
+        mapped: bool = False,
+        scale: float | None = None,
+        name: str = "recurrent",
+    ) -> Tensor:
         """Calls the op with the state `name`. mapped: whether q and k are features already."""
         v = heads["v"]
         if v.dtype == torch.float16:  # sums of 1000 terms may exceed its range before the norm
@@ -178,7 +187,9 @@ class LinearAttention(Mixer):
         return {"recurrent": (shape, torch.float32), **super().state_spec(T)}
 
     def flops(self, T: int) -> float:
-        rule = self.sum_flops(self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator)
+        rule = self.sum_flops(
+            self.num_v_heads, self.feature_map.feature_dim, self.V + self.denominator
+        )
         return rule + super().flops(T)
 
     def sum_flops(self, num_heads: int, key_dim: int, value_dim: int) -> float:
@@ -194,7 +205,11 @@ def sum_both(q: Tensor, k: Tensor, v: Tensor, seq: Sequences, scale: float | Non
     is the state behind the last token of the causal form, in fp32 at least.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _sum_packed(q, k, v, seq, scale) if seq.cu_seqlens is not None else _sum_rows(q, k, v, scale)
+    return (
+        _sum_packed(q, k, v, seq, scale)
+        if seq.cu_seqlens is not None
+        else _sum_rows(q, k, v, scale)
+    )
 
 
 def _sum_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -253,9 +268,13 @@ class MALA(LinearAttention):
     source = "arXiv 2507.00698"
     signed_weights = True
 
-    def __init__(self, config, layer_idx: int, *, scale: str = "code", rope_theta: float | None = None):
+    def __init__(
+        self, config, layer_idx: int, *, scale: str = "code", rope_theta: float | None = None
+    ):
         if scale not in ("code", "inverse_t", "literal"):
-            raise ValueError(f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal")
+            raise ValueError(
+                f"mala: scale={scale!r} is unknown; choose one of code, inverse_t, literal"
+            )
         super().__init__(config, layer_idx)
         self.scale = scale
         self.rotate_features(rope_theta)
@@ -304,9 +323,13 @@ class PolaAttention(LinearAttention):
 
     def __init__(self, config, layer_idx: int, *, gate_first: bool = False):
         if config.feature_map not in (None, "pola"):
-            raise ValueError(f"pola: feature_map is {config.feature_map!r}; it needs feature_map 'pola'")
+            raise ValueError(
+                f"pola: feature_map is {config.feature_map!r}; it needs feature_map 'pola'"
+            )
         if config.value_dim % 2:
-            raise ValueError(f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v")
+            raise ValueError(
+                f"pola: head_dim·expand_v is {config.value_dim}; it must be even to halve v"
+            )
         super().__init__(config, layer_idx)
         self.gate_first = gate_first
 
@@ -381,18 +404,24 @@ class SoftAttention(LinearAttention):
         if not seq.both:
             return self.recur(heads, seq, state, new, scale=1.0)
         q, v = heads["q"], heads["v"]
-        return self.feature_map(q, v, seq.grid) if seq.cu_seqlens is None else self.mix_packed(q, v, seq)
+        return (
+            self.feature_map(q, v, seq.grid)
+            if seq.cu_seqlens is None
+            else self.mix_packed(q, v, seq)
+        )
 
     @torch.compiler.disable  # the lengths are values of cu_seqlens
     def mix_packed(self, q: Tensor, v: Tensor, seq: Sequences) -> Tensor:
-        return torch.cat([self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1)
+        return torch.cat(
+            [self.feature_map(*x) for x in zip(seq.split(q), seq.split(v), strict=True)], 1
+        )
 
     def flops(self, T: int) -> float:
         if not self.both:
             return super().flops(T)
-        return self.num_heads * self.feature_map.flops_at(self.grid or (T,), self.K, self.V) + Mixer.flops(
-            self, T
-        )
+        return self.num_heads * self.feature_map.flops_at(
+            self.grid or (T,), self.K, self.V
+        ) + Mixer.flops(self, T)
 
 
 class Retention(LinearAttention):
@@ -415,7 +444,9 @@ class Retention(LinearAttention):
         if not rope_theta > 0:
             raise ValueError(f"retention: rope_theta={rope_theta} must be positive")
         if config.key_dim % 2:
-            raise ValueError(f"retention: head_dim·expand_k is {config.key_dim}; rotation needs an even one")
+            raise ValueError(
+                f"retention: head_dim·expand_k is {config.key_dim}; rotation needs an even one"
+            )
         Mixer.__init__(self, config, layer_idx)
         self.rope_theta, self.denominator = rope_theta, False
 
@@ -455,7 +486,9 @@ class GLA(Retention):
     source = "arXiv 2312.06635"
     state_gates = ("gk_proj",)
 
-    def __init__(self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0):
+    def __init__(
+        self, config, layer_idx: int, *, gate_rank: int = 16, gate_temperature: float = 16.0
+    ):
         if gate_rank < 1 or gate_temperature <= 0:
             raise ValueError(
                 f"gla: gate_rank={gate_rank} and gate_temperature={gate_temperature} must be > 0"
@@ -486,7 +519,11 @@ class Discretization(Decay):
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H]; D: [H]
         dt = F.softplus(at_least_fp32(a) + self.dt_bias)
-        return dt, -self.A_log.exp() * dt, self.D.clone()  # what shards or offloads it frees its own
+        return (
+            dt,
+            -self.A_log.exp() * dt,
+            self.D.clone(),
+        )  # what shards or offloads it frees its own
 
     def initial(self) -> dict[str, Tensor]:
         """Those of `Decay` with A ~ U(1, 16); D = 1."""
@@ -513,7 +550,9 @@ class Mamba2(LinearAttention):
 
     def __init__(self, config, layer_idx: int, *, num_v_heads: int | None = None):
         if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % config.num_heads):
-            raise ValueError(f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}")
+            raise ValueError(
+                f"num_v_heads={num_v_heads} must be a multiple of num_heads={config.num_heads}"
+            )
         Mixer.__init__(self, config, layer_idx, v_heads=num_v_heads)
         self.denominator = False
         self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)

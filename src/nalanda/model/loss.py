@@ -54,7 +54,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if dw.dtype == rows.dtype:
                 dw = dw.addmm_(dlogits.T, rows)
-            elif rows.dtype == torch.float16:  # a sum over the rows of a frequent word may exceed its range
+            elif (
+                rows.dtype == torch.float16
+            ):  # a sum over the rows of a frequent word may exceed its range
                 dw = dw.add_(dlogits.T @ (rows / 64), alpha=64)
             else:
                 dw = dw.add_(dlogits.T @ rows)
@@ -98,7 +100,9 @@ def mean_over(total: Tensor, count: int | Tensor) -> Tensor:
         sound = count >= 0 and not isinstance(count, bool)
 
     if not sound:
-        raise ValueError(f"num_items_in_batch={count!r}: give the number of labels, one integer from 0 on")
+        raise ValueError(
+            f"num_items_in_batch={count!r}: give the number of labels, one integer from 0 on"
+        )
     if isinstance(count, Tensor):
         count = count.to(total.device).view(())
 
@@ -118,4 +122,6 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(h.device.type)
         h, weight = h.to(dtype), weight.to(dtype)
     block = max(64, (2**22 if h.device.type == "cpu" else 2**26) // weight.shape[0])
-    return _LinearCrossEntropy.apply(h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss)
+    return _LinearCrossEntropy.apply(
+        h, weight, labels, ignore_index, block, torch.is_grad_enabled(), z_loss
+    )

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from .attention import DiagAttention, SoftmaxAttention
 from .base import Mixer
 from .delta import KDA, DeltaNet, DeltaProduct, GatedDeltaNet, GatedDeltaNet2
-from .linear import GLA, MALA, LinearAttention, Mamba2, NaLaAttention, PolaAttention, Retention, SoftAttention
+from .linear import (
+    GLA,
+    MALA,
+    LinearAttention,
+    Mamba2,
+    NaLaAttention,
+    PolaAttention,
+    Retention,
+    SoftAttention,
+)
 from .options import check_names, check_types, did_you_mean
 from .plugins import missing_plugins, register
 from .transnormer import NormAttention
@@ -59,7 +68,9 @@ def _faults(mixer: type[Mixer]) -> Iterator[str]:
         return next((i for i, c in enumerate(mixer.__mro__) if name in vars(c)), len(mixer.__mro__))
 
     kernel = mixer.__mro__[min(depth("step_options"), len(mixer.__mro__) - 1)]
-    known = next(i for i, c in enumerate(mixer.__mro__) if i and (c is Mixer or c in MIXERS.values()))
+    known = next(
+        i for i, c in enumerate(mixer.__mro__) if i and (c is Mixer or c in MIXERS.values())
+    )
     steps = ("heads", "gates", "convolve", "sums", "counts", "recur", "mix", "read_out")
     changed = [f"{name}()" for name in steps if depth(name) < min(known, depth("step_options"))]
     if changed and kernel is not Mixer:

@@ -78,7 +78,9 @@ class Block(GradientCheckpointingLayer):
         y, state = self.mixer(h, seq, state)
         x, h = add_norm(x, self.dropout(y) if self.training else y, self.mlp_norm)
         y = self.mlp(h)
-        return x + (self.dropout(y) if self.training else y), state  # calls to dropout would slow decoding
+        return x + (
+            self.dropout(y) if self.training else y
+        ), state  # calls to dropout would slow decoding
 
 
 class NalandaPreTrainedModel(PreTrainedModel):
@@ -147,7 +149,9 @@ class NalandaPreTrainedModel(PreTrainedModel):
     @staticmethod
     def _refuse_unset(module: nn.Module, known: set[str]) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        unset = [n for n, x in own if n not in known and not getattr(x, "_is_hf_initialized", False)]
+        unset = [
+            n for n, x in own if n not in known and not getattr(x, "_is_hf_initialized", False)
+        ]
         if unset:
             raise ValueError(
                 f"nothing sets {', '.join(unset)} of {type(module).__name__}: give the class a method "
@@ -174,7 +178,9 @@ class Decoder(NalandaPreTrainedModel):
     def growing_mixers(self) -> list[str]:
         """Names of the layers' mixers whose state grows with the text."""
         mixers: list[Any] = [layer.mixer for layer in self.layers]
-        named = zip(self.config.layer_mixers, mixers, strict=False)  # of a draft's, the first are in use
+        named = zip(
+            self.config.layer_mixers, mixers, strict=False
+        )  # of a draft's, the first are in use
         return [name for name, mixer in named if mixer.state_spec(1) != mixer.state_spec(2)]
 
     def check_carries(self) -> None:
@@ -186,7 +192,11 @@ class Decoder(NalandaPreTrainedModel):
             )
 
     def _check_rows(
-        self, row_states: NalandaCache | None, carried: Tensor | None, cache: NalandaCache | None, B: int
+        self,
+        row_states: NalandaCache | None,
+        carried: Tensor | None,
+        cache: NalandaCache | None,
+        B: int,
     ) -> None:
         if cache is not None:
             raise ValueError("give row_states or past_key_values, not both")
@@ -219,7 +229,9 @@ class Decoder(NalandaPreTrainedModel):
         cache.check_batch(B)
         # A draft by the first layers lowers num_hidden_layers, and may have a cache of its own.
         if not self.config.num_hidden_layers <= len(cache) <= len(self.layers):
-            raise ValueError(f"past_key_values has {len(cache)} layers, the model {len(self.layers)}")
+            raise ValueError(
+                f"past_key_values has {len(cache)} layers, the model {len(self.layers)}"
+            )
         first: Any = self.layers[0]
         names = first.mixer.state_spec(1).keys()
         if cache.is_initialized and cache.states[0].keys() != names:
@@ -285,7 +297,9 @@ class Decoder(NalandaPreTrainedModel):
             self._check_cut(cache, attention_mask, position_ids)
         elif carrying:  # a context reads one text: its states may grow
             self.check_carries()
-        x, grid = self._embed(input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context)
+        x, grid = self._embed(
+            input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context
+        )
         if pixel_values is not None and any(
             x is not None for x in (attention_mask, position_ids, cu_seqlens)
         ):
@@ -331,7 +345,9 @@ class Decoder(NalandaPreTrainedModel):
         seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both, grid)
 
         hidden: list[Tensor] | None = None
-        if output_hidden_states or (output_hidden_states is None and self.config.output_hidden_states):
+        if output_hidden_states or (
+            output_hidden_states is None and self.config.output_hidden_states
+        ):
             hidden = []
         x = self.dropout(self._scaled(x, seq))
         # transformers' early exit lowers num_hidden_layers for drafts
@@ -362,7 +378,9 @@ class Decoder(NalandaPreTrainedModel):
     ) -> tuple[Tensor, tuple[int, int] | None]:
         """Embeddings `[B, T, D]`, of this process's part of the rows; images come with their grid."""
         if (pixel_values is None) != (self.config.image_size is None):
-            there = "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
+            there = (
+                "images: give pixel_values" if self.config.image_size else "tokens: give input_ids"
+            )
             raise ValueError(f"image_size={self.config.image_size}: the model reads {there}")
         if sum(x is not None for x in (input_ids, inputs_embeds, pixel_values)) != 1:
             raise ValueError("give either input_ids or inputs_embeds")
@@ -374,7 +392,9 @@ class Decoder(NalandaPreTrainedModel):
                 f"input_ids must be integers [batch, length], got {kind} {list(input_ids.shape)}"
             )
         width = self.config.hidden_size
-        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
+        if inputs_embeds is not None and (
+            inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width
+        ):
             raise ValueError(
                 f"inputs_embeds must be [batch, length, {width}], got {list(inputs_embeds.shape)}"
             )
@@ -395,10 +415,17 @@ class Decoder(NalandaPreTrainedModel):
         """Where the tokens are. past: int64 `[B]`, tokens of earlier calls; stateful: whether any state is
         read or made."""
         decoding = (
-            attention_mask is not None and x.shape[1] == 1 and past is not None and bool((past > 0).all())
+            attention_mask is not None
+            and x.shape[1] == 1
+            and past is not None
+            and bool((past > 0).all())
         )
-        if decoding and (attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())):
-            attention_mask = None  # all sequences have begun: a token each, if padding is on the left
+        if decoding and (
+            attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())
+        ):
+            attention_mask = (
+                None  # all sequences have begun: a token each, if padding is on the left
+            )
         described = position_ids is not None or cu_seqlens is not None
         plain = self.config.is_decoder and not (described or stateful)
         if torch.compiler.is_compiling() and attention_mask is not None and plain:
@@ -444,7 +471,9 @@ class LanguageModel(NalandaPreTrainedModel):
         """Labels `[B, T]` as int64 on the device of h `[B, ·, D]`. Raises ValueError for other labels."""
         if not isinstance(labels, Tensor):
             raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
-        integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        integers = not (
+            labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+        )
         if not integers or labels.shape != (len(h), T):
             raise ValueError(
                 f"labels must be integers of the input's shape {[len(h), T]}, "
@@ -495,7 +524,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
 
     def __init__(self, config: NalandaConfig):
         if not config.is_decoder:
-            raise ValueError("is_decoder is false: tokens see the next one; load AutoModelForMaskedLM")
+            raise ValueError(
+                "is_decoder is false: tokens see the next one; load AutoModelForMaskedLM"
+            )
         super().__init__(config)
 
     @classmethod
@@ -503,7 +534,13 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, *args, **kwargs
+        self,
+        generation_config,
+        model_kwargs: dict,
+        generation_mode,
+        batch_size: int,
+        *args,
+        **kwargs,
     ) -> None:
         # pyrefly: ignore[bad-argument-type]
         super()._prepare_cache_for_generation(
@@ -513,8 +550,12 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if cache is None and generation_config.use_cache:
             cache = NalandaCache(self.config.num_hidden_layers)
         elif isinstance(cache, NalandaCache):
-            copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            if copies > 1 and cache.batch_size == batch_size:  # `generate` repeats only the prompt's rows
+            copies = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            if (
+                copies > 1 and cache.batch_size == batch_size
+            ):  # `generate` repeats only the prompt's rows
                 cache = cache.fork()
                 cache.batch_repeat_interleave(copies)
         else:
@@ -553,13 +594,20 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         check_prompt(input_ids, attention_mask)
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError("a state ends with its last token: pad on the left")
-        if attention_mask is not None:  # on the host, so that a piece of one column is not taken for a token
+        if (
+            attention_mask is not None
+        ):  # on the host, so that a piece of one column is not taken for a token
             attention_mask = attention_mask.cpu()
         if context is not None:
             if attention_mask is not None and not bool(attention_mask.all()):
-                raise ValueError("processes cannot share texts with padding: read each length apart")
+                raise ValueError(
+                    "processes cannot share texts with padding: read each length apart"
+                )
             cache, read = self._read_parts(cache, input_ids[:, :-1], chunk_size, context), input_ids
-            input_ids, attention_mask = read[:, (read.shape[1] - 1) // context.size * context.size :], None
+            input_ids, attention_mask = (
+                read[:, (read.shape[1] - 1) // context.size * context.size :],
+                None,
+            )
         for start in range(0, input_ids.shape[1] - 1, chunk_size):
             piece = slice(start, min(start + chunk_size, input_ids.shape[1] - 1))
             mask = None if attention_mask is None else attention_mask[:, piece]
@@ -593,7 +641,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         """
         foreign_bounds(None, {"token_type_ids": kwargs.pop("token_type_ids", None)})
         if state is None:
-            embedded, cached = (kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values"))
+            embedded, cached = (
+                kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values")
+            )
             given = kwargs["inputs_embeds"] if embedded else kwargs.get("input_ids", inputs)
             if given is not None:
                 check_prompt(given, kwargs.get("attention_mask"), cached=cached)
@@ -602,7 +652,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a state continues with input_ids, not inputs_embeds")
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False:
-            named = "use_cache=False" if kwargs.get("past_key_values") is None else "past_key_values"
+            named = (
+                "use_cache=False" if kwargs.get("past_key_values") is None else "past_key_values"
+            )
             raise ValueError(f"a state is a cache: leave {named} out")
         check_state(state)
         cache, ids, mask = state.resumed(
@@ -618,7 +670,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         if isinstance(out, Tensor):
             return out[:, 1:]
         out.sequences = out.sequences[:, 1:]
-        out.past_key_values.seen_tokens -= 1  # so that it counts these tokens when they are continued
+        out.past_key_values.seen_tokens -= (
+            1  # so that it counts these tokens when they are continued
+        )
         return out
 
     def prepare_inputs_for_generation(
@@ -642,7 +696,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
         ids, embeddings = (None if x is None else x[:, :-keep] for x in columns[:2])
         if any(x is not None and x.shape[1] for x in (ids, embeddings)):
             mask = None if attention_mask is None else attention_mask[:, :-keep]
-            self.model(input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache)
+            self.model(
+                input_ids=ids, inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache
+            )
         return tuple(None if x is None else x[:, -keep:] for x in columns)
 
     @can_return_tuple
@@ -715,7 +771,11 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
                     return CausalLMOutput(logits=logits, past_key_values=cache)
         if isinstance(cache, NalandaCache) and cache.recording and cache.marked is None:
             # `crop` may remove only positions after the first one with requested logits.
-            whole = given_labels is not None or output_hidden_states or isinstance(logits_to_keep, Tensor)
+            whole = (
+                given_labels is not None
+                or output_hidden_states
+                or isinstance(logits_to_keep, Tensor)
+            )
             columns = (input_ids, inputs_embeds, position_ids)
             if not whole and logits_to_keep:
                 columns = self._read_before(cache, logits_to_keep, attention_mask, *columns)
@@ -750,7 +810,9 @@ class NalandaForCausalLM(LanguageModel, GenerationMixin):
             total = self._summed_loss(h.flatten(0, 1), targets.flatten(), z_loss)
             loss = mean_over(total, count)
         if loss is None or not self.training:
-            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            keep = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             logits = self.lm_head(h[:, keep])
         return CausalLMOutput(
             loss=loss,

@@ -33,7 +33,9 @@ except ImportError:
 else:
     if _kernels.API != _API:
         theirs, _kernels = _kernels.API, None
-        warnings.warn(f"nalanda_kernels: API {theirs}, not {_API}; using the torch path", stacklevel=2)
+        warnings.warn(
+            f"nalanda_kernels: API {theirs}, not {_API}; using the torch path", stacklevel=2
+        )
 
 FeatureMap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -163,14 +165,37 @@ def linear_attention(
 
 
 def _recurrence(
-    q, k, v, beta, g, erase, write, *, feature_map, qk_norm, scale, initial_state, output_final_state,
-    cu_seqlens, chunk_size, mode, backend, allow_neg_eigval=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    beta,
+    g,
+    erase,
+    write,
+    *,
+    feature_map,
+    qk_norm,
+    scale,
+    initial_state,
+    output_final_state,
+    cu_seqlens,
+    chunk_size,
+    mode,
+    backend,
+    allow_neg_eigval=False,
+):
     """Either op, by a kernel or in torch. Without beta it is linear attention."""
     _check(q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm)
-    op, inputs = ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
+    op, inputs = (
+        ("linear_attention", (q, k, v, g)) if beta is None else ("delta_rule", (q, k, v, beta, g))
+    )
     if mode == "chunk":
-        options = {"feature_map": feature_map, "qk_norm": qk_norm, "scale": scale, "chunk_size": chunk_size}
+        options = {
+            "feature_map": feature_map,
+            "qk_norm": qk_norm,
+            "scale": scale,
+            "chunk_size": chunk_size,
+        }
         options |= {"initial_state": initial_state, "output_final_state": output_final_state}
         options |= {name: x for name, x in (("erase", erase), ("write", write)) if x is not None}
         options |= {"allow_neg_eigval": True} if allow_neg_eigval else {}
@@ -178,22 +203,32 @@ def _recurrence(
         if served is not None:
             return served
     with no_autocast(q):
-        q, k = map_features(q, k, feature_map, qk_norm, backend="torch" if backend == "torch" else "auto")
+        q, k = map_features(
+            q, k, feature_map, qk_norm, backend="torch" if backend == "torch" else "auto"
+        )
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if initial_state is not None and initial_state.shape[2] != q.shape[-1]:
             has, needs = initial_state.shape[2], q.shape[-1]
-            raise ValueError(f"initial_state: K = {has}; q and k have {needs} features after their map")
+            raise ValueError(
+                f"initial_state: K = {has}; q and k have {needs} features after their map"
+            )
         for name, x in (("g", g), ("erase", erase)):
             if x is not None and x.ndim == 4 and x.shape[3] != q.shape[-1]:
                 has, needs = x.shape[3], q.shape[-1]
-                raise ValueError(f"{name}: {has} key channels; q and k have {needs} features after their map")
+                raise ValueError(
+                    f"{name}: {has} key channels; q and k have {needs} features after their map"
+                )
         if mode == "chunk":
             tensors = (q, k, v, beta, g, erase, write, initial_state)
-            save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            save = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in tensors
+            )
             core = chunk_op if torch.compiler.is_compiling() else ChunkRecurrence.apply
             o, state, _ = core(*tensors, cu_seqlens, scale, chunk_size, save)
         else:
-            o, state = _stepwise(mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale)
+            o, state = _stepwise(
+                mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale
+            )
     return o, state if output_final_state else None
 
 
@@ -213,7 +248,9 @@ def delta_rule_flops(
     return 2.0 * num_heads * (3 * key_dim * value_dim + chunk_size * within + chunk_size**2 / 6)
 
 
-def linear_attention_flops(num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> float:
+def linear_attention_flops(
+    num_heads: int, key_dim: int, value_dim: int, chunk_size: int = 64
+) -> float:
     """Forward FLOPs per token of the chunkwise form, counted like `delta_rule_flops`.
 
     Two products with the state (K·V), QK⊤ (C·K) and (QK⊤)V (C·V). Decays per key channel need half of QK⊤.
@@ -227,7 +264,11 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def map_features(
-    q: Tensor, k: Tensor, feature_map: FeatureMap | None, qk_norm: str | None = None, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    feature_map: FeatureMap | None,
+    qk_norm: str | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """φ(q) and φ(k), normed, in fp32 or float64, cast once to q's dtype."""
     if feature_map is None and qk_norm is None:
@@ -237,7 +278,9 @@ def map_features(
         if served is not None:
             return served
     if torch.is_grad_enabled() and _scarce_memory(q):
-        return checkpoint(_map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            _map, q, k, feature_map, qk_norm, use_reentrant=False, preserve_rng_state=False
+        )
     return _map(q, k, feature_map, qk_norm)
 
 
@@ -272,20 +315,26 @@ def by_kernel(op: str, backend: str, x: Tensor, *inputs, **options):
 
 def _check(
     q, k, v, beta, g, erase, write, initial_state, cu_seqlens, chunk_size, mode, qk_norm
-) -> None:  # fmt: skip
+) -> None:
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q, k: {list(q.shape)} and {list(k.shape)}; both must be [B, T, H, K]")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(f"v: {list(v.shape)}; must be [B, T, HV, V] with the B and T of q {list(q.shape)}")
+        raise ValueError(
+            f"v: {list(v.shape)}; must be [B, T, HV, V] with the B and T of q {list(q.shape)}"
+        )
     if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        raise ValueError(f"v: {v.shape[2]} heads; must be a multiple of the {q.shape[2]} heads of q and k")
+        raise ValueError(
+            f"v: {v.shape[2]} heads; must be a multiple of the {q.shape[2]} heads of q and k"
+        )
     if beta is not None and beta.shape != v.shape[:3]:
         raise ValueError(f"beta: {list(beta.shape)}; must be [B, T, HV] = {list(v.shape[:3])}")
     if g is not None and (g.shape[:3] != v.shape[:3] or g.ndim not in (3, 4)):
         needs = f"[B, T, HV] or [B, T, HV, K] with {list(v.shape[:3])}"
         raise ValueError(f"g: {list(g.shape)}; must be {needs}")
     if erase is not None and (erase.shape[:3] != v.shape[:3] or erase.ndim != 4):
-        raise ValueError(f"erase: {list(erase.shape)}; must be [B, T, HV, K] with {list(v.shape[:3])}")
+        raise ValueError(
+            f"erase: {list(erase.shape)}; must be [B, T, HV, K] with {list(v.shape[:3])}"
+        )
     if write is not None and write.shape != v.shape:
         raise ValueError(f"write: {list(write.shape)}; must be [B, T, HV, V] = {list(v.shape)}")
     sequences = q.shape[0]
@@ -299,7 +348,9 @@ def _check(
     if initial_state is not None:
         state = [sequences, v.shape[2], "K", v.shape[3]]
         if initial_state.ndim != 4 or any(initial_state.shape[i] != state[i] for i in (0, 1, 3)):
-            raise ValueError(f"initial_state: {list(initial_state.shape)}; must be [N, HV, K, V] = {state}")
+            raise ValueError(
+                f"initial_state: {list(initial_state.shape)}; must be [N, HV, K, V] = {state}"
+            )
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
     if mode not in ("chunk", "recurrent", "reference"):
@@ -313,12 +364,18 @@ def _check(
 
 def _stepwise(
     mode, q, k, v, beta, g, erase, write, initial_state, cu_seqlens, scale
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Modes "reference" and "recurrent", one sequence of a packed row after another."""
     dtype = wide_dtype(q, k, v, beta, g, erase, write, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(dtype).repeat_interleave(group, 2) if group > 1 else x.to(dtype) for x in (q, k))
-    step = _linear_step if beta is None else _reference_step if mode == "reference" else _recurrent_step
+    step = (
+        _linear_step
+        if beta is None
+        else _reference_step
+        if mode == "reference"
+        else _recurrent_step
+    )
     bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, q.shape[1])
     sequences = q.shape[0] if bounds is None else len(bounds) - 1
     if initial_state is None:
@@ -330,7 +387,9 @@ def _stepwise(
     written = values if write is None else write.to(dtype) * values
     decay = None if g is None else g.to(dtype).exp()
     if decay is not None:
-        decay = decay[..., None] if decay.ndim == 4 else decay[..., None, None]  # [B, T, HV, K or 1, 1]
+        decay = (
+            decay[..., None] if decay.ndim == 4 else decay[..., None, None]
+        )  # [B, T, HV, K or 1, 1]
 
     def run(start: int, stop: int, state: Tensor) -> tuple[list[Tensor], Tensor]:
         outputs = []

@@ -34,13 +34,17 @@ def register(kind: str, name: str, row: Any, table: dict, missing: list[str]) ->
         raise ValueError(f"{where}{owner} has a {kind} of that name; choose another")
     if missing:
         called = getattr(getattr(row, "func", row), "__name__", row)
-        raise ValueError(f"{where}{called} {'; '.join(missing)} (the contract: nalanda/model/base.py)")
+        raise ValueError(
+            f"{where}{called} {'; '.join(missing)} (the contract: nalanda/model/base.py)"
+        )
     table[name], MODULES[kind, name] = row, module
 
 
 def plugins_of(mixers: dict[str, Any]) -> list[str]:
     """The flat names of the plugins that these mixers, by name, and their maps come from."""
-    used = {("mixer", name) for name in mixers} | {("feature_map", m.map_name) for m in mixers.values()}
+    used = {("mixer", name) for name in mixers} | {
+        ("feature_map", m.map_name) for m in mixers.values()
+    }
     return sorted({_flat(module) for key, module in MODULES.items() if key in used})
 
 
@@ -62,7 +66,9 @@ def missing_plugins(names: Iterable[str]) -> list[str]:
         path = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
         if path is None or path.suffix != ".py" or path.with_name("config.json").exists():
             continue
-        if re.search(r"^from \.\w+ import .*\bregister_", portable_source(name, path), re.MULTILINE):
+        if re.search(
+            r"^from \.\w+ import .*\bregister_", portable_source(name, path), re.MULTILINE
+        ):
             importlib.import_module(name)
     return [name for name in names if name not in map(_flat, MODULES.values())]
 
@@ -96,7 +102,9 @@ def plugin_files(names: Iterable[str]) -> dict[str, str]:
                 "checkpoints can carry it"
             )
         came_with_weights = module != name
-        text = path.read_text(encoding="utf-8") if came_with_weights else portable_source(name, path)
+        text = (
+            path.read_text(encoding="utf-8") if came_with_weights else portable_source(name, path)
+        )
         files[path.name] = text
     return files
 
@@ -105,7 +113,9 @@ def portable_source(name: str, path: Path) -> str:
     """A plugin's text, its imports of `nalanda` made relative. Raises ValueError where it cannot travel."""
     source = path.read_text(encoding="utf-8")
     if path.with_name(f"{name}.py") != path or (Path(__file__).parent / f"{name}.py").exists():
-        raise ValueError(f"{path}: a plugin must be one flat file, named unlike those of {__package__}")
+        raise ValueError(
+            f"{path}: a plugin must be one flat file, named unlike those of {__package__}"
+        )
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source, str(path))):
         if isinstance(node, ast.Import):
@@ -125,7 +135,9 @@ def portable_source(name: str, path: Path) -> str:
                 )
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             indent, rest = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-            imports = [f"{indent}from .{file} import {', '.join(names)}" for file, names in files.items()]
+            imports = [
+                f"{indent}from .{file} import {', '.join(names)}" for file, names in files.items()
+            ]
             lines[first : last + 1] = ["\n".join(imports) + rest, *[""] * (last - first)]
     return "".join(lines)
 
@@ -137,7 +149,9 @@ def _defining_files(node: ast.ImportFrom, module: str) -> dict[str, list[str]] |
         owner = module
         if module in (package, package.rpartition(".")[0]):
             found = getattr(importlib.import_module(module), alias.name, None)
-            owner = package if isinstance(found, ModuleType) else str(getattr(found, "__module__", ""))
+            owner = (
+                package if isinstance(found, ModuleType) else str(getattr(found, "__module__", ""))
+            )
         if owner != package and not owner.startswith(f"{package}."):
             return None
         text = alias.name + (f" as {alias.asname}" if alias.asname else "")

@@ -23,7 +23,9 @@ ALIGNED = 16  # fast kernels serve a product only if its rows begin at multiples
 NARROW = 64  # columns; a product this narrow costs as much as a wider one
 
 
-def side_by_side(weights: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype, aligned: int = 1) -> Tensor:
+def side_by_side(
+    weights: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype, aligned: int = 1
+) -> Tensor:
     """The rows of all weights in `dtype`, then zeros up to a multiple of `aligned`."""
     if len(weights) == 1 and aligned == 1:
         return weights[0].to(dtype)
@@ -46,7 +48,9 @@ def columns(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def adjacent(x: Tensor, y: Tensor) -> bool:
     """Whether the rows of y continue those of x in memory."""
     one = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return one and x.stride() == y.stride() and y.data_ptr() == x.data_ptr() + x.shape[1] * x.itemsize
+    return (
+        one and x.stride() == y.stride() and y.data_ptr() == x.data_ptr() + x.shape[1] * x.itemsize
+    )
 
 
 def merged(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], Tensor]]:
@@ -104,7 +108,9 @@ class _Product(torch.autograd.Function):
 class _Joined:
     """Weights side by side in memory, and what must still hold for a product to have them."""
 
-    def __init__(self, modules: dict[str, Any], layers: dict[str, nn.Linear], weights: list[Tensor]):
+    def __init__(
+        self, modules: dict[str, Any], layers: dict[str, nn.Linear], weights: list[Tensor]
+    ):
         with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
             self.whole = side_by_side(weights, weights[0].dtype, ALIGNED)
             places = columns(self.whole.T, weights)

@@ -134,7 +134,9 @@ class Sequences:
             places = torch.arange(T, device=device)[None]
             if self.cu_seqlens is None:
                 return (
-                    places if self.past is None else places + self.past.to(device, non_blocking=True)[:, None]
+                    places
+                    if self.past is None
+                    else places + self.past.to(device, non_blocking=True)[:, None]
                 )
             cu, sequence, past, _ = self.tables(device)
             first = cu[:-1] if past is None else cu[:-1] - past
@@ -284,13 +286,18 @@ class Sequences:
         if key not in self._made:
             lengths = self.lengths + wanted
             ends = lengths.cumsum(0)
-            column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(lengths)
+            column = torch.arange(int(lengths.sum())) - (ends - lengths + wanted).repeat_interleave(
+                lengths
+            )
             row = torch.zeros_like(lengths)
             row[self.rows.first] = torch.arange(len(self.rows.first))
             # The index of column 0, in this call's tokens and after a row's kept tokens.
             start = self.cu_seqlens[:-1].repeat_interleave(lengths)
             end = (int(self.cu_seqlens[-1]) + (row + 1) * kept).repeat_interleave(lengths)
-            indices = (torch.where(column < 0, end, start) + column, (column >= 0).nonzero().squeeze(1))
+            indices = (
+                torch.where(column < 0, end, start) + column,
+                (column >= 0).nonzero().squeeze(1),
+            )
             longer = Sequences(torch.cat([ends.new_zeros(1), ends]), rows=self.rows)
             self._made[key] = (longer, *(x.to(device, non_blocking=True) for x in indices))
         return self._made[key]
@@ -315,7 +322,11 @@ class Layout:
     """
 
     def __init__(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
     ):
         self.B, self.T = B, T = x.shape[:2]
         self.cu_seqlens: Tensor | None = None
@@ -330,12 +341,16 @@ class Layout:
                     f"got {list(position_ids.shape)}"
                 )
             restart = position_ids.diff(dim=1) != 1
-        if attention_mask is not None and not bool((mask := last_columns(attention_mask, B, T)).all()):
+        if attention_mask is not None and not bool(
+            (mask := last_columns(attention_mask, B, T)).all()
+        ):
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens or an attention_mask with padding, not both")
             inside = mask[:, 1:] & mask[:, :-1]
             if restart is not None and bool((restart & inside.to(restart.device)).any()):
-                raise ValueError("give position_ids that restart or an attention_mask with padding, not both")
+                raise ValueError(
+                    "give position_ids that restart or an attention_mask with padding, not both"
+                )
             self.mask, self.kept = mask, mask.flatten().nonzero().squeeze(1).to(x.device)
             self.cu_seqlens = offsets(mask.sum(1).cpu())
         elif cu_seqlens is not None:
@@ -345,7 +360,9 @@ class Layout:
         elif restart is not None and bool(restart.any()):
             first = torch.ones(B, T, dtype=torch.bool)
             first[:, 1:] = restart.cpu()
-            self.cu_seqlens = torch.cat([first.flatten().nonzero().squeeze(1), torch.tensor([B * T])])
+            self.cu_seqlens = torch.cat(
+                [first.flatten().nonzero().squeeze(1), torch.tensor([B * T])]
+            )
 
     @classmethod
     def padding_last(cls, x: Tensor, attention_mask: Tensor) -> "Layout":
@@ -378,7 +395,9 @@ class Layout:
             assert self.mask is not None
             return torch.zeros_like(x).scatter(1, self.order.expand_as(x), x) * self.mask[..., None]
         if self.kept is not None:
-            x = x.new_zeros(self.B * self.T, x.shape[-1]).index_copy(0, self.kept.to(x.device), x[0])
+            x = x.new_zeros(self.B * self.T, x.shape[-1]).index_copy(
+                0, self.kept.to(x.device), x[0]
+            )
         return x.view(self.B, self.T, x.shape[-1])
 
     def rows(self, carried: Tensor | None, lengths: Tensor | None) -> tuple[Rows, Tensor | None]:
@@ -394,7 +413,9 @@ class Layout:
             self.cu_seqlens = borders
         first = torch.searchsorted(self.cu_seqlens, borders, right=True) - 1
         if self.T == 0 or bool((self.cu_seqlens[first] != borders).any()):
-            raise ValueError("row_states: every row must begin a sequence of cu_seqlens, and hold a token")
+            raise ValueError(
+                "row_states: every row must begin a sequence of cu_seqlens, and hold a token"
+            )
         carried = torch.zeros(self.B, dtype=torch.bool) if carried is None else carried.cpu()
         rows = Rows(first[:-1], torch.searchsorted(self.cu_seqlens, borders[1:]) - 1, carried)
         if lengths is None or not bool(carried.any()):
@@ -449,7 +470,9 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
 
     types = foreign.get("token_type_ids")
     if types is not None and not torch.compiler.is_compiling() and bool(types.any()):
-        raise ValueError("token_type_ids: this model has no token types; give zeros, or leave them out")
+        raise ValueError(
+            "token_type_ids: this model has no token types; give zeros, or leave them out"
+        )
 
     given = {name: foreign.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
     given = {name: x for name, x in given.items() if x is not None}
@@ -472,7 +495,10 @@ def foreign_bounds(cu_seqlens: Tensor | None, foreign: dict[str, Any]) -> Tensor
 
 
 def next_tokens(
-    labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    labels: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """The targets `[B, T]` of a batch: the label of the next column, or −100 where there is none, that is no
     token, or none of the same document comes before it. The batch is described as for `Layout`."""
@@ -483,7 +509,9 @@ def next_tokens(
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     if cu_seqlens is not None:
         first = torch.zeros(B * T + 1, dtype=torch.bool, device=labels.device)
-        first = first.index_fill(0, cu_seqlens.to(labels.device, torch.int64, non_blocking=True), True)
+        first = first.index_fill(
+            0, cu_seqlens.to(labels.device, torch.int64, non_blocking=True), True
+        )
         targets = targets.masked_fill(first[:-1].view(B, T)[:, 1:], -100)
     elif position_ids is not None:
         targets = targets.masked_fill(position_ids.to(labels.device).diff(dim=1) != 1, -100)

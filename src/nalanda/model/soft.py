@@ -73,7 +73,11 @@ def cholesky_inverse(A: Tensor) -> Tensor:
 
 
 def landmark_weights(
-    Z: Tensor, ridge: float = 0.01, normalized: bool = True, inverse: str = "cholesky", iterations: int = 20
+    Z: Tensor,
+    ridge: float = 0.01,
+    normalized: bool = True,
+    inverse: str = "cholesky",
+    iterations: int = 20,
 ) -> Tensor:
     """W with Ŝ = PᵀWP: (A + ρI)^-1, or normalized D^-½(A + ρI)^-1 D^-½, with A = κ(Z, Z), D = diag(A·1).
 
@@ -88,7 +92,11 @@ def landmark_weights(
     with no_autocast(Z):
         A = gaussian_kernel(Z, Z)
         ridged = A + ridge * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        W = cholesky_inverse(ridged) if inverse == "cholesky" else newton_inverse(ridged, iterations)
+        W = (
+            cholesky_inverse(ridged)
+            if inverse == "cholesky"
+            else newton_inverse(ridged, iterations)
+        )
         if normalized:
             root = A.sum(-1).rsqrt()  # D^-½; each sum is ≥ 1 because it includes κ(z, z) = 1
             W = root[..., :, None] * W * root[..., None, :]
@@ -153,9 +161,14 @@ class PooledLandmarks(nn.Module):
     flops = 0.0
 
     def __init__(
-        self, normalized: bool, *, window: int = 4, inverse: str = "newton", ridge: float = 0.01,
+        self,
+        normalized: bool,
+        *,
+        window: int = 4,
+        inverse: str = "newton",
+        ridge: float = 0.01,
         iterations: int = 20,
-    ):  # fmt: skip
+    ):
         super().__init__()
         if inverse not in INVERSES:
             raise ValueError(f"soft: inverse={inverse!r} must be one of {', '.join(INVERSES)}")

@@ -46,7 +46,9 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
 
     def rounded(name: str, tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta":
-            raise ValueError(f"{name} is offloaded; a state is saved and loaded with all weights on devices")
+            raise ValueError(
+                f"{name} is offloaded; a state is saved and loaded with all weights on devices"
+            )
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     return _sum((name, rounded(name, tensor)) for name, tensor in _weights(model).items())[:16]
@@ -59,7 +61,9 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors = model.state_dict(keep_vars=True)
     for path, module in model.named_modules():
-        base = next((name for name in ("base_layer", "original_module") if hasattr(module, name)), None)
+        base = next(
+            (name for name in ("base_layer", "original_module") if hasattr(module, name)), None
+        )
         if base is None or not hasattr(module, "active_adapters"):
             continue
         on: Any = () if module.disable_adapters else module.active_adapters
@@ -106,7 +110,10 @@ class Trace:
             return False
         if any(self.tensors.get(name) is not tensor for name, tensor in now.tensors.items()):
             return False
-        pairs = [(self.samples[key], now.samples[key]) for key in self.samples.keys() & now.samples.keys()]
+        pairs = [
+            (self.samples[key], now.samples[key])
+            for key in self.samples.keys() & now.samples.keys()
+        ]
         return all(a.shape != b.shape or torch.equal(a, b) for a, b in pairs)
 
 
@@ -152,7 +159,9 @@ class State:
     def check_weights(self) -> None:
         """Raises ValueError if the model has other weights than those that read the text."""
         if not self.trace.matches(self.model):
-            raise ValueError("the model's weights or adapters have changed: read the state's text again")
+            raise ValueError(
+                "the model's weights or adapters have changed: read the state's text again"
+            )
 
     def fork(self) -> "State":
         """An independent state of the same text, which shares the tensors."""
@@ -175,7 +184,9 @@ class State:
         input's number of rows.
         """
         if model is not self.model:
-            raise ValueError("the state belongs to another model: save it, and load it for this one")
+            raise ValueError(
+                "the state belongs to another model: save it, and load it for this one"
+            )
         self.check_weights()
         cache, last = self.cache.fork(), self.last
         if input_ids is None:
@@ -185,7 +196,9 @@ class State:
         rows = len(input_ids)
         if rows != self.batch_size:
             if self.batch_size != 1:
-                raise ValueError(f"the state holds {self.batch_size} texts, the input has {rows} rows")
+                raise ValueError(
+                    f"the state holds {self.batch_size} texts, the input has {rows} rows"
+                )
             cache.batch_repeat_interleave(rows)
             last = last.expand(rows, 1)
         if attention_mask is not None:
@@ -207,7 +220,10 @@ class State:
             "format": FORMAT,
             "fingerprint": fingerprint(self.model),
             "rounded": json.dumps(
-                {name: fingerprint(self.model, getattr(torch, name)) for name in CONTAINED.get(dtype, ())}
+                {
+                    name: fingerprint(self.model, getattr(torch, name))
+                    for name in CONTAINED.get(dtype, ())
+                }
             ),
             "dtype": dtype,
             "model": _settings(self.model),
@@ -239,7 +255,9 @@ class State:
                 tensor = tensors.pop(f"layers.{i}.{name}", None)
                 if tensor is None or tensor.shape != (len(last), *shape):
                     has = "nothing" if tensor is None else list(tensor.shape)
-                    raise ValueError(f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}")
+                    raise ValueError(
+                        f"{path} has {has} for {name} of layer {i}, not {[len(last), *shape]}"
+                    )
                 if not tensor.is_floating_point():
                     raise _damaged(path, f"{name} of layer {i}")
                 # A double model computes in float64 what others have in fp32.
@@ -254,7 +272,9 @@ class State:
 
 def check_state(state: Any) -> None:
     if not isinstance(state, State):
-        raise ValueError(f"state must be of model.read or model.load_state, not {type(state).__name__}")
+        raise ValueError(
+            f"state must be of model.read or model.load_state, not {type(state).__name__}"
+        )
 
 
 def check_prompt(
@@ -351,12 +371,16 @@ def _check_settings(path: str | Path, about: dict[str, str], model: Any) -> None
     saved = _parsed(path, about, "model")
     here = json.loads(_settings(model))  # as in the file: JSON has lists for tuples
     if saved != here:
-        with contextlib.suppress(ValueError):  # an older file may leave out defaults, as older configs do
+        with contextlib.suppress(
+            ValueError
+        ):  # an older file may leave out defaults, as older configs do
             config = type(model.config).from_dict(model.config.to_dict() | saved)
             saved = json.loads(json.dumps({name: getattr(config, name) for name in saved}))
     different = [name for name in saved | here if saved.get(name) != here.get(name)]
     if different:
-        values = ", ".join(f"{name} {saved.get(name)!r}, here {here.get(name)!r}" for name in different)
+        values = ", ".join(
+            f"{name} {saved.get(name)!r}, here {here.get(name)!r}" for name in different
+        )
         raise ValueError(f"{path} was read with other settings: {values}; read the text again")
 
 
@@ -383,7 +407,9 @@ def _check_fingerprint(path: str | Path, about: dict[str, str], model: Any) -> N
         )
 
 
-def _take_tokens(path: str | Path, tensors: dict[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor]:
+def _take_tokens(
+    path: str | Path, tensors: dict[str, Tensor], vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """Removes the last tokens `[B, 1]` and the lengths `[B]` from the tensors, and returns them."""
     last, lengths = (tensors.pop(name, torch.empty(0)) for name in ("last", "lengths"))
     int64 = last.dtype == lengths.dtype == torch.int64
@@ -405,7 +431,11 @@ def _warn_about_bos(ids: Tensor, mask: Tensor | None, bos: int | None) -> None:
     """
     if bos is None or ids.shape[1] == 0:
         return
-    first = ids[:, :1] if mask is None else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
+    first = (
+        ids[:, :1]
+        if mask is None
+        else ids.gather(1, mask.int().argmax(1, keepdim=True).to(ids.device))
+    )
     if bool((first == bos).any()):
         warnings.warn(
             f"the continuation of a state begins with bos ({bos}), like a new text; tokenise it with "

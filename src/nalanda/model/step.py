@@ -59,14 +59,20 @@ def step(
         taps = torch.cat([weight.flatten(1) for weight in filters.values()]).T  # [W, ·]
         q, k, v = (at_least_fp32(laid) * taps).sum(1).to(narrow).split(sizes, -1)
         # Clones, because views would keep each other's memory alive.
-        new = {f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)}
+        new = {
+            f"conv_{n}": y.clone() for n, y in zip(names, laid[:, 1:].split(sizes, -1), strict=True)
+        }
     if silu:
         v = F.silu(v)
     if "w" in x:
         v = v * at_least_fp32(x["w"]).sigmoid().to(narrow).view(v.shape)
     q, k, v = (
         at_least_fp32(y).view(len(y), -1, heads, size)
-        for y, heads, size in ((q, num_heads, key_dim), (k, num_heads, key_dim), (v, num_v_heads, value_dim))
+        for y, heads, size in (
+            (q, num_heads, key_dim),
+            (k, num_heads, key_dim),
+            (v, num_v_heads, value_dim),
+        )
     )
     if feature_map is not None:
         q, k = feature_map(q.expand_as(k), k)

@@ -35,7 +35,10 @@ class LRPE(Fp32Module):
 
     def initial(self) -> dict[str, Tensor]:
         i = torch.arange(len(self.theta), dtype=torch.float32, device=self.theta.device)
-        return {"theta": 10000.0 ** (-i / len(self.theta)), "u": F.normalize(torch.randn_like(self.u), dim=0)}
+        return {
+            "theta": 10000.0 ** (-i / len(self.theta)),
+            "u": F.normalize(torch.randn_like(self.u), dim=0),
+        }
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[B, T, H, K]` and positions `[B or 1, T]` to `[B, T, H, K]`, in fp32 at least."""
@@ -71,7 +74,9 @@ class SimpleRMSNorm(nn.Module):
         wide, D = at_least_fp32(x), x.shape[-1]
         if self.placement == "inside":
             return F.rms_norm(wide, (D,), eps=self.eps).to(x.dtype)
-        return (wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / D**0.5 + 1e-8)).to(x.dtype)
+        return (wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / D**0.5 + 1e-8)).to(
+            x.dtype
+        )
 
     def extra_repr(self) -> str:
         return f"eps={self.eps if self.placement == 'inside' else 1e-8}, {self.placement}"
@@ -112,7 +117,9 @@ class NormAttention(LinearAttention):
         q, k, dtype = heads["q"], heads["k"], heads["q"].dtype
         if self.lrpe is not None:
             positions = seq.positions(x.shape[1], x.device)
-            q, k = (self.lrpe(phi, positions).to(dtype) for phi in map_features(q, k, self.feature_map))
+            q, k = (
+                self.lrpe(phi, positions).to(dtype) for phi in map_features(q, k, self.feature_map)
+            )
         return heads | {"q": q, "k": k}
 
     def mix(self, heads: Heads, seq: Sequences, state: State, new: State | None) -> Tensor:

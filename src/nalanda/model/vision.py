@@ -20,7 +20,9 @@ class NalandaForImageClassification(Classifier):
 
     def __init__(self, config: NalandaConfig):
         if config.image_size is None:
-            raise ValueError("image_size is not set: the model reads text; set it, and is_decoder: false")
+            raise ValueError(
+                "image_size is not set: the model reads text; set it, and is_decoder: false"
+            )
         super().__init__(config)
 
     @can_return_tuple

@@ -15,13 +15,28 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1))
 MARKERS = "os^DvPX"
 GREY = "#666666"
 STYLE = {
-    "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "figure.titlesize": 9, "figure.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e5e5e5", "grid.linewidth": 0.6, "lines.linewidth": 1.3, "lines.markersize": 4,
-    "errorbar.capsize": 2, "legend.frameon": False, "pdf.fonttype": 42, "savefig.dpi": 200,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "figure.titlesize": 9,
+    "figure.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e5e5",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4,
+    "errorbar.capsize": 2,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 200,
     "text.parse_math": False,  # a dollar in a name is a dollar
-}  # fmt: skip
+}
 COLUMN, PAGE = 3.4, 7.0
 """Widths of one and two columns of a paper, in inches."""
 MOST = 6
@@ -54,7 +69,9 @@ def in_panels(
         if name != reference:
             kinds.setdefault(kind(name), []).append(name)
     single = [mine[0] for mine in kinds.values() if len(mine) == 1]
-    many = {title: mine for title, mine in kinds.items() if len(mine) > 1} | ({"": single} if single else {})
+    many = {title: mine for title, mine in kinds.items() if len(mine) > 1} | (
+        {"": single} if single else {}
+    )
     step, panels, looks = MOST - 1, [], {reference: REFERENCE}
     for title, mine in many.items():
         for start in range(0, len(mine), step):
@@ -68,7 +85,13 @@ def log_axis(
     axis: Any, ticks: Iterable[float] | None = None, write: Callable[[float], str] | None = None
 ) -> None:
     """Makes an axis, which has its data, logarithmic, with plain numbers."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import (
+        FixedLocator,
+        FuncFormatter,
+        LogLocator,
+        NullFormatter,
+        NullLocator,
+    )
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     low, high = axis.get_view_interval()
@@ -100,9 +123,16 @@ def files(file: Path) -> list[Path]:
 
 @contextmanager
 def drawing(
-    file: Path, title: str, caption: str, panels: int = 1, *, columns: int = 2,
-    width: float = PAGE, height: float = 2.0, **share: Any,
-) -> Iterator[list[Any]]:  # fmt: skip
+    file: Path,
+    title: str,
+    caption: str,
+    panels: int = 1,
+    *,
+    columns: int = 2,
+    width: float = PAGE,
+    height: float = 2.0,
+    **share: Any,
+) -> Iterator[list[Any]]:
     """Panels (matplotlib axes) to draw into; then the figure is finished and written to `files(file)`.
 
     Lines with a label get it at their end: in every panel of at most two columns, else in the rightmost that
@@ -141,7 +171,9 @@ def drawing(
                 _spread(panel)
         figure.set_layout_engine("none")
         for path in files(file):
-            nothing = ("Software",) if path.suffix == ".png" else ("CreationDate", "Creator", "Producer")
+            nothing = (
+                ("Software",) if path.suffix == ".png" else ("CreationDate", "Creator", "Producer")
+            )
             figure.savefig(path, metadata=dict.fromkeys(nothing))
 
 
@@ -163,12 +195,28 @@ def _name_lines(panel: Any, row: int, named: set[tuple[int, str]]) -> set[tuple[
         text = textwrap.fill(re.sub(r"(?<=\S)\(", " (", name), 24)
         end = points[-1].clip(0, 1)
         panel.annotate(
-            text, end, (1.05, end[1]), xycoords="axes fraction", textcoords="axes fraction", va="center",
-            color=[0.75 * part for part in to_rgb(line.get_color())],  # its yellow is too light for letters
-            linespacing=1, annotation_clip=False, gid="name",
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "lw": 0.5, "alpha": 0.6, "shrinkA": 1,
-                        "shrinkB": 2, "relpos": (0, 0.5)},
-        )  # fmt: skip
+            text,
+            end,
+            (1.05, end[1]),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            color=[
+                0.75 * part for part in to_rgb(line.get_color())
+            ],  # its yellow is too light for letters
+            linespacing=1,
+            annotation_clip=False,
+            gid="name",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "lw": 0.5,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 2,
+                "relpos": (0, 0.5),
+            },
+        )
     return found
 
 

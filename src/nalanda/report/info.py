@@ -67,7 +67,14 @@ def info(
     activations = exchanged = None
     if ours and memory:
         dtype = DTYPES[train.precision]
-        shape = model_config, train.micro_batch_size, seq_len, dtype, train.gradient_checkpointing, parts
+        shape = (
+            model_config,
+            train.micro_batch_size,
+            seq_len,
+            dtype,
+            train.gradient_checkpointing,
+            parts,
+        )
         on_cpu = device == "cpu" or (device == "here" and not torch.cuda.is_available())
         activations = activation_bytes(*shape, "cpu" if on_cpu else "cuda")
         exchanged = accumulation * exchanged_bytes(*shape)
@@ -84,7 +91,8 @@ def info(
         "training_flops_per_token": flops,
         "flops_source": flops_source,
         "state_bytes_per_sequence": model_config.state_bytes(seq_len) if stateful else None,
-        "state_grows": stateful and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
+        "state_grows": stateful
+        and model_config.state_bytes(2 * seq_len) > model_config.state_bytes(seq_len),
         "weights_and_optimizer_bytes": weights,
         "activation_bytes": activations,
         "memory_bytes_per_device": None if activations is None else weights + activations,
@@ -121,7 +129,9 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     f = figures
-    table.add_row("model", f["model"], " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]])))
+    table.add_row(
+        "model", f["model"], " + ".join(filter(None, [layers(f["mixer"] or ""), f["feature_map"]]))
+    )
     table.add_row("parameters", f"{f['parameters'] / 1e6:,.1f} M", f"{f['parameters']:,}")
     inner = f"{f['parameters_without_embeddings'] / 1e6:,.1f} M"
     table.add_row("  without embeddings", inner, "neither embedding nor head")
@@ -129,20 +139,26 @@ def print_info(figures: dict[str, Any], console: Console | None = None) -> None:
     table.add_row("training FLOPs per token", per_token, f["flops_source"])
     if f["state_bytes_per_sequence"] is not None:
         note = (
-            f"after {f['seq_len']} tokens, and growing" if f["state_grows"] else "of any length; bf16 model"
+            f"after {f['seq_len']} tokens, and growing"
+            if f["state_grows"]
+            else "of any length; bf16 model"
         )
         table.add_row("state per sequence", size(f["state_bytes_per_sequence"]), note)
     held = size(f["weights_and_optimizer_bytes"])
-    table.add_row("weights and optimizer", held, "fp32 weights, gradients, moments; one process's share")
+    table.add_row(
+        "weights and optimizer", held, "fp32 weights, gradients, moments; one process's share"
+    )
     if f["activation_bytes"] is not None:
-        table.add_row("activations", size(f["activation_bytes"]), "of a micro-batch, by the torch path")
-        table.add_row("memory per device", size(f["memory_bytes_per_device"]), "the two lines above")
+        table.add_row(
+            "activations", size(f["activation_bytes"]), "of a micro-batch, by the torch path"
+        )
+        table.add_row(
+            "memory per device", size(f["memory_bytes_per_device"]), "the two lines above"
+        )
     if f["context_parallel"] > 1:
         note = f"sent by a device and step, at most; each row on {f['context_parallel']} processes"
         table.add_row("context parallelism", size(f["context_bytes_per_step"] or 0), note)
-    rows = (
-        f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
-    )
+    rows = f"{f['rows_per_step']} rows each, {f['accumulation']} micro-batches on {f['processes']} process(es)"
     table.add_row("steps", f"{f['steps']:,}", rows)
     compiled = {True: "yes", False: "no"}.get(f["compile"], "on GPUs")
     table.add_row("compiled blocks", compiled, "train.compile; the first step takes longer")

@@ -27,7 +27,9 @@ def key_rows(pattern: str = "") -> list[dict[str, str]]:
     model = _classes(_PACKAGE / "model" / "configuration.py")["NalandaConfig"]
     rows = [row for row in _keys(schema, "RunConfig") if row["key"] != "model"]
     at = next(i for i, row in enumerate(rows) if row["key"].startswith("tokenizer"))
-    rows[at:at] = [_row(f"model.{ast.unparse(field.target)}", field, text) for field, text in _fields(model)]
+    rows[at:at] = [
+        _row(f"model.{ast.unparse(field.target)}", field, text) for field, text in _fields(model)
+    ]
     return [row for row in rows if wanted.search(row["key"]) or wanted.search(row["meaning"])]
 
 
@@ -35,7 +37,9 @@ def print_keys(pattern: str = "", console: Console | None = None) -> None:
     """Prints the rows of `key_rows`. Raises `InputError` if there is none."""
     rows = key_rows(pattern)
     if not rows:
-        raise InputError(f"no key's name or meaning has {pattern!r}; without a pattern all are listed")
+        raise InputError(
+            f"no key's name or meaning has {pattern!r}; without a pattern all are listed"
+        )
     console = console or Console(highlight=False, emoji=False)
     for row in rows:
         value = "required" if row["default"] == "required" else f"= {row['default']}"

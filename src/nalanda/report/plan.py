@@ -62,7 +62,9 @@ class Cluster:
     def seconds(self, flops: float) -> float:
         return flops / (self.mfu * self.peak * 1e12)
 
-    def send(self, count: float, hops: int, reach: int, crossing: int = 1, messages: float = 1) -> np.ndarray:
+    def send(
+        self, count: float, hops: int, reach: int, crossing: int = 1, messages: float = 1
+    ) -> np.ndarray:
         """`hops` times, each device of a group sends `count` bytes to a next one, in so many messages.
 
         reach: devices that the group spans; crossing: devices of a node that send to other nodes at once.
@@ -170,7 +172,9 @@ def count(recipe: str, overrides: list[str]) -> Counts:
     config, model = described(recipe, overrides)
     c: Any = model.config
     if not isinstance(c, NalandaConfig):
-        raise InputError(f"--devices: counts Nalanda's own models only; {recipe} has a {c.model_type}")
+        raise InputError(
+            f"--devices: counts Nalanda's own models only; {recipe} has a {c.model_type}"
+        )
     train, T = config.train, config.data.seq_len
     dtype = DTYPES[train.precision]
     blocks = parallel.units(model)
@@ -186,16 +190,28 @@ def count(recipe: str, overrides: list[str]) -> Counts:
         fixed, each = measured[recompute]
         return fixed + each * tokens + logits_bytes(c, int(tokens))
 
-    layers = {name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()}
+    layers = {
+        name: _cut_costs(mixer, T, dtype.itemsize) for name, mixer in c.distinct_mixers().items()
+    }
     sums = sum((layers[name] for name in c.layer_mixers), Counter())
     return Counts(
-        T, train.steps, train.tokens_per_step // T, train.micro_batch_size,
+        T,
+        train.steps,
+        train.tokens_per_step // T,
+        train.micro_batch_size,
         parameters=sum(p.numel() for p in model.parameters()),
-        matrices=sum(p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()),
-        wire=dtype.itemsize, layers=len(blocks), hidden_size=c.hidden_size, flops=c.flops_per_token(T),
-        held=lambda processes, shards, more: held_bytes(model, config, processes, shards, more), kept=kept,
-        recompute=train.gradient_checkpointing, **sums,
-    )  # fmt: skip
+        matrices=sum(
+            p.numel() for block in blocks for m in parallel.linears(block) for p in m.parameters()
+        ),
+        wire=dtype.itemsize,
+        layers=len(blocks),
+        hidden_size=c.hidden_size,
+        flops=c.flops_per_token(T),
+        held=lambda processes, shards, more: held_bytes(model, config, processes, shards, more),
+        kept=kept,
+        recompute=train.gradient_checkpointing,
+        **sums,
+    )
 
 
 def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
@@ -211,7 +227,10 @@ def _cut_costs(mixer: Any, T: int, itemsize: int) -> Counter:
             found["halo_messages"] = 1
         else:
             HV, F, V = shape
-            delta, more = isinstance(mixer, DeltaNet), 2.0 * HV * F * V  # reading the state that arrives
+            delta, more = (
+                isinstance(mixer, DeltaNet),
+                2.0 * HV * F * V,
+            )  # reading the state that arrives
             if delta:
                 more += delta_rule_flops(HV, F, F, channels=mixer.channels)
             found["state_messages"] += 1
@@ -227,7 +246,9 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     """The cost of a step. Raises ValueError if the rows of a step do not fill the processes."""
     c, C, N = counts, split.context, cluster.devices
     if N % C or c.seq_len % C or c.rows % (N // C * split.micro):
-        raise ValueError(f"{c.rows} rows of {c.seq_len} tokens do not fill {N} processes by {split}")
+        raise ValueError(
+            f"{c.rows} rows of {c.seq_len} tokens do not fill {N} processes by {split}"
+        )
     passes = 4 if split.recompute else 3
     accumulation = c.rows // (N // C * split.micro)
     tokens = split.micro * c.seq_len // C
@@ -252,9 +273,18 @@ def predict(counts: Counts, cluster: Cluster, split: Split) -> Cost:
     sent = weights + rows
     model = 3 * c.flops * c.rows * c.seq_len
     return Cost(
-        split, N, accumulation, memory, memory <= USABLE * cluster.memory * 1e9, accumulation * micro, step,
-        1 - busy / step, float(sent[1]), float(sent[2]), model / (step * N * cluster.peak * 1e12),
-    )  # fmt: skip
+        split,
+        N,
+        accumulation,
+        memory,
+        memory <= USABLE * cluster.memory * 1e9,
+        accumulation * micro,
+        step,
+        1 - busy / step,
+        float(sent[1]),
+        float(sent[2]),
+        model / (step * N * cluster.peak * 1e12),
+    )
 
 
 def _weights(
@@ -293,7 +323,9 @@ def _context(c: Counts, cluster: Cluster, split: Split) -> np.ndarray:
         return sent + cluster.gather(C * both, C, messages=c.state_messages)
     if C > 2:
         for step in range(math.ceil(math.log2(C))):
-            sent += cluster.send(both, 1, C, min(cluster.node, 2**step), messages=2 * c.state_messages)
+            sent += cluster.send(
+                both, 1, C, min(cluster.node, 2**step), messages=2 * c.state_messages
+            )
     return sent + cluster.send(B * c.states, int(C > 1), C, messages=c.state_messages)
 
 
@@ -312,7 +344,9 @@ def plan(counts: Counts, cluster: Cluster) -> list[Cost]:
             for micro in range(counts.micro, 0, -1):  # of equals the first is taken
                 for recompute in {counts.recompute, True}:
                     with contextlib.suppress(ValueError):
-                        costs.append(predict(counts, cluster, Split(kind, context, micro, recompute)))
+                        costs.append(
+                            predict(counts, cluster, Split(kind, context, micro, recompute))
+                        )
         fitting = [cost for cost in costs if cost.fits]
         if fitting:
             found.append(min(fitting, key=lambda cost: cost.step))
@@ -339,7 +373,9 @@ def tensor_parallelism(counts: Counts, cluster: Cluster) -> dict[str, float]:
     def needed(layers: int) -> float:
         width = 128 * layers
         block = 12 * width**2
-        return 16 * layers * block / cluster.devices + 12 * block + tokens * width * (2 * layers + 34)
+        return (
+            16 * layers * block / cluster.devices + 12 * block + tokens * width * (2 * layers + 34)
+        )
 
     layers = next(n for n in itertools.count(1) if needed(n) > USABLE * cluster.memory * 1e9)
     share = reduced / cluster.seconds(3 * counts.flops / t)
@@ -366,7 +402,9 @@ def clusters(devices: str, settings: str = "") -> list[Cluster]:
     found = []
     for number in devices.split(","):
         if not number.strip().isdecimal() or not int(number):
-            raise InputError(f"--devices: {number!r} is no number of devices; give such as 8,64,512")
+            raise InputError(
+                f"--devices: {number!r} is no number of devices; give such as 8,64,512"
+            )
         cluster = Cluster(int(number), **given)
         if cluster.devices > cluster.node and cluster.devices % cluster.node:
             raise InputError(f"--devices: {number} devices do not fill nodes of {cluster.node}")
@@ -376,18 +414,32 @@ def clusters(devices: str, settings: str = "") -> list[Cluster]:
 
 def plan_rows(plans: dict[Cluster, list[Cost]]) -> list[dict[str, Any]]:
     """A row for each way on each cluster."""
-    return [{"devices": each.devices, **asdict(cost)} for each, costs in plans.items() for cost in costs]
+    return [
+        {"devices": each.devices, **asdict(cost)} for each, costs in plans.items() for cost in costs
+    ]
 
 
 def fastest(costs: list[Cost]) -> Cost | None:
     return min((cost for cost in costs if cost.fits), key=lambda cost: cost.step, default=None)
 
 
-def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None) -> None:
+def print_plan(
+    counts: Counts, plans: dict[Cluster, list[Cost]], console: Console | None = None
+) -> None:
     """Prints the costs on each cluster as a table, the fastest of those that fit in bold."""
     console = console or stdout()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("devices", "split", "batches", "GB", "step, s", "idle, %", "sent, GB", "crossing", "MFU, %"):
+    for head in (
+        "devices",
+        "split",
+        "batches",
+        "GB",
+        "step, s",
+        "idle, %",
+        "sent, GB",
+        "crossing",
+        "MFU, %",
+    ):
         table.add_column(head, justify="left" if head == "split" else "right", no_wrap=True)
     for cluster, costs in plans.items():
         best = fastest(costs)
@@ -396,14 +448,18 @@ def print_plan(counts: Counts, plans: dict[Cluster, list[Cost]], console: Consol
         for cost in costs:
             split = cost.split
             table.add_row(
-                str(cluster.devices), f"{split} ← best" if cost is best else str(split),
+                str(cluster.devices),
+                f"{split} ← best" if cost is best else str(split),
                 f"{cost.accumulation} × {split.micro}{' *' if split.recompute else ''}",
-                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}", f"{cost.step:.3g}",
-                f"{100 * cost.idle:.1f}", f"{cost.sent / 1e9:,.3g}", f"{cost.crossing / 1e9:,.3g}",
+                f"{cost.memory / 1e9:,.1f}{'' if cost.fits else ' ✗'}",
+                f"{cost.step:.3g}",
+                f"{100 * cost.idle:.1f}",
+                f"{cost.sent / 1e9:,.3g}",
+                f"{cost.crossing / 1e9:,.3g}",
                 f"{100 * cost.mfu:.1f}",
                 style="bold" if cost is best else "" if cost.fits else "dim",
                 end_section=cost is costs[-1],
-            )  # fmt: skip
+            )
     console.print(narrowed(table, console, ("crossing", "sent, GB", "idle, %")))
     note = "* recomputed; ✗ does not fit; splits that the step's rows do not fill are left out"
     console.print(note, style="dim")

@@ -36,7 +36,9 @@ class Curve:
     @property
     def broken_at(self) -> int | None:
         """The first step of the training losses at the end that are not finite; None if the last one is."""
-        end = [*itertools.takewhile(lambda point: not math.isfinite(point[3]), reversed(self.train))]
+        end = [
+            *itertools.takewhile(lambda point: not math.isfinite(point[3]), reversed(self.train))
+        ]
         return int(end[-1][0]) if end else None
 
 
@@ -80,10 +82,13 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         key
         for section in ("model", "optim", "schedule", "train", "data", "tokenizer", "seed")
         for key in found
-        if key.split(".")[0] == section and (section == "model" or all(_has(c.config, key) for c in curves))
+        if key.split(".")[0] == section
+        and (section == "model" or all(_has(c.config, key) for c in curves))
     ]
     folders = [c.name for c in curves]
-    if len(keys) > 4 and len(set(folders)) == len(folders):  # models of different kinds differ in all keys
+    if len(keys) > 4 and len(set(folders)) == len(
+        folders
+    ):  # models of different kinds differ in all keys
         return folders
     names = [key.rpartition(".")[2] for key in keys]
     texts = []
@@ -95,11 +100,15 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         ]
         texts.append(", ".join(parts[:4]) + (", …" if len(parts) > 4 else ""))
     if not keys or len(set(texts)) < len(texts):
-        texts = [f"{name}: {text}" if text else name for name, text in zip(folders, texts, strict=True)]
+        texts = [
+            f"{name}: {text}" if text else name for name, text in zip(folders, texts, strict=True)
+        ]
     return texts
 
 
-def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smooth: bool = True) -> Path:
+def plot(
+    folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smooth: bool = True
+) -> Path:
     """Draws the losses of runs into a figure and its PDF, and returns the path of the PNG.
 
     Training losses are lines, running means over the raw values. Validation losses are markers. Skips and
@@ -120,28 +129,51 @@ def plot(folders: Sequence[str | Path], png: str | Path, *, x: X = "tokens", smo
     # On a linear axis the initial fall from ln(vocabulary) would flatten the rest.
     steep = losses and max(losses) > 2 * min(losses) > 0
     height = 2.8 if len(groups) == 1 else 2.2
-    with drawing(png, _title(curves, names), _caption(curves, names, smooth), len(groups), height=height,
-                 sharey=True) as panels:  # fmt: skip
-        for axes, i in [(axes, i) for axes, (_, mine) in zip(panels, groups, strict=True) for i in mine]:
+    with drawing(
+        png,
+        _title(curves, names),
+        _caption(curves, names, smooth),
+        len(groups),
+        height=height,
+        sharey=True,
+    ) as panels:
+        for axes, i in [
+            (axes, i) for axes, (_, mine) in zip(panels, groups, strict=True) for i in mine
+        ]:
             c, style = curves[i], looks[i]
-            line, dots = style | {"marker": ""}, style | {"linestyle": "", "marker": style["marker"] or "o"}
+            line, dots = (
+                style | {"marker": ""},
+                style | {"linestyle": "", "marker": style["marker"] or "o"},
+            )
             xs, raw = [point[axis] for point in c.train], [point[3] for point in c.train]
             drawn = smoothed(raw) if smooth else raw
             if smooth:
-                axes.plot(xs, raw, color=line["color"], alpha=0.35 if alone else 0.18, linewidth=0.6)
+                axes.plot(
+                    xs, raw, color=line["color"], alpha=0.35 if alone else 0.18, linewidth=0.6
+                )
             axes.plot(xs, drawn, **line, label="training" if alone else names[i])
             if c.validation:
-                ends = look(1) | {"label": "validation"} if alone else dots | {"markeredgecolor": "white"}
-                axes.plot([p[axis] for p in c.validation], [p[3] for p in c.validation], **ends, zorder=3)
+                ends = (
+                    look(1) | {"label": "validation"}
+                    if alone
+                    else dots | {"markeredgecolor": "white"}
+                )
+                axes.plot(
+                    [p[axis] for p in c.validation], [p[3] for p in c.validation], **ends, zorder=3
+                )
             for step, kind in c.events:
                 if kind in MARKS:
                     steps = [point[0] for point in c.train]
                     place, level = _between(step, steps, xs), _between(step, steps, drawn)
-                    axes.plot([place], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4)
+                    axes.plot(
+                        [place], [level], MARKS[kind], color=line["color"], markersize=7, zorder=4
+                    )
         for axes in panels:
             if steep:
                 log_axis(axes.yaxis)
-            axes.set(xlabel="training (hours)" if x == "hours" else f"training ({x})", xlim=(0, None))
+            axes.set(
+                xlabel="training (hours)" if x == "hours" else f"training ({x})", xlim=(0, None)
+            )
             axes.set_ylabel("loss (nats a token)")
             if x == "tokens":
                 axes.xaxis.set_major_formatter(lambda number, _: si(number))
@@ -171,7 +203,11 @@ def _title(curves: Sequence[Curve], names: Sequence[str]) -> str:
         return f"Lowest last validation loss: {names[i]}, {best:.3f} bits a byte"
     if len(curves) > 1:
         return f"Lowest last validation loss: {names[i]}, {loss:.3f} nats a token"
-    bits = f", {curves[i].bits_per_byte:.3f} bits a byte" if curves[i].bits_per_byte is not None else ""
+    bits = (
+        f", {curves[i].bits_per_byte:.3f} bits a byte"
+        if curves[i].bits_per_byte is not None
+        else ""
+    )
     return f"{curves[i].name}: validation loss {loss:.3f} (perplexity {math.exp(min(loss, 700)):.4g}{bits})"
 
 
@@ -185,9 +221,16 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
     if _differ(curves, _validation):
         parts.append("Their validation texts differ, so their validation losses do not compare.")
     found = {kind for c in curves for _, kind in c.events}
-    parts += [f"{sign}: {what}." for kind, sign, what in (("skipped", "×", "skipped step"),
-              ("rollback", "▼", "rollback")) if kind in found]  # fmt: skip
-    broken = [f"{name} from step {c.broken_at}" for c, name in zip(curves, names, strict=True) if c.broken_at]
+    parts += [
+        f"{sign}: {what}."
+        for kind, sign, what in (("skipped", "×", "skipped step"), ("rollback", "▼", "rollback"))
+        if kind in found
+    ]
+    broken = [
+        f"{name} from step {c.broken_at}"
+        for c, name in zip(curves, names, strict=True)
+        if c.broken_at
+    ]
     if broken:
         parts.append(f"Without a finite training loss: {', '.join(broken)} on.")
     seeds = sorted({str(c.config.get("seed", "unknown")) for c in curves})
@@ -196,7 +239,15 @@ def _caption(curves: Sequence[Curve], names: Sequence[str], smooth: bool) -> str
 
 
 TEXTS = (
-    *("source", "mixture", "validation_source", "validation_share", "name", "revision", "text_field"),
+    *(
+        "source",
+        "mixture",
+        "validation_source",
+        "validation_share",
+        "name",
+        "revision",
+        "text_field",
+    ),
     *("train_split", "validation_split"),
 )
 """Keys of `data` that say which texts a run trains on, and so a trained tokenizer; and which it holds out."""

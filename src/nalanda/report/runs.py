@@ -68,13 +68,19 @@ def find_runs(directory: str | Path) -> list[Path]:
 
 def read_run(folder: Path, name: str | None = None) -> RunSummary:
     """The run in `folder`; if that cannot be read, `state` is unreadable and `problem` says why."""
-    files = [f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()]
-    run = RunSummary(name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0))
+    files = [
+        f for f in (folder / n for n in ("metrics.jsonl", "run.json", "config.yaml")) if f.is_file()
+    ]
+    run = RunSummary(
+        name or str(folder), "unreadable", max((f.stat().st_mtime for f in files), default=0.0)
+    )
     try:
         config, facts = read_recipe(folder), read_facts(folder)
         if not isinstance(facts, dict):
             raise ValueError("run.json is not a JSON object")
-        newest, last = _last_lines(folder, validated=bool((config.get("validation") or {}).get("every", 1)))
+        newest, last = _last_lines(
+            folder, validated=bool((config.get("validation") or {}).get("every", 1))
+        )
         run.model = _model_name(config["model"])
         run.parameters, run.steps = facts.get("parameters"), config["train"]["steps"]
         run.loss, run.mfu = last.get("loss"), last.get("mfu")
@@ -88,7 +94,9 @@ def read_run(folder: Path, name: str | None = None) -> RunSummary:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
         run.state = "unreadable"
-        run.problem = f"missing key {line}" if isinstance(error, KeyError) else line or type(error).__name__
+        run.problem = (
+            f"missing key {line}" if isinstance(error, KeyError) else line or type(error).__name__
+        )
     return run
 
 
@@ -110,7 +118,13 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
         table.add_column(heading, justify="right", no_wrap=True)
     colours = {"running": "green", "killed": "yellow", "failed": "red", "unreadable": "red"}
     for run in runs:
-        step = None if run.step is None else f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
+        step = (
+            None
+            if run.step is None
+            else f"{run.step:,}/{run.steps:,}"
+            if run.steps
+            else f"{run.step:,}"
+        )
         figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
             (run.parameters, si),
             (step, str),
@@ -127,10 +141,14 @@ def print_runs(runs: Sequence[RunSummary], console: Console | None = None) -> No
             *("–" if value is None else form(value) for value, form in figures),
             _when(run.changed),
         )
-    console.print(narrowed(table, console, ("MFU", "params", "bits/B", "tok/s", "model", "val ppl")))
+    console.print(
+        narrowed(table, console, ("MFU", "params", "bits/B", "tok/s", "model", "val ppl"))
+    )
     for run in runs:
         if run.problem:
-            console.print(f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{run.name}: {run.problem}", markup=False, highlight=False, soft_wrap=True
+            )
 
 
 def stdout() -> Console:
@@ -193,8 +211,16 @@ def _last_lines(folder: Path, validated: bool) -> tuple[int, dict]:
 
 def layers(mixer: str | list[str] | dict[str, list[str]]) -> str:
     """The mixers of a model, or of its pattern: `gla`, or layers counted as `3 × gla, 1 × softmax`."""
-    names = [mixer] if isinstance(mixer, str) else mixer["pattern"] if isinstance(mixer, dict) else mixer
-    return ", ".join(f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names))
+    names = (
+        [mixer]
+        if isinstance(mixer, str)
+        else mixer["pattern"]
+        if isinstance(mixer, dict)
+        else mixer
+    )
+    return ", ".join(
+        f"{names.count(m)} × {m}" if len(names) > 1 else m for m in dict.fromkeys(names)
+    )
 
 
 def _model_name(model: dict) -> str:

@@ -94,7 +94,8 @@ def map_rows() -> list[dict[str, Any]]:
 def system_rows() -> list[dict[str, Any]]:
     """A row for each mixer, and for each feature map: what it computes."""
     mixers = [
-        {"system": name, "computes": kind.equation, "source": kind.source} for name, kind in MIXERS.items()
+        {"system": name, "computes": kind.equation, "source": kind.source}
+        for name, kind in MIXERS.items()
     ]
     maps = [(name, build_feature_map(name, num_heads=1, head_dim=128)) for name in FEATURE_MAPS]
     return mixers + [
@@ -136,11 +137,21 @@ def print_tables(tables: dict[str, list[dict[str, Any]]], console: Console | Non
     """Prints what `all_rows` gives."""
     console = console or Console(emoji=False)
     made, mixed, mapped = tables.values()
-    _show(console, "Recipes", made, ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"])
+    _show(
+        console,
+        "Recipes",
+        made,
+        ["recipe", "parameters", "training GFLOPs a token", "state", "tokens"],
+    )
     figures = ["mixer", "feature map", "convolution", "gate", "MFLOPs a token", "state, KiB", NORMS]
     _show(console, f"Token mixers: one layer of 8 heads × 128 at length {LENGTH}", mixed, figures)
     _show(console, "What they compute", mixed, ["mixer", "computes", "source"])
-    _show(console, "Feature maps", mapped, [name for name in mapped[0] if name not in ("options", "source")])
+    _show(
+        console,
+        "Feature maps",
+        mapped,
+        [name for name in mapped[0] if name not in ("options", "source")],
+    )
 
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
@@ -171,7 +182,9 @@ def updated(page: str, text: str) -> str:
         pattern = rf"<!-- {name} -->\n.*?<!-- end -->"
         text, found = re.subn(pattern, lambda _, table=table: table, text, flags=re.DOTALL)
         if found != 1:
-            raise ValueError(f"{page}: needs one place for its table: <!-- {name} --> and <!-- end -->")
+            raise ValueError(
+                f"{page}: needs one place for its table: <!-- {name} --> and <!-- end -->"
+            )
     return text
 
 

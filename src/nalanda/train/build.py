@@ -148,7 +148,9 @@ class Run:
                 "loss_scale": self.scaler.state_dict(),
                 **progress,
             },
-            row_states=self.row_states.state_tensors() if self.row_states and self.sharing.first else None,
+            row_states=self.row_states.state_tensors()
+            if self.row_states and self.sharing.first
+            else None,
         )
         if wait:
             self.saver.wait()
@@ -184,7 +186,11 @@ def set_up(
     Raises:
         InputError: the data or the model cannot work, or no checkpoint is sound.
     """
-    main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
+    main, rank, processes = (
+        accelerator.is_main_process,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
     run_dir = Path(config.output_dir)
     check_shared(run_dir, accelerator)
     say("preparing the tokenizer")
@@ -232,7 +238,11 @@ def set_up(
         check_carries(model)
         row_states = RowStates()
     saver = checkpoint.Saver(
-        run_dir / "checkpoints", config.checkpoint, rank=rank, processes=processes, timeout=patience(config)
+        run_dir / "checkpoints",
+        config.checkpoint,
+        rank=rank,
+        processes=processes,
+        timeout=patience(config),
     )
     spikes = SpikeDetector(config.guard)
     scaler = loss_scale(config.train.precision, accelerator.device)
@@ -283,7 +293,10 @@ def set_up(
         "precision": config.train.precision,
         "compiled": parallel.compiles(config.train.compile, accelerator.device),
         "versions": versions(),
-        "changes": [*facts.get("changes", []), *([{"step": run.at.step, **changes}] if changes else [])],
+        "changes": [
+            *facts.get("changes", []),
+            *([{"step": run.at.step, **changes}] if changes else []),
+        ],
         "host": platform.node(),
         "pid": os.getpid(),
     }
@@ -295,7 +308,9 @@ def _load_data_state(batches: PackedBatches, state: dict) -> dict:
     return batches.position
 
 
-def start_sums(config: RunConfig, rank: int, processes: int, sources: Sources | None = None) -> SumCheck:
+def start_sums(
+    config: RunConfig, rank: int, processes: int, sources: Sources | None = None
+) -> SumCheck:
     """Starts comparing this process's share of the token sets' files with their sums."""
     sets = token_sets(config.data, validation=config.validation.every != 0, sources=sources)
     files = [file for tokens in sets for file in tokens.files]
@@ -326,7 +341,9 @@ def refuse_damage(sums: SumCheck, checkpoints: Path | None = None) -> None:
         else []
     )
     advice = (
-        f"; {', '.join(doubtful)} may have learnt from it: remove what you do not trust" if doubtful else ""
+        f"; {', '.join(doubtful)} may have learnt from it: remove what you do not trust"
+        if doubtful
+        else ""
     )
     raise InputError(problems[0] + advice)
 
@@ -368,7 +385,10 @@ def check_card(precision: str) -> None:
 
 def launch(config: RunConfig) -> Accelerator:
     """The Accelerator. Raises `InputError` if the launcher was asked for more processes than joined."""
-    asked, lone = os.environ.get("WORLD_SIZE"), "MASTER_ADDR" in os.environ and "RANK" not in os.environ
+    asked, lone = (
+        os.environ.get("WORLD_SIZE"),
+        "MASTER_ADDR" in os.environ and "RANK" not in os.environ,
+    )
     torch.set_flush_denormal(True)  # their products are slow; before threads start
     if config.train.cpu_threads:
         torch.set_num_threads(config.train.cpu_threads)
@@ -402,7 +422,11 @@ def launch(config: RunConfig) -> Accelerator:
             print(
                 f"{threads} of {cores} CPU cores in use: train.cpu_threads=N sets more (a launcher set less)"
             )
-        elif accelerator.num_processes == 1 and 1 < cores <= 8 and config.train.micro_batch_size % cores == 0:
+        elif (
+            accelerator.num_processes == 1
+            and 1 < cores <= 8
+            and config.train.micro_batch_size % cores == 0
+        ):
             script = sys.argv[0].endswith("pretrain.py")
             launched = sys.argv if script else ["-m", "nalanda_cli", *sys.argv[1:]]
             program = ["torchrun", "--standalone", "--nproc_per_node", str(cores), *launched]
@@ -496,6 +520,8 @@ def build_model(
     for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
         if loaded[problem]:
             name = sorted(map(str, loaded[problem]))[0]
-            raise InputError(f"model.init_from: {path}: a checkpoint of another shape: {problem}: {name}")
+            raise InputError(
+                f"model.init_from: {path}: a checkpoint of another shape: {problem}: {name}"
+            )
     take_torch_path(sys.modules[type(model).__module__])
     return model

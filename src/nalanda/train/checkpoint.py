@@ -91,9 +91,14 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, *, rank: int = 0, processes: int = 1,
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        *,
+        rank: int = 0,
+        processes: int = 1,
         timeout: timedelta | None = None,
-    ):  # fmt: skip
+    ):
         self.directory, self.config, self.rank = directory, config, rank
         self._exchange = exchange(processes, timeout)
         self._thread: threading.Thread | None = None
@@ -152,7 +157,9 @@ class Saver:
         if self.config.asynchronous != "auto":
             return self.config.asynchronous
         tensors = {**_unique(model), **_optimizer_tensors(model, optimizer)}
-        own = sum(_local(tensor)[0].nbytes for tensor in tensors.values() if _writes(tensor, self.rank))
+        own = sum(
+            _local(tensor)[0].nbytes for tensor in tensors.values() if _writes(tensor, self.rank)
+        )
         copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if _is_sharded(model) else 1
         return all(self._exchange(own * copies <= memory.host() // 2))
 
@@ -184,7 +191,8 @@ class Saver:
                 free = shutil.disk_usage(directory).free
                 if free < need:
                     raise OSError(
-                        errno.ENOSPC, f"{size(need)} are needed, {size(need - free)} more than are free"
+                        errno.ENOSPC,
+                        f"{size(need)} are needed, {size(need - free)} more than are free",
                     )
                 for folder in {Path(name).parent for name in files}:
                     (part / folder).mkdir(exist_ok=True)
@@ -240,8 +248,14 @@ class Saver:
                 rest = need - sum(counts)
                 left = f"{size(rest)} of {size(need)} were still to be written"
                 problem = error.strerror if act is begin or not rest else left
-                what = "a file may not grow further" if error.errno == errno.EFBIG else "the disk is full"
-                raise DiskFull(f"{final}: not saved, {stays}: {what}: {problem}; make room, and start again")
+                what = (
+                    "a file may not grow further"
+                    if error.errno == errno.EFBIG
+                    else "the disk is full"
+                )
+                raise DiskFull(
+                    f"{final}: not saved, {stays}: {what}: {problem}; make room, and start again"
+                )
             return list(values)
 
         together(begin)
@@ -281,14 +295,21 @@ def _contents(
     torch.save({"random": random_state(), "data": data_state}, own)
     files: dict[str, Content] = {f"rank-{rank}.pt": [own.getvalue()]}
     sharded = _is_sharded(model)
-    for name, tensors in (("model", _unique(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
+    for name, tensors in (
+        ("model", _unique(model)),
+        ("optimizer", _optimizer_tensors(model, optimizer)),
+    ):
         if sharded:
             # The file name of torch.distributed.checkpoint.
             name = f"{name}/shard-{rank + 1:05}-model-00001-of-00001"
-            parts = {key: _local(tensor) for key, tensor in tensors.items() if _writes(tensor, rank)}
+            parts = {
+                key: _local(tensor) for key, tensor in tensors.items() if _writes(tensor, rank)
+            }
             files[f"{name}.safetensors"] = _safetensors(parts, copy, sharded=True)
         elif rank == 0:
-            files[f"{name}.safetensors"] = _safetensors({k: (t, []) for k, t in tensors.items()}, copy)
+            files[f"{name}.safetensors"] = _safetensors(
+                {k: (t, []) for k, t in tensors.items()}, copy
+            )
     if rank == 0:
         if hasattr(model, "config"):
             config: Any = model.config
@@ -296,7 +317,11 @@ def _contents(
             if hasattr(config, "plugin_files"):
                 files |= {name: [text.encode()] for name, text in config.plugin_files().items()}
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        without = [n for n, p in model.named_parameters() if id(p) in trained and not optimizer.state.get(p)]
+        without = [
+            n
+            for n, p in model.named_parameters()
+            if id(p) in trained and not optimizer.state.get(p)
+        ]
         record = {**trainer_state, "step": step, "without_moments": without}
         files["trainer.json"] = [(json.dumps(record, indent=1) + "\n").encode()]
     return files
@@ -311,7 +336,9 @@ def _writes(tensor: torch.Tensor, rank: int) -> bool:
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate() or []
-    first = all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+    first = all(
+        place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True)
+    )
     return first and (tensor.to_local().numel() > 0 or rank == 0)
 
 
@@ -357,7 +384,9 @@ def load(
         else:
             # torch keeps step counts on the host, unless its kernels read them on the device.
             on_host = not shape and not fused
-            targets[key] = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+            targets[key] = torch.empty(
+                shape, dtype=dtype, device="cpu" if on_host else parameter.device
+            )
         optimizer.state[parameter][state] = targets[key]
     read_tensors(source, targets)
     own = path / f"rank-{rank}.pt"
@@ -372,7 +401,9 @@ def load_rank(file: Path) -> dict[str, Any]:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise InputError(f"{file}: it holds more than numbers and text, and was not loaded") from None
+        raise InputError(
+            f"{file}: it holds more than numbers and text, and was not loaded"
+        ) from None
     except (RuntimeError, EOFError, ValueError) as error:  # torch's errors for a truncated file
         raise InputError(f"{file}: cannot be read: {first_line(error)}") from None
 
@@ -437,7 +468,9 @@ def check_moments(
                     refuse(f"it lacks those of {name}")
                 continue
             if own.keys() != expected.keys():
-                refuse(f"{name} has {', '.join(sorted(own))}; expected {', '.join(sorted(expected))}")
+                refuse(
+                    f"{name} has {', '.join(sorted(own))}; expected {', '.join(sorted(expected))}"
+                )
             for state, (shape, dtype) in own.items():
                 wanted = torch.Size() if expected[state] else parameter.shape
                 if shape != wanted or not dtype.is_floating_point:
@@ -484,7 +517,9 @@ def _moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's unsharded weights, in host memory."""
     source = tensor_source(path, "model")
-    found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()}
+    found = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes(source).items()
+    }
     read_tensors(source, found)
     return found
 
@@ -560,7 +595,9 @@ def read_tensors(source: Path, targets: dict[str, torch.Tensor]) -> None:
             ]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+                there = tuple(
+                    slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True)
+                )
                 values = part[there] if there else part[...]
                 local[here].copy_(values)
                 missing[name] -= values.numel()
@@ -591,7 +628,11 @@ def _parts(file: Path) -> Iterable[tuple[str, list[int], Any]]:
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in stream.keys():  # noqa: SIM118  not a dict
                 part = stream.get_slice(name)
-                yield name, offsets[name]["saved_offsets"] if offsets else [0] * len(part.get_shape()), part
+                yield (
+                    name,
+                    offsets[name]["saved_offsets"] if offsets else [0] * len(part.get_shape()),
+                    part,
+                )
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(
             f"{file}: not a safetensors file of a checkpoint, and was not loaded: {error}"
@@ -613,7 +654,9 @@ def _unique(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
 
 
-def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
@@ -632,7 +675,9 @@ def _safetensors(
     header: dict[str, Any] = {"__metadata__": metadata}
     codes, tensors, end = {dtype: code for code, dtype in DTYPES.items()}, [], 0
     # The widest dtype first: every value is then aligned to its size.
-    for name, (tensor, _) in sorted(parts.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+    for name, (tensor, _) in sorted(
+        parts.items(), key=lambda item: (-item[1][0].itemsize, item[0])
+    ):
         begin, end = end, end + tensor.nbytes
         place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": codes[tensor.dtype], **place}

@@ -32,7 +32,11 @@ def why_unusable(path: Path) -> str | None:
 def unsound_reason(path: Path) -> str | None:
     """The reason that `mark_unsound` wrote, or None."""
     file = path / MARK
-    return (file.read_text(errors="replace").strip().splitlines() or ["?"])[0] if file.is_file() else None
+    return (
+        (file.read_text(errors="replace").strip().splitlines() or ["?"])[0]
+        if file.is_file()
+        else None
+    )
 
 
 def mark_unsound(path: Path, reason: str) -> None:
@@ -106,7 +110,9 @@ def find_checkpoint(path: str | Path, step: int | None = None, *, check: bool = 
             )
         found = path
     elif step is None:
-        found = latest_checkpoint(folder) if check else next(reversed(checkpoint_folders(folder)), None)
+        found = (
+            latest_checkpoint(folder) if check else next(reversed(checkpoint_folders(folder)), None)
+        )
         if found is None:
             raise InputError(f"{folder}: there is no whole checkpoint")
         return found

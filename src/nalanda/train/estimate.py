@@ -18,7 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import duration, size
-from nalanda.config.model import build_model_config, config_source, language_model, padded_vocabulary
+from nalanda.config.model import (
+    build_model_config,
+    config_source,
+    language_model,
+    padded_vocabulary,
+)
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
 from nalanda.model import NalandaConfig, chunk, ops
@@ -58,19 +63,27 @@ def shards(config: RunConfig, processes: int, kind: str | None = None) -> int:
 
 
 def held_bytes(
-    model: nn.Module, config: RunConfig, processes: int, shards: int, accumulates: bool | None = None
+    model: nn.Module,
+    config: RunConfig,
+    processes: int,
+    shards: int,
+    accumulates: bool | None = None,
 ) -> int:
     """Bytes of fp32 weights, gradients and moments on one device. DDP adds its gradient buckets; FSDP2 adds
     what is gathered at a time: the root, two blocks, and a block's gradient; and whole gradients where it
     accumulates, as the recipe does unless `accumulates` says otherwise."""
     groups = parameter_groups(model, config.optim)
-    total = sum(p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"])
+    total = sum(
+        p.numel() * (12 if g["kind"] == "muon" else 16) for g in groups for p in g["params"]
+    )
     parameters = sum(p.numel() for p in model.parameters())
     if shards == 1:
         return total + (4 * parameters if processes > 1 else 0)
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.units(model)]
     if config.accumulation(processes) > 1 if accumulates is None else accumulates:
-        total += shards * 4 * parameters  # until the last micro-batch they are summed on each device
+        total += (
+            shards * 4 * parameters
+        )  # until the last micro-batch they are summed on each device
     return total // shards + 4 * (parameters - sum(blocks)) + 3 * 4 * max(blocks, default=0)
 
 
@@ -86,9 +99,14 @@ def estimate(config: RunConfig, facts: dict, model: nn.Module) -> str:
     if isinstance(model.config, NalandaConfig):
         train = config.train
         kept = activation_bytes(
-            model.config, train.micro_batch_size, config.data.seq_len, DTYPES[train.precision],
-            train.gradient_checkpointing, train.context_parallel, facts.get("device", "cpu"),
-        )  # fmt: skip
+            model.config,
+            train.micro_batch_size,
+            config.data.seq_len,
+            DTYPES[train.precision],
+            train.gradient_checkpointing,
+            train.context_parallel,
+            facts.get("device", "cpu"),
+        )
         memory += f", at most {size(kept)} for activations"
     return f"{time_range(time_left(config, facts))}; {memory}"
 
@@ -158,7 +176,12 @@ def _sequences(
 
 
 def exchanged_bytes(
-    config: NalandaConfig, rows: int, seq_len: int, dtype: torch.dtype, checkpointing: bool, parts: int
+    config: NalandaConfig,
+    rows: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    parts: int,
 ) -> int:
     """Bytes that one process sends to the others of its context for a micro-batch, forward and backward,
     where every row is one document. Runs a block of each kind on the meta device."""
@@ -170,7 +193,9 @@ def exchanged_bytes(
         # Called before a run's first step, whose random state must not change.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             block = Block(config, config.layer_mixers.index(name)).to(dtype)
-            x = torch.empty(1, rows * seq_len // parts, config.hidden_size, dtype=dtype, requires_grad=True)
+            x = torch.empty(
+                1, rows * seq_len // parts, config.hidden_size, dtype=dtype, requires_grad=True
+            )
         context.sent = 0
         y, _ = block(x, seq)
         again = context.sent if checkpointing else 0
@@ -216,9 +241,14 @@ _measured: dict[tuple, tuple[float, float]] = {}
 
 
 def _extrapolated(
-    config: NalandaConfig, name: str | None, length: int, tokens: int, dtype: torch.dtype, parts: int,
+    config: NalandaConfig,
+    name: str | None,
+    length: int,
+    tokens: int,
+    dtype: torch.dtype,
+    parts: int,
     device: str,
-) -> int:  # fmt: skip
+) -> int:
     """The bytes that a block with the mixer `name` keeps of `tokens` in documents of `length`; None: what is
     kept behind the blocks. They are affine in the tokens: two short batches on the CPU tell them."""
     block = _End(config) if name is None else _block(config, config.layer_mixers.index(name))
@@ -241,9 +271,14 @@ def _extrapolated(
 
 
 def _affine(
-    config: NalandaConfig, block: nn.Module, shapes: list[tuple[int, int]], dtype: torch.dtype, parts: int,
-    device: str, few: bool,
-) -> tuple[float, float]:  # fmt: skip
+    config: NalandaConfig,
+    block: nn.Module,
+    shapes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    parts: int,
+    device: str,
+    few: bool,
+) -> tuple[float, float]:
     """Bytes without tokens, and bytes a token, from two batches of (rows, length)."""
     counts = []
     # Called before a run's first step, whose random state must not change.
@@ -328,7 +363,9 @@ def saved_bytes(block: nn.Module, x: torch.Tensor, seq: Sequences) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         _ = block(x, seq)
-    own |= {p.untyped_storage()._cdata for p in block.parameters()}  # a layer may move them together
+    own |= {
+        p.untyped_storage()._cdata for p in block.parameters()
+    }  # a layer may move them together
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
     return sum(count for address, count in storages.items() if address not in own)
 

@@ -56,7 +56,9 @@ def export(
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
     if (run_dir / "config.yaml").is_file():
-        with contextlib.suppress(InputError):  # a recipe of another version; it is read for its plugins
+        with contextlib.suppress(
+            InputError
+        ):  # a recipe of another version; it is read for its plugins
             load_config(run_dir / "config.yaml")
     config = load_model_config(found)
     if absent := [name for name in ("tokenizer", "config.yaml") if not (run_dir / name).exists()]:
@@ -65,7 +67,10 @@ def export(
             "from the run's folder, or copy its tokenizer and config.yaml there",
             file=sys.stderr,
         )
-    with in_one_line(str(found)), torch.device("meta"):  # for the files beside the weights, and tied names
+    with (
+        in_one_line(str(found)),
+        torch.device("meta"),
+    ):  # for the files beside the weights, and tied names
         model = language_model(config).from_config(config, dtype=torch.float32)
     with new_folder(out, replace) as part:
         model.save_pretrained(part, state_dict=checkpoint.weights(found))
@@ -97,7 +102,10 @@ def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -
     settings = json.loads(file.read_text(encoding="utf-8"))
     tokens = json.loads(older.read_text(encoding="utf-8")) if older.is_file() else {}
     tokens |= {name: settings[name] for name in ("eos_token", "pad_token") if settings.get(name)}
-    settings |= {"padding_side": side, "pad_token": tokens.get("pad_token") or tokens.get("eos_token")}
+    settings |= {
+        "padding_side": side,
+        "pad_token": tokens.get("pad_token") or tokens.get("eos_token"),
+    }
     if not token_types:
         settings["model_input_names"] = ["input_ids", "attention_mask"]
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -146,13 +154,17 @@ def hub_errors(what: str) -> Iterator[None]:
     except Exception as error:  # the hub's libraries have no common base class
         reason = redact(first_line(error))
         if transient(error):
-            raise SourceUnavailable(f"{what}: the hub does not answer, try again later ({reason})") from None
+            raise SourceUnavailable(
+                f"{what}: the hub does not answer, try again later ({reason})"
+            ) from None
         status = getattr(getattr(error, "response", None), "status_code", None)
         hint = "; does the token of HF_TOKEN or `hf auth login` allow it?" * (status in (401, 403))
         raise InputError(f"{what}: the hub refuses ({reason}){hint}") from None
 
 
-def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
+def push(
+    path: Path, out: Path, repo: str, *, step: int | None = None, private: bool = False
+) -> str:
     """Exports, and uploads the folder to the hub repository `repo`, OWNER/NAME, which is created if needed.
 
     Prints the uploaded files on stderr. Returns the URL of the commit.
@@ -172,12 +184,22 @@ def push(path: Path, out: Path, repo: str, *, step: int | None = None, private: 
     with hub_errors(repo):  # first, so that a refusal costs no work
         api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.model_info(repo).private:
-            raise InputError(f"{repo} exists and is public; make it private first, or leave out --private")
+            raise InputError(
+                f"{repo} exists and is public; make it private first, or leave out --private"
+            )
     export(path, out, step=step, name=repo)
-    sizes = {file.relative_to(out): file.stat().st_size for file in sorted(out.rglob("*")) if file.is_file()}
+    sizes = {
+        file.relative_to(out): file.stat().st_size
+        for file in sorted(out.rglob("*"))
+        if file.is_file()
+    }
     for file, size in sizes.items():
         print(f"{size:>14,}  {file}", file=sys.stderr)
-    print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …", file=sys.stderr, flush=True)
+    print(
+        f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files to {repo} …",
+        file=sys.stderr,
+        flush=True,
+    )
     with hub_errors(f"{repo}: {out} is whole, but not uploaded"):
         steps = json.loads((out / "run.json").read_text())["step"]
         commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=f"Step {steps}")
@@ -206,14 +228,19 @@ def find_scores(run_dir: Path, folder: Path) -> dict[str, Any]:
     found = [*run_dir.glob("results.json"), *run_dir.glob("*/results.json")]
     if not found:
         return {}
-    mine = fingerprint(language_model(load_model_config(folder)).from_pretrained(folder, dtype="auto"))
+    mine = fingerprint(
+        language_model(load_model_config(folder)).from_pretrained(folder, dtype="auto")
+    )
     tasks: dict[str, Any] = {}
     for file in sorted(found, key=lambda file: file.stat().st_mtime):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             models = [model for model in results["models"] if model["fingerprint"] == mine]
             if models and results.get("limit") is not None:
-                print(f"{file}: the card lacks its scores, which are of --limit documents", file=sys.stderr)
+                print(
+                    f"{file}: the card lacks its scores, which are of --limit documents",
+                    file=sys.stderr,
+                )
                 continue
             for model in models:
                 window = model.get("max_length", "")
@@ -239,12 +266,21 @@ def model_card(
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     shape = json.loads((path / "config.json").read_text())
     state = json.loads((path / "trainer.json").read_text())
-    lines = list(read_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").is_file() else []
+    lines = (
+        list(read_metrics(run_dir / "metrics.jsonl"))
+        if (run_dir / "metrics.jsonl").is_file()
+        else []
+    )
     last = {
-        key: next((line for line in reversed(lines) if key in line and line["step"] <= facts["step"]), None)
+        key: next(
+            (line for line in reversed(lines) if key in line and line["step"] <= facts["step"]),
+            None,
+        )
         for key in ("loss", "val_loss")
     }
-    hours = max((hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]), default=0.0)
+    hours = max(
+        (hours for line, hours in with_hours(lines) if line["step"] <= facts["step"]), default=0.0
+    )
     keys = (
         "model_type",
         "mixer",
@@ -255,7 +291,9 @@ def model_card(
         "vocab_size",
     )
     data, train = recipe.get("data", {}), recipe.get("train", {})
-    corpus = data.get("source") or ", ".join(str(part.get("source")) for part in data.get("mixture") or [])
+    corpus = data.get("source") or ", ".join(
+        str(part.get("source")) for part in data.get("mixture") or []
+    )
     corpus = "the text that comes with Python" if corpus == "python" else corpus
     place = f"{facts.get('device')}, {facts.get('processes')} process(es), {duration(3600 * hours)} of steps"
     rows = [
@@ -263,25 +301,38 @@ def model_card(
         *((key.replace("_", " "), shape.get(key)) for key in keys),
         ("data", corpus),
         ("context", data.get("seq_len") and f"{data['seq_len']} tokens"),
-        ("tokens seen", f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None),
+        (
+            "tokens seen",
+            f"{state['tokens']:,} in {facts['step']:,} steps" if "tokens" in state else None,
+        ),
         ("precision", train.get("precision")),
         ("trained on", place if hours else None),
-        ("training loss", last["loss"] and f"{last['loss']['loss']:.4f} at step {last['loss']['step']}"),
+        (
+            "training loss",
+            last["loss"] and f"{last['loss']['loss']:.4f} at step {last['loss']['step']}",
+        ),
         (
             "validation loss",
             last["val_loss"]
             and f"{last['val_loss']['val_loss']:.4f}, {describe_perplexity(last['val_loss'])}, "
             f"at step {last['val_loss']['step']}"
             + (
-                "" if math.isfinite(last["val_loss"]["val_loss"]) else ": NOT FINITE, this model is of no use"
+                ""
+                if math.isfinite(last["val_loss"]["val_loss"])
+                else ": NOT FINITE, this model is of no use"
             ),
         ),
         ("written with", list_versions([facts.get("versions", {})])),
     ]
-    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", []))
+    table = "\n".join(
+        f"| {key} | {_cell(value)} |" for key, value in rows if value not in (None, "", [])
+    )
     ours = shape.get("model_type") == "nalanda"
     masked = ours and not shape.get("is_decoder", True)
-    auto, kind = f"AutoModelFor{'MaskedLM' if masked else 'CausalLM'}", "masked" if masked else "causal"
+    auto, kind = (
+        f"AutoModelFor{'MaskedLM' if masked else 'CausalLM'}",
+        "masked" if masked else "causal",
+    )
     purpose = "fill in masked tokens" if masked else "continue text"
     trust = ", trust_remote_code=True" if ours else ""
     scores = [
@@ -306,7 +357,9 @@ def model_card(
     if (run_dir / "tokenizer").is_dir():
         tokens = f'tokenizer = AutoTokenizer.from_pretrained("{source}", trust_remote_code=True)\n'
     if zero_shot:
-        zero_shot = "\n| zero-shot | | | standard error | texts |\n|---|---|---:|---:|---|\n" + zero_shot
+        zero_shot = (
+            "\n| zero-shot | | | standard error | texts |\n|---|---|---:|---:|---|\n" + zero_shot
+        )
     return f"""---
 {about.to_yaml()}
 ---

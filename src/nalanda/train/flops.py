@@ -40,7 +40,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """The peak of one device in FLOPs per second, and its source: `PEAK_FLOPS` for a known GPU, for all other
     devices the measured rate of a large matrix product."""
-    if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device), precision)):
+    if device.type == "cuda" and (
+        known := known_peak(torch.cuda.get_device_name(device), precision)
+    ):
         return known
     # The faster dtype: the recurrence stays fp32, and some CPUs only emulate 16 bits.
     dtypes = {torch.float32, DTYPES[precision]}

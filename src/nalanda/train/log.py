@@ -75,7 +75,9 @@ class RunLog:
         and the tracker."""
         if self.quiet:
             return
-        infinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        infinite = {
+            k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)
+        }
         self.stream.write(json.dumps({**values, **infinite}) + "\n")  # JSON has no NaN
         self.stream.flush()
         os.fsync(self.stream.fileno())
@@ -159,7 +161,9 @@ class Guarded:
             return call(*arguments, **options)
         except Exception as error:
             self.failed = True
-            self.say(f"{self.name} gets no more metrics; metrics.jsonl still does: {first_line(error)}")
+            self.say(
+                f"{self.name} gets no more metrics; metrics.jsonl still does: {first_line(error)}"
+            )
 
 
 class Tracker:
@@ -177,12 +181,16 @@ class Tracker:
         try:
             self.module = importlib.import_module(self.kind)
         except ImportError:
-            raise InputError(f"log.tracker: {self.kind} is not installed: pip install {self.kind}") from None
+            raise InputError(
+                f"log.tracker: {self.kind} is not installed: pip install {self.kind}"
+            ) from None
         file, lines = run_dir / "tracker.json", run_dir / "metrics.jsonl"
         known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         if known.get("tracker") == self.kind:
             # All steps in metrics.jsonl were sent; the resume will cut that file.
-            steps = [line.get("step", 0) for line in (read_metrics(lines) if lines.is_file() else ())]
+            steps = [
+                line.get("step", 0) for line in (read_metrics(lines) if lines.is_file() else ())
+            ]
             known["step"] = max([known["step"], *steps])
         else:
             known = {"tracker": self.kind, "id": secrets.token_hex(4), "step": 0}
@@ -193,7 +201,9 @@ class Tracker:
             self.module.init(
                 project=config.project,
                 name=f"{run_dir.resolve().name}-{known['id']}",  # trackio finds a run by its name
-                config=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
+                config=yaml.safe_load(recipe.read_text(encoding="utf-8"))
+                if recipe.is_file()
+                else {},
                 resume="allow",
                 **options,
             )
@@ -287,7 +297,11 @@ def _values(line: bytes) -> dict | None:
     """The values of a line of a metrics.jsonl; None if it is unreadable."""
     try:
         values = json.loads(line)
-        if not (line.endswith(b"\n") and isinstance(values, dict) and isinstance(values.get("step", 0), int)):
+        if not (
+            line.endswith(b"\n")
+            and isinstance(values, dict)
+            and isinstance(values.get("step", 0), int)
+        ):
             return None
     except ValueError:
         return None

@@ -33,7 +33,13 @@ from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import SIGNALS, Interruptions, Watchdog, interruptible
 from nalanda.train.log import RunLog, last_metrics, write_facts
-from nalanda.train.loss import count_labels, describe_perplexity, negative_share, summed_loss, validate
+from nalanda.train.loss import (
+    count_labels,
+    describe_perplexity,
+    negative_share,
+    summed_loss,
+    validate,
+)
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.optim import LEAST_SCALE, describe_groups, follow_gradients, learning_rate
 from nalanda.train.run_dir import (
@@ -87,26 +93,43 @@ def _train(
 ) -> Path:
     """`train`, with the processes launched and the folder locked. claimed: what
     `claim` returned on the main process, None on others. mirror: copies the run to its store."""
-    main, device, processes = accelerator.is_main_process, accelerator.device, accelerator.num_processes
+    main, device, processes = (
+        accelerator.is_main_process,
+        accelerator.device,
+        accelerator.num_processes,
+    )
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
     recipe, config = config, with_local_sets(use_mirror(config))
     changes, facts, resume = from_main_process(claimed)
     done = step_of(resume) if resume else 0
-    if facts.get("state") == "finished" and done >= config.train.steps and is_exported(run_dir / "final"):
+    if (
+        facts.get("state") == "finished"
+        and done >= config.train.steps
+        and is_exported(run_dir / "final")
+    ):
         if main:
-            print(f"{run_dir} is finished, {done} steps: raise train.steps to train further", flush=True)
+            print(
+                f"{run_dir} is finished, {done} steps: raise train.steps to train further",
+                flush=True,
+            )
         return run_dir
 
     sharing = parallel.Sharing(accelerator, kind, config.train)
-    with record_interruption(run_dir, facts, main), Progress("setting up", stream=sys.stdout) as progress:
+    with (
+        record_interruption(run_dir, facts, main),
+        Progress("setting up", stream=sys.stdout) as progress,
+    ):
         run = set_up(config, accelerator, sharing, facts, changes, resume, progress.call)
     run.mirror = mirror
     generators = random_state()  # restored below: set-up draws numbers, as importing rich does
     model, optimizer, batches, row_states = run.model, run.optimizer, run.batches, run.row_states
     open_log = partial(RunLog, run_dir, config.log, steps=config.train.steps, quiet=not main)
     skipped, epochs = batches.skipped(), batches.epochs_read()
-    seconds, since = 0.0, run.at.tokens  # since the last line of metrics, without validation and saving
+    seconds, since = (
+        0.0,
+        run.at.tokens,
+    )  # since the last line of metrics, without validation and saving
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(
             contextlib.closing(Watchdog(config.guard.hang_timeout, accelerator.process_index))
@@ -201,7 +224,10 @@ def _train(
                     skipped = batches.skipped()
                     only = skipped.keys() == {Left.OVERSIZED.value}
                     log.event(
-                        step, "oversized" if only else "left out", reason=reason, documents=skipped.total()
+                        step,
+                        "oversized" if only else "left out",
+                        reason=reason,
+                        documents=skipped.total(),
                     )
             before, epochs = epochs, batches.epochs_read()
             report_epochs(before, epochs, log, step)
@@ -252,14 +278,14 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
     log.say(f"optimizer  {config.optim.name}: {describe_groups(run.optimizer.param_groups)}")
     sharers = f"{facts['processes']} process(es)"
     if run.sharing.context:
-        sharers = (
-            f"{run.sharing.world_size} context(s) of {c.context_parallel} processes, each a part of a row"
-        )
+        sharers = f"{run.sharing.world_size} context(s) of {c.context_parallel} processes, each a part of a row"
     log.say(
         f"step       {c.tokens_per_step:,} tokens = {c.micro_batch_size} rows × {config.data.seq_len} tokens"
         f" × {accumulation} accumulated × {sharers}"
     )
-    tokens = run.at.tokens + (c.steps - run.at.step) * c.tokens_per_step  # of other steps before a resume
+    tokens = (
+        run.at.tokens + (c.steps - run.at.step) * c.tokens_per_step
+    )  # of other steps before a resume
     log.say(f"steps      {c.steps:,} = {tokens:,} tokens")
     log.say(
         f"device     {facts['device']}, {c.precision}, {'compiled' if facts['compiled'] else 'eager'}"
@@ -270,7 +296,9 @@ def announce(log: RunLog, run: Run, accumulation: int, changes: dict) -> None:
         log.say(f"estimate   {estimate(config, facts, run.model)}")
         log.expect(c.steps - facts["step"], time_left(config, facts))
     if not facts["documents_kept_apart"]:
-        log.say("WARNING    this model lets packed documents see one another; run.json is marked accordingly")
+        log.say(
+            "WARNING    this model lets packed documents see one another; run.json is marked accordingly"
+        )
     log.doing("compiling, first step" if facts["compiled"] else "first step")
 
 
@@ -359,7 +387,11 @@ def gather_step(run: Run, loss: Tensor, signals: list[int]) -> tuple[float, int 
     One collective for all of it. Raises on all processes if data is damaged or an asynchronous save failed.
     """
     seen = [float(signum in signals) for signum in SIGNALS.values()]
-    seen += [float(not run.sums.finished), float(run.sums.problem is not None), float(run.saver.failed)]
+    seen += [
+        float(not run.sums.finished),
+        float(run.sums.problem is not None),
+        float(run.saver.failed),
+    ]
     totals = torch.stack([loss, *torch.tensor(seen, device=loss.device)])
     total, *received, comparing, damaged, unsaved = run.accelerator.reduce(totals).tolist()
     if damaged:
@@ -391,7 +423,9 @@ def overflowed(run: Run, log: RunLog, step: int) -> str | None:
     before, lowered = changed
     if lowered < LEAST_SCALE:
         if not run.at.bad:
-            log.say(f"WARNING    gradients overflow fp16 at loss scale {before:g}: set train.precision=fp32")
+            log.say(
+                f"WARNING    gradients overflow fp16 at loss scale {before:g}: set train.precision=fp32"
+            )
         return None
     reason = f"{before:g} → {lowered:g}, gradients overflowed fp16"
     log.event(step, "loss scale", reason=reason, scale=lowered)
@@ -412,12 +446,17 @@ def roll_back(run: Run, unsound: str | None, good: int) -> dict[str, Any]:
     run.saver.wait()
     find = partial(last_good, run.saver.directory)
     # If no step after the last rollback was good, an older checkpoint is taken.
-    run.load(find(suspect=run.rolled_back_to, reason=why) if run.accelerator.is_main_process else None, find)
+    run.load(
+        find(suspect=run.rolled_back_to, reason=why) if run.accelerator.is_main_process else None,
+        find,
+    )
     back = run.checkpoint
     if back is None and good and run.saver.unsound(run.model, run.optimizer) is None:
         run.save(run.batches.state_dict(), wait=True)  # bad steps changed no weight
     if back is None or run.rollbacks[back] == run.config.guard.max_rollbacks:
-        raise InputError(rollback_message(step, why, back, run.checkpoint if back is None else None))
+        raise InputError(
+            rollback_message(step, why, back, run.checkpoint if back is None else None)
+        )
     run.rollbacks[back] += 1
     run.rolled_back_to = back
     reason = f"{why}: back to {back.name}, on past their data"
@@ -461,7 +500,9 @@ def finish(run: Run, log: RunLog) -> None:
     """Exports the final model. Raises `NothingTrained` if every step was skipped."""
     at, run_dir = run.at, Path(run.config.output_dir)
     if at.skipped + at.overflows >= at.step:
-        raise NothingTrained(f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each")
+        raise NothingTrained(
+            f"{run_dir}: all {at.step} steps were left out; metrics.jsonl says why of each"
+        )
     run.facts |= {"state": "finished", "step": at.step}
     if run.accelerator.is_main_process:
         export(run.saver.directory / f"step-{at.step}", run_dir / "final", run.facts, replace=True)

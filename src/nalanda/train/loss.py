@@ -21,7 +21,9 @@ def count_labels(batch: dict[str, Tensor], context: Context | None = None) -> in
     return int((context.part(counted) if context else counted).sum())
 
 
-def count_bytes(batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None) -> int:
+def count_bytes(
+    batch: dict[str, Tensor], text_bytes: TextBytes, context: Context | None = None
+) -> int:
     """UTF-8 bytes of the text that those tokens stand for."""
     sizes = torch.from_numpy(text_bytes(batch["input_ids"].numpy()))[:, 1:]
     counted = F.pad(sizes * (batch["labels"][:, 1:] != -100), (0, 1))
@@ -73,7 +75,9 @@ def packed_logits(model: Any, tokens: Tensor, positions: Tensor, cu_seqlens: Ten
     reads positions that restart at 0 as packed documents. flash-linear-attention wants bounds, and one row.
     """
     bare = getattr(model, "module", model)
-    if any(kind.__module__.startswith("fla.") for kind in type(bare).__mro__):  # FSDP2 puts a class before it
+    if any(
+        kind.__module__.startswith("fla.") for kind in type(bare).__mro__
+    ):  # FSDP2 puts a class before it
         bounds = cu_seqlens.to(tokens.device, non_blocking=True)
         logits = model(input_ids=tokens.view(1, -1), cu_seqlens=bounds, use_cache=False).logits
         return logits.view(*tokens.shape, -1)
@@ -96,7 +100,8 @@ def validate(
     tokens' text, which does not depend on the tokenizer.
     """
     counted = [
-        text_bytes and sum(count_bytes(b, text_bytes, context) for b in part) for part in batches.values()
+        text_bytes and sum(count_bytes(b, text_bytes, context) for b in part)
+        for part in batches.values()
     ]
     sums = [
         (*loss_sums(model, part, context, beat), size or 0)
@@ -128,9 +133,13 @@ def describe_perplexity(values: dict[str, float]) -> str:
     for title, key, digits in (("perplexity", "val_ppl", 2), ("bits per byte", "val_bpb", 3)):
         if key in values:
             named = [
-                f"{k.partition('/')[2]} {v:.{digits}f}" for k, v in values.items() if k.startswith(f"{key}/")
+                f"{k.partition('/')[2]} {v:.{digits}f}"
+                for k, v in values.items()
+                if k.startswith(f"{key}/")
             ]
-            parts.append(f"{title} {values[key]:.{digits}f}" + (f" ({', '.join(named)})" if named else ""))
+            parts.append(
+                f"{title} {values[key]:.{digits}f}" + (f" ({', '.join(named)})" if named else "")
+            )
     return ", ".join(parts)
 
 

@@ -42,7 +42,9 @@ def _limits() -> Iterator[int]:
     own = Path(GROUPS, name)
     for group in (own, *own.parents):
         with contextlib.suppress(OSError, ValueError, KeyError):  # no such group or limit
-            limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
+            limit, used = (
+                int((group / f"memory.{file}").read_text()) for file in ("max", "current")
+            )
             cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             yield limit - used + int(cached["inactive_file"])
 
@@ -76,7 +78,11 @@ def explain_out_of_memory(config: RunConfig, kind: str) -> Iterator[None]:
         with contextlib.suppress(Exception):  # the estimate needs memory too
             advice = would_fit(config, kind)
         saved = checkpoint_folders(Path(config.output_dir) / "checkpoints")
-        rest = f"the same command resumes from {saved[-1].name}" if saved else "no checkpoint was saved yet"
+        rest = (
+            f"the same command resumes from {saved[-1].name}"
+            if saved
+            else "no checkpoint was saved yet"
+        )
         raise OutOfMemory(f"{asked_for(error)}; {advice}; {rest}") from None
 
 

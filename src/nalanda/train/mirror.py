@@ -49,7 +49,9 @@ def staged(config: RunConfig) -> tuple[RunConfig, Mirror | None]:
     """`config` with a local folder in place of an `output_dir` in a store, and what copies it there."""
     if not is_store(config.output_dir):
         return config, None
-    mirror = Mirror(staging(config.output_dir), config.output_dir, config.checkpoint, config.data.retries)
+    mirror = Mirror(
+        staging(config.output_dir), config.output_dir, config.checkpoint, config.data.retries
+    )
     return replace(config, output_dir=str(mirror.folder)), mirror
 
 
@@ -96,7 +98,9 @@ class Mirror:
         self.say(f"{self.url}: the run works in {self.folder} and is copied from there")
         there = list_folder(self.url, self.retries)
         if there and not {"config.yaml", "run.json", "metrics.jsonl"} & there.keys():
-            raise InputError(f"{self.url} has files that are no run of Nalanda's; choose another output_dir")
+            raise InputError(
+                f"{self.url} has files that are no run of Nalanda's; choose another output_dir"
+            )
         checkpoints = self.folder / "checkpoints"
         newest = max((step_of(path) for path in checkpoint_folders(checkpoints)), default=-1)
         ahead = [step for step in _steps(there) if step > newest and _manifest(step) in there]
@@ -134,7 +138,9 @@ class Mirror:
         try:
             self.copy(RETRIES)
         except Exception as error:  # training goes on without the store
-            self.say(f"{self.url}: not copied there; it is tried again with the next checkpoint ({error})")
+            self.say(
+                f"{self.url}: not copied there; it is tried again with the next checkpoint ({error})"
+            )
 
     def finish(self, retries: int) -> None:
         """Copies what is not in the store yet. Raises `InputError`, which names the local folder."""
@@ -183,8 +189,12 @@ class Mirror:
 
     def _upload(self, name: str, retries: int) -> None:
         file = self.folder / name
-        if file.name == "config.yaml":  # there it names the store, so that another machine can train on
-            recipe = re.sub(r"(?m)^output_dir: .*$", f"output_dir: {self.url}", file.read_text(), count=1)
+        if (
+            file.name == "config.yaml"
+        ):  # there it names the store, so that another machine can train on
+            recipe = re.sub(
+                r"(?m)^output_dir: .*$", f"output_dir: {self.url}", file.read_text(), count=1
+            )
             file = self.folder / ".mirrored" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, recipe)

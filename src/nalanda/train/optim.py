@@ -61,7 +61,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     spared = {id(p) for m in model.modules() if isinstance(m, Fp32Module) for p in m.parameters()}
-    spared |= {id(p) for n, p in trained if getattr(p, "_no_weight_decay", False) or n.endswith("A_log")}
+    spared |= {
+        id(p) for n, p in trained if getattr(p, "_no_weight_decay", False) or n.endswith("A_log")
+    }
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     outer = {id(p) for m in tables for p in m.parameters()}
@@ -72,25 +74,44 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     for name, p in trained:
         kind = "vectors" if p.ndim < 2 or id(p) in spared else "matrices"
         blocks = None
-        if config.name == "muon" and kind == "matrices" and p.ndim == 2 and id(p) not in outer | gates:
+        if (
+            config.name == "muon"
+            and kind == "matrices"
+            and p.ndim == 2
+            and id(p) not in outer | gates
+        ):
             kind, blocks = "muon", heads.get(id(p), 1)
         own = next((g for g in config.groups if re.search(g.match, name)), None)
         decay, scale = 0.0 if kind == "vectors" else config.weight_decay, 1.0
         if kind == "muon" and config.muon_lr is not None:
             scale = config.muon_lr / config.lr
         if own is not None:
-            decay, scale = decay if own.weight_decay is None else own.weight_decay, scale * own.lr_scale
+            decay, scale = (
+                decay if own.weight_decay is None else own.weight_decay,
+                scale * own.lr_scale,
+            )
         label = kind if own is None else f"{own.match} {kind}"
-        settings = {"name": label, "kind": kind, "weight_decay": decay, "lr_scale": scale, "params": []}
+        settings = {
+            "name": label,
+            "kind": kind,
+            "weight_decay": decay,
+            "lr_scale": scale,
+            "params": [],
+        }
         if blocks is not None:
-            settings |= {"blocks": blocks, "name": label if blocks == 1 else f"{label} in {blocks} blocks"}
+            settings |= {
+                "blocks": blocks,
+                "name": label if blocks == 1 else f"{label} in {blocks} blocks",
+            }
         groups.setdefault((own and own.match, kind, blocks), settings)["params"].append(p)
     for group in config.groups:
         if not any(match == group.match for match, *_ in groups):
             if any(re.search(group.match, name) for name, _ in trained):
                 problem = "; earlier patterns take all that it matches"
             else:
-                parts = {part for name, _ in trained for part in name.split(".") if not part.isdecimal()}
+                parts = {
+                    part for name, _ in trained for part in name.split(".") if not part.isdecimal()
+                }
                 problem = suggest(group.match, parts)
             raise InputError(f"optim.groups: {group.match!r} matches no parameter{problem}")
     order = ["muon", "matrices", "vectors"]
@@ -182,7 +203,9 @@ def register_optimizer(name: str, build: Builder) -> None:
     if BUILDERS.get(name, build) is not build:
         raise ValueError(f"register_optimizer({name!r}): the name is taken; choose another")
     if not callable(build):
-        raise ValueError(f"register_optimizer({name!r}): expected a function (groups, config), got {build!r}")
+        raise ValueError(
+            f"register_optimizer({name!r}): expected a function (groups, config), got {build!r}"
+        )
     BUILDERS[name] = build
     OPTIMIZERS.extend({name} - set(OPTIMIZERS))
 
@@ -202,7 +225,9 @@ class Joined(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in range(count)]
             part.state = self.state
 
-    def __setstate__(self, state: dict) -> None:  # `load_state_dict` calls it with new groups and state
+    def __setstate__(
+        self, state: dict
+    ) -> None:  # `load_state_dict` calls it with new groups and state
         super().__setstate__(state)
         self._share()
 
@@ -236,7 +261,9 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        sharded = [(p, g) for g in self.param_groups for p in g["params"] if isinstance(p.grad, DTensor)]
+        sharded = [
+            (p, g) for g in self.param_groups for p in g["params"] if isinstance(p.grad, DTensor)
+        ]
         for p, group in sharded:
             momentum, state = group["momentum"], self.state[p]
             if "momentum_buffer" not in state:
@@ -248,7 +275,9 @@ class Muon(torch.optim.Muon):
             settings = {key: group[key] for key in keys}
             one = {"params": [whole], "blocks": group.get("blocks", 1)}
             Muon([one], momentum=0.0, nesterov=False, **settings).step()
-            p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None))
+            p.copy_(
+                distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None)
+            )
             p.grad = None  # done: torch's step skips it
         return super().step(closure)
 

@@ -44,7 +44,9 @@ def choose_parallel(asked: str, environ: MutableMapping[str, str]) -> Kind:
         )
     fsdp = on("ACCELERATE_USE_FSDP")
     if fsdp and on("FSDP_OFFLOAD_PARAMS"):
-        raise InputError("accelerate's fsdp_offload_params: parameters stay on the device; set it to false")
+        raise InputError(
+            "accelerate's fsdp_offload_params: parameters stay on the device; set it to false"
+        )
     environ.pop("ACCELERATE_USE_FSDP", None)
     for name in [name for name in environ if name.startswith("ACCELERATE_DYNAMO_")]:
         environ.pop(name)  # it would compile the whole model; `train.compile` compiles its blocks
@@ -77,7 +79,9 @@ class Sharing:
             self.mesh = mesh(kind, accelerator, train)
         if self.mesh is not None and parts > 1:
             last = self.mesh.ndim - 1
-            split = self.mesh._unflatten(last, (self.mesh.size(last) // parts, parts), ("data", "context"))
+            split = self.mesh._unflatten(
+                last, (self.mesh.size(last) // parts, parts), ("data", "context")
+            )
             self.context = Context(split["context"].get_group())
 
     @property
@@ -130,7 +134,9 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     Equal blocks share one compilation, which a whole model would repeat for each. Evaluation stays eager: it
     has other shapes, and would compile for each of them.
     """
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True  # the number of chunks of packed rows
+    torch._dynamo.config.capture_dynamic_output_shape_ops = (
+        True  # the number of chunks of packed rows
+    )
     torch._dynamo.config.optimize_ddp = False  # it would cut a block's graph at DDP's buckets
 
     def compiled(block: nn.Module) -> Callable:
@@ -170,7 +176,9 @@ def units(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in within]
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
+def shard(
+    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None
+) -> None:
     """FSDP2 over `mesh`: one unit per block, and one for the rest at the root.
 
     dtype: autocast's, of 16 bits, or None. The matrices of a Nalanda model's blocks are gathered in it, as
@@ -190,7 +198,9 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, dtype:
         # all of them.
         fully_shard(model, mesh=mesh, ignored_params=matrices)
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=cast, ignored_params=set(block.parameters()) - matrices)
+            fully_shard(
+                block, mesh=mesh, mp_policy=cast, ignored_params=set(block.parameters()) - matrices
+            )
         return
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -213,7 +223,11 @@ def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(last)
         yield
     else:
-        with contextlib.nullcontext() if last else getattr(model, "no_sync", contextlib.nullcontext)():
+        with (
+            contextlib.nullcontext()
+            if last
+            else getattr(model, "no_sync", contextlib.nullcontext)()
+        ):
             yield
 
 

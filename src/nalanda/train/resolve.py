@@ -9,7 +9,12 @@ from nalanda.common.errors import InputError
 from nalanda.common.progress import first_process
 from nalanda.config.load import is_recipe
 from nalanda.config.model_folder import check_name
-from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint, step_of, why_unusable
+from nalanda.train.checkpoint_dir import (
+    checkpoint_folders,
+    latest_checkpoint,
+    step_of,
+    why_unusable,
+)
 from nalanda.train.log import read_facts
 
 RUNS = Path("runs")
@@ -115,11 +120,15 @@ def _newest_model(run: Path) -> Path:
         if model is None:
             bad = [f"{path.name} is {why_unusable(path)}" for path in checkpoint_folders(folder)]
             why = "; ".join(bad) or "no checkpoint is saved"
-            raise InputError(f"{run}: the run has no whole model yet: no final, and {why}; train it further")
+            raise InputError(
+                f"{run}: the run has no whole model yet: no final, and {why}; train it further"
+            )
         step = step_of(model)
 
     if (model / "model").is_dir():
-        raise InputError(f"{model}: its weights are in parts; join them first: nalanda export {run} OUT")
+        raise InputError(
+            f"{model}: its weights are in parts; join them first: nalanda export {run} OUT"
+        )
     if first_process():
         steps = f" of {facts['steps']}" if "steps" in facts else ""
         state = f" ({facts['state']})" if "state" in facts else ""

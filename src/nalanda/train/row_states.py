@@ -21,7 +21,9 @@ def check_carries(model: Any) -> None:
     """Raises `InputError` for a model whose state cannot pass from row to row."""
     kind = model.config.model_type
     if kind != "nalanda":
-        raise InputError(f"data.long_documents: carry needs one of Nalanda's own models, not {kind}; set cut")
+        raise InputError(
+            f"data.long_documents: carry needs one of Nalanda's own models, not {kind}; set cut"
+        )
     try:
         model.get_decoder().check_carries()
     except ValueError as error:
@@ -30,7 +32,9 @@ def check_carries(model: Any) -> None:
 
 def slots_of(rank: int, world_size: int, micro_batches: int, rows: int) -> list[list[int]]:
     """The batch slots of a rank, by micro-batch of a step with `rows` rows each."""
-    return [[(i * rows + row) * world_size + rank for row in range(rows)] for i in range(micro_batches)]
+    return [
+        [(i * rows + row) * world_size + rank for row in range(rows)] for i in range(micro_batches)
+    ]
 
 
 class RowStates:
@@ -55,7 +59,9 @@ class RowStates:
         if known != slots:
             states = None
             if continued := batch["lanes"][carried].tolist():
-                held = "no states: load those of the checkpoint" if known is None else f"slots {known}"
+                held = (
+                    "no states: load those of the checkpoint" if known is None else f"slots {known}"
+                )
                 raise ValueError(
                     f"slot {continued[0]} continues a document, but micro-batch {i} holds {held}"
                 )
@@ -68,7 +74,9 @@ class RowStates:
     def forget(self) -> None:
         """Empties every slot after a bad step, whose states may be wrong: documents are cut there."""
         for _, states in self._kept.values():
-            states.states = [{k: torch.zeros_like(x) for k, x in state.items()} for state in states.states]
+            states.states = [
+                {k: torch.zeros_like(x) for k, x in state.items()} for state in states.states
+            ]
             states.lengths = torch.zeros(states.batch_size, dtype=torch.int64)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -85,7 +93,10 @@ class RowStates:
         return tensors
 
     def load(
-        self, tensors: Mapping[str, Tensor], slots: list[list[int]], device: torch.device | str = "cpu"
+        self,
+        tensors: Mapping[str, Tensor],
+        slots: list[list[int]],
+        device: torch.device | str = "cpu",
     ) -> None:
         """Restores `state_tensors` of any number of ranks. slots: those of this rank, by micro-batch.
 
@@ -106,7 +117,8 @@ class RowStates:
                         "with as many rows a step as it was saved with"
                     )
             fields = {
-                name: torch.stack([tensors[f"lane.{slot}.{name}"] for slot in own]) for name in names[own[0]]
+                name: torch.stack([tensors[f"lane.{slot}.{name}"] for slot in own])
+                for name in names[own[0]]
             }
             lengths = fields.pop("length")
             states = NalandaCache(1 + max(int(name.split(".")[0]) for name in fields))

@@ -35,7 +35,12 @@ IDENTITY = ("model", "tokenizer", "data", "seed")
 """Sections of the recipe that identify a run: its checkpoints fit no other values."""
 
 MOVABLE = {"data.source", "data.validation_source", "data.workers", "data.retries", "data.verify"}
-MOVABLE |= {"data.max_document_bytes", "data.oversized", "data.unusable", "data.max_validation_rows"}
+MOVABLE |= {
+    "data.max_document_bytes",
+    "data.oversized",
+    "data.unusable",
+    "data.max_validation_rows",
+}
 """Keys of these sections that may change. data/resume.py checks the files of the sources."""
 
 
@@ -81,7 +86,9 @@ def is_exported(final: Path) -> bool:
     """Whether the model folder has a config and readable weights."""
     try:
         files = list(final.glob("*.safetensors"))
-        return bool(files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size)
+        return bool(
+            files and all(map(checkpoint.shapes, files)) and (final / "config.json").stat().st_size
+        )
     except (InputError, OSError):
         return False
 
@@ -104,7 +111,9 @@ def record_state(run_dir: Path, facts: dict, recipe: RunConfig, model: Any) -> I
         stopped = isinstance(error, SystemExit | KeyboardInterrupt)
         facts |= {"state": "interrupted" if stopped else "failed"}
         if not stopped:
-            facts["reason"] = (str(explained(error) or error).splitlines() or [type(error).__name__])[0]
+            facts["reason"] = (
+                str(explained(error) or error).splitlines() or [type(error).__name__]
+            )[0]
         raise
     finally:
         write_facts(run_dir, facts)
@@ -122,11 +131,16 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
     file, folder = run_dir / "config.yaml", run_dir / "checkpoints"
     changes: dict[str, tuple] = {}
     others: list[str] = []
-    saved, begun = checkpoint_folders(folder), (run_dir / "metrics.jsonl").exists() or folder.exists()
+    saved, begun = (
+        checkpoint_folders(folder),
+        (run_dir / "metrics.jsonl").exists() or folder.exists(),
+    )
     if file.is_file():
         recorded = read_recorded_recipe(file)
         there, here = models_of(recorded, config, saved)
-        changes = differences(recorded.to_dict() | {"model": there}, config.to_dict() | {"model": here})
+        changes = differences(
+            recorded.to_dict() | {"model": there}, config.to_dict() | {"model": here}
+        )
         changes.pop("output_dir", None)  # the folder was moved
         others = [key for key in changes if key.split(".")[0] in IDENTITY and key not in MOVABLE]
         if others and begun:
@@ -139,7 +153,9 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
                 "with it, or choose another output_dir"
             )
     elif begun:
-        raise InputError(f"{file} is missing: restore it, or put the recipe there that the run started with")
+        raise InputError(
+            f"{file} is missing: restore it, or put the recipe there that the run started with"
+        )
     try:
         facts = read_facts(run_dir)
     except InputError as error:
@@ -149,7 +165,11 @@ def claim(run_dir: Path, config: RunConfig) -> tuple[dict[str, list], dict, Path
         resume = choose_checkpoint(folder, config.train.resume)
     else:
         resume = latest_checkpoint(folder)
-    if resume and step_of(resume) > (steps := config.train.steps) and facts.get("state") != "finished":
+    if (
+        resume
+        and step_of(resume) > (steps := config.train.steps)
+        and facts.get("state") != "finished"
+    ):
         raise InputError(
             f"train.steps: {steps}, but {run_dir} goes on from {resume.name}: set {step_of(resume)} or more, "
             "or train.resume to an earlier checkpoint"
@@ -186,14 +206,19 @@ def models_of(recorded: RunConfig, config: RunConfig, saved: list[Path]) -> tupl
     before = None
     for folder in saved[-1:]:
         with contextlib.suppress(OSError, ValueError):
-            before = NalandaConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            before = NalandaConfig.from_dict(
+                json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            )
     if before is None:
         with contextlib.suppress(InputError):
             before = build_model_config(recorded)
 
     here = written_out(described)
     there = written_out(before) if isinstance(before, NalandaConfig) else dict(recorded.model)
-    for name in ("vocab_size", "max_position_embeddings"):  # by default the tokenizer's and data.seq_len
+    for name in (
+        "vocab_size",
+        "max_position_embeddings",
+    ):  # by default the tokenizer's and data.seq_len
         if name not in config.model:
             here[name] = there.get(name)
     for model, recipe in ((there, recorded), (here, config)):
@@ -263,9 +288,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """
     names = {path.name for path in run_dir.iterdir()} - {".lock"} if run_dir.is_dir() else set()
     if run_dir.is_file() or (
-        names and not names & {"config.yaml", "run.json", "metrics.jsonl", "hashes.jsonl", "checkpoints"}
+        names
+        and not names & {"config.yaml", "run.json", "metrics.jsonl", "hashes.jsonl", "checkpoints"}
     ):
-        raise InputError(f"{run_dir} has files that are no run of Nalanda's; choose another output_dir")
+        raise InputError(
+            f"{run_dir} has files that are no run of Nalanda's; choose another output_dir"
+        )
     output_folder(run_dir, "output_dir")
     lock = FileLock(run_dir / ".lock")  # the system's kind: it ends with the process
     try:

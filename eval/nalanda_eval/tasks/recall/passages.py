@@ -5,7 +5,10 @@ import re
 
 def prompt(row: dict) -> str:
     """The passage, without the marks of its parts and the sentence itself at its end; then the sentence."""
-    passage, question = re.sub(r"\[(PAR|DOC|TLE)\]", "", row["context"]).strip(), row["question"].strip()
+    passage, question = (
+        re.sub(r"\[(PAR|DOC|TLE)\]", "", row["context"]).strip(),
+        row["question"].strip(),
+    )
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)].strip()
     return f"{passage.strip('.')}. {question}"
