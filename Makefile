@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo smoke test test-quick test-all check format bench static tables docs torture clean gpu-check gpu-day gpu-bundle
+.PHONY: demo smoke test test-quick test-all test-lab wheel check format static tables docs torture clean gpu-check gpu-day gpu-bundle
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n logical
 
 demo: .venv/.ready
@@ -25,6 +25,10 @@ test-quick: .venv/.ready
 test-all: test
 	@$(PYTEST) -m slow tests
 
+# What measures and studies: lab/ and the tool for a day with a card.
+test-lab: .venv/.ready
+	@$(PYTEST) -c lab/pyproject.toml lab/tests tools/gpu/tests
+
 check: .venv/.ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -34,11 +38,8 @@ format: .venv/.ready
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: .venv/.ready
-	@$(BIN)/nalanda bench ops
-
-# Without a .venv too: a machine with a card brings its own torch. kernels/README.md, "A day with a card".
-GPU_CHECK = $(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/gpu_check.py
+# Without a .venv too: a machine with a card brings its own torch. tools/gpu/README.md.
+GPU_CHECK = $(or $(wildcard $(BIN)/python),$(PYTHON)) tools/gpu/gpu_check.py
 gpu-check:
 	@$(GPU_CHECK) $(PART) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(BUNDLE),--bundle $(BUNDLE))
 
@@ -47,10 +48,10 @@ gpu-day:
 
 # With the card's Python and Triton: make gpu-bundle PYTHON=python3.12. Called again, it goes on.
 gpu-bundle:
-	@$(PYTHON) kernels/gpu_check.py bundle --bundle $(or $(BUNDLE),gpu-bundle) $(if $(MINUTES),--minutes $(MINUTES))
+	@$(PYTHON) tools/gpu/gpu_check.py bundle --bundle $(or $(BUNDLE),gpu-bundle) $(if $(MINUTES),--minutes $(MINUTES))
 
 static: .venv/.ready
-	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_kernels.static --check
+	@OMP_NUM_THREADS=1 $(BIN)/python -m nalanda_lab.kernels.static --check
 
 # Rewrites the generated tables of README.md and docs/.
 tables: .venv/.ready
@@ -65,12 +66,12 @@ torture: .venv/.ready
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/torture/run.py --report tests/TORTURE.md
 
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv site dist
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Nalanda needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.12 …" % v[:2])'
 	@echo "Building .venv (a few minutes the first time) …"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' -e lab
 	@touch $@

@@ -104,7 +104,8 @@ def compare(run_dir: Path) -> Panel:
     All are on the same rows; without mixers means with their outputs zeroed. Beside them stand bits per byte,
     unless the tokenizer loses bytes.
     """
-    from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
+    from nalanda_eval.baselines import Bigram, measure_perplexity, zeroed_mixers
+
     from nalanda.config.load import load_config
     from nalanda.data.text_bytes import text_bytes
     from nalanda.inference.load import load_model

@@ -24,19 +24,12 @@ PANELS = {
     "nalanda": {
         "Train a model": ("info", "data", "train"),
         "Look at runs": ("runs", "plot", "verify"),
-        "Evaluate a model": ("eval", "perplexity", "analyze"),
+        "Evaluate a model": ("eval", "perplexity"),
         "Use a model": ("generate", "chat"),
         "Convert a model": ("export", "convert"),
-        "Measure and study": ("bench", "study"),
+        "Tune the kernels": ("tune",),
     },
     "data": {"Commands": ("fetch", "prepare", "inspect")},
-    "bench": {
-        "Speed on this CPU": ("ops", "train", "decode", "serve"),
-        "Several processes": ("context", "scale"),
-        "What mixers can learn": ("recall", "lra"),
-        "GPU kernels": ("kernels",),
-    },
-    "study": {"Commands": ("run", "report", "claims")},
 }
 """The commands by what a person wants to do, in the order of the help."""
 
@@ -74,11 +67,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench = _group("Measure speed against peers, and what mixers can learn.")
 data = _group("Tokenise a corpus before training, and check the result.")
-study = _group("Compare mixers and feature maps over many small runs.")
-for group, name in ((bench, "bench"), (data, "data"), (study, "study")):
-    app.add_typer(group, name=name)
+app.add_typer(data, name="data")
 
 Recipe = Annotated[str, Argument(help="recipe file, or the name of one that ships with Nalanda")]
 Overrides = Annotated[
@@ -93,11 +83,6 @@ Temperature = Annotated[float, Option(help="sampling temperature; 0 is greedy")]
 TopP = Annotated[float, Option(help="sample from the likeliest tokens with this total probability")]
 TopK = Annotated[int, Option(help="sample from at most this many tokens; 0: all")]
 Model = Annotated[str, Argument(help="a checkpoint directory or hub id")]
-Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
-Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
-Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
-Threads = Annotated[int, Option(min=1, help="CPU threads")]
-Json = Annotated[str | None, Option(help="write the figures to this file as well")]
 AsJson = Annotated[bool, Option("--json", help="print JSON")]
 SamplingSeed = Annotated[
     int | None, Option(help="seed of the sampling; by default every call differs")
@@ -414,28 +399,12 @@ def info(
     device: Annotated[
         str, Option(help="device of each process, for the time: here, cpu, or a GPU such as H100")
     ] = "here",
-    devices: Annotated[
-        str | None,
-        Option(
-            metavar="8,64,512",
-            help="predict steps on so many devices by DDP, FSDP2, hybrid, context",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str,
-        Option(
-            metavar="KEY=VALUE,…",
-            help="with --devices: node (8 devices), peak (989 TFLOP/s), mfu (0.4), memory (80 GB), "
-            "hbm (3350 GB/s), nvlink (450 GB/s), network (400 Gb/s a node), latency (5 µs), overlap (1)",
-        ),
-    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's parameters, FLOPs, memory and time.
 
     \b
     nalanda info gated_deltanet_340m --device H100
-    nalanda info gated_deltanet_340m --devices 8,64
 
     The model is not allocated. Without a recipe: tables of the recipes that ship with Nalanda, the token
     mixers and the feature maps.
@@ -444,28 +413,18 @@ def info(
 
     from nalanda.config.load import load_config
 
-    alone = recipe if devices is None else None
-    for given, option, needed, message in (
-        (devices, "--devices", recipe, "needs a recipe"),
-        (cluster, "--cluster", devices, "needs --devices"),
-        (processes, "--processes", alone, "needs a recipe, and no --devices"),
-        (device != "here", "--device", alone, "needs a recipe, and no --devices"),
-    ):
-        if given and needed is None:
-            raise typer.BadParameter(message, param_hint=option)
+    for given, option in ((processes, "--processes"), (device != "here", "--device")):
+        if given and recipe is None:
+            raise typer.BadParameter("needs a recipe", param_hint=option)
     if recipe is not None:
         load_config(recipe, overrides or [])  # reports mistakes before the import of torch
     with _loading():
-        from nalanda.report import plan, tables
+        from nalanda.report import tables
         from nalanda.report.info import info, print_info
 
     if recipe is None:
         figures: Any = tables.all_rows()
         show = partial(tables.print_tables, figures)
-    elif devices is not None:
-        wanted, counts = plan.clusters(devices, cluster), plan.count(recipe, overrides or [])
-        plans = {each: plan.plan(counts, each) for each in wanted}
-        figures, show = plan.plan_rows(plans), partial(plan.print_plan, counts, plans)
     else:
         figures = info(recipe, overrides or [], processes, device=device)
         show = partial(print_info, figures)
@@ -659,57 +618,6 @@ def plot(
     print(plot(found, png, x=x, smooth=smooth))
 
 
-@app.command()
-def analyze(
-    model: Annotated[str, Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
-    overrides: Overrides = None,
-    text: Annotated[
-        str | None, Option(help="text file; by default text from Python itself")
-    ] = None,
-    length: Annotated[int, Option(help="tokens per row")] = 256,
-    rows: Annotated[int, Option(help="rows to average over")] = 4,
-    output: Annotated[
-        str | None,
-        Option(
-            help="directory for analysis.json and figures; by default in the run or by the model"
-        ),
-    ] = None,
-    seed: Annotated[int, Option(help="seed of untrained weights and of the text's order")] = 0,
-    device: Device = None,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Analyze the weights of a model's token mixers on a text.
-
-    \b
-    nalanda analyze runs/demo/final
-    nalanda analyze demo model.feature_map=elu --text book.txt
-
-    Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
-    file. A recipe means the model that its run has trained, or an untrained one.
-    """
-    from nalanda.train.resolve import is_model
-
-    if is_model(model):
-        model = _resolved([model])[0]
-    with _loading():
-        from nalanda_eval.analysis import analyze
-        from nalanda_eval.plots import print_analysis
-
-    with _doing("measuring"):
-        found = analyze(
-            model,
-            overrides,
-            text=text,
-            length=length,
-            rows=rows,
-            output=output,
-            seed=seed,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-    print_analysis(*found)
-
-
 @data.command()
 def prepare(
     context: typer.Context,
@@ -881,385 +789,21 @@ def fetch(
     _next("fetch", recipe=recipe, overrides=overrides or [], mirror=to)
 
 
-Folder = Annotated[
-    str | None,
-    Argument(
-        help="folder with study.yaml and lm.yaml; a new one gets Nalanda's study",
-        show_default=False,
-    ),
-]
-
-
-@study.command("run")
-def study_run(
-    directory: Folder = None,
-    text: Annotated[
-        str | None,
-        Option(
-            help="corpus, such as a directory in SlimPajama's layout; by default that of before, or lm.yaml's"
-        ),
-    ] = None,
-    quick: Annotated[bool, Option("--quick", help="run a small study, in minutes")] = False,
-    workers: Workers = 2,
+@app.command()
+def tune(
+    json: Annotated[str, Option(metavar="FILE", help="the table to write")] = "blocks.json",
+    minutes: Annotated[float, Option(help="time limit")] = 30.0,
 ) -> None:
-    """Train a study's models, each at its best rate, and report.
+    """Choose the kernels' block sizes and backends on this GPU.
 
     \b
-    nalanda study run --quick
-    nalanda study run runs/mine --text ~/books --workers 8
+    nalanda tune --json blocks.json
 
-    Every model has several seeds. Run it again after an interruption, or with more seeds in study.yaml:
-    finished runs are kept. The default folder is recipes/study in a checkout, otherwise runs/study; with
-    --quick it is runs/study-quick.
+    NALANDA_BLOCKS names the table that a run reads.
     """
-    from nalanda_eval.studies.spec import begin_study, load_study, study_folder
+    from nalanda_kernels.tune import choose
 
-    place = study_folder(directory, quick=quick)
-    begin_study(place, quick=quick)
-    load_study(place)  # reports most mistakes before torch is imported
-    with _loading():
-        from nalanda_eval.studies.report import report
-        from nalanda_eval.studies.run import run_study
-
-    run_study(place, text=text, workers=workers)
-    report(place)
-    _next("study", folder=place)
-
-
-@study.command("report")
-def study_report(directory: Folder = None) -> None:
-    """Rewrite a study's tables and pictures from its recorded runs.
-
-    \b
-    nalanda study report runs/study-quick
-
-    Writes RESULTS.md, keeping the text between its marks, and the pictures beside it.
-    """
-    from nalanda_eval.studies.spec import load_study, study_folder
-
-    place = study_folder(directory)
-    load_study(place)  # reports most mistakes before torch is imported
-    from nalanda_eval.studies.report import report
-
-    report(place)
-
-
-@study.command("claims")
-def study_claims(
-    directory: Annotated[
-        str | None, Argument(metavar="[DIR]", help="folder of the records", show_default=False)
-    ] = None,
-    text: Annotated[str | None, Option(help="corpus; by default Python's documentation")] = None,
-    quick: Annotated[bool, Option("--quick", help="run tiny models, in 2 minutes")] = False,
-) -> None:
-    """Test the papers' other claims on small trained models.
-
-    \b
-    nalanda study claims --quick
-
-    Trains what claims.jsonl has no record of, then writes CLAIMS.md and its figures from the records. The
-    default folder is recipes/study/claims in a checkout, otherwise runs/claims; with --quick it is
-    runs/claims-quick.
-    """
-    with _loading():
-        from nalanda_eval.studies.claims import claims_folder, measure_claims
-        from nalanda_eval.studies.claims_report import report_claims
-
-    place = claims_folder(directory, quick=quick)
-    measure_claims(place, text=text, quick=quick)
-    report_claims(place, quick=quick)
-
-
-@bench.command()
-def ops(threads: Threads = 2, json: Json = None) -> None:
-    """Time the recurrences against transformers' torch paths.
-
-    \b
-    nalanda bench ops --threads 4
-
-    Measures forward and backward of both in one run, after checking that they agree.
-    """
-    with _loading():
-        from nalanda.bench.ops import bench_ops
-
-    bench_ops(threads=threads, json=json)
-
-
-@bench.command("train")
-def bench_training(
-    threads: Threads = 2,
-    rounds: Annotated[int, Option(min=1, help="steps of each model")] = 15,
-    against: Annotated[
-        str | None, Option(metavar="DIR", help="another checkout of Nalanda to compare with")
-    ] = None,
-    json: Json = None,
-) -> None:
-    """Time training steps at the demo's shape.
-
-    \b
-    nalanda bench train --rounds 5
-
-    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
-    """
-    with _loading():
-        from nalanda.bench.train import bench_train
-
-    bench_train(threads=threads, rounds=rounds, against=against, json=json)
-
-
-@bench.command("context")
-def bench_parts(
-    length: Annotated[int, Option(min=1024, help="tokens of the row for memory and time")] = 65536,
-    json: Json = None,
-) -> None:
-    """Compare rows cut over processes to whole rows.
-
-    \b
-    nalanda bench context --length 16384
-
-    On this CPU: errors, memory and time.
-    """
-    with _loading():
-        from nalanda.bench.context import bench_context
-
-    bench_context(length=length, json=json)
-
-
-@bench.command("scale")
-def bench_scaling(
-    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10, json: Json = None
-) -> None:
-    """Hold predicted steps against those of two processes.
-
-    \b
-    nalanda bench scale
-
-    The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
-    rows cut over both, at the demo's shape over gloo.
-    """
-    with _loading():
-        from nalanda.bench.scale import bench_scale
-
-    bench_scale(rounds=rounds, json=json)
-
-
-@bench.command("serve")
-def bench_serving(
-    threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
-    tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
-    json: Json = None,
-) -> None:
-    """Time `transformers serve` with 1, 8 and 32 clients.
-
-    \b
-    nalanda bench serve --tokens 32
-
-    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
-    """
-    with _loading():
-        from nalanda.bench.serve import bench_serve
-
-    bench_serve(threads=threads, tokens=tokens, json=json)
-
-
-@bench.command()
-def decode(
-    threads: Threads = 2,
-    rounds: Annotated[int, Option(min=1, help="measurements of each model")] = 40,
-    read: Annotated[bool, Option("--read", help="read 64 k tokens, not only 1 k")] = False,
-    json: Json = None,
-    png: Annotated[
-        str | None, Option(help="write a picture to this file, and a PDF beside it")
-    ] = None,
-) -> None:
-    """Time decoding at contexts of 1 k to 64 k tokens.
-
-    \b
-    nalanda bench decode --rounds 20 --png decode.png
-
-    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
-    """
-    with _loading():
-        from nalanda.bench.decode import bench_decode
-
-    bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
-
-
-@bench.command()
-def recall(
-    overrides: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        Option(
-            help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
-            "listops (default: all of these), or listops_lra, with the published length"
-        ),
-    ] = None,
-    mixers: Annotated[
-        str | None,
-        Option(
-            help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"
-        ),
-    ] = None,
-    maps: Annotated[
-        str | None,
-        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
-    ] = None,
-    seeds: Annotated[
-        int | None, Option(min=1, help="runs per model; by default 3, quick 1")
-    ] = None,
-    match: Annotated[
-        str | None,
-        Option(help="compare at equal parameters, state (and parameters), or both (default)"),
-    ] = None,
-    states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
-    lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
-    steps: Steps = None,
-    quick: Quick = False,
-    output: Annotated[
-        str, Option(help="directory for runs, tables and pictures; finished runs in it are kept")
-    ] = "runs/recall",
-    workers: Workers = 2,
-    device: Device = None,
-) -> None:
-    """Measure recall of token mixers on synthetic tasks.
-
-    \b
-    nalanda bench recall --quick
-    nalanda bench recall --tasks mqar --mixers gla,deltanet --seeds 1
-
-    Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
-    accuracy against state size and number of pairs. Resumes after an interruption.
-    """
-    try:
-        sizes, rates = (
-            [int(x) for x in several(states) or ()],
-            [float(x) for x in several(lrs) or ()],
-        )
-    except ValueError:
-        raise typer.BadParameter(
-            "write numbers with commas between them", param_hint="--states, --lrs"
-        ) from None
-    with _loading():
-        from nalanda_eval.recall import recall
-
-    recall(
-        tasks=several(tasks),
-        mixers=several(mixers),
-        maps=several(maps),
-        seeds=seeds,
-        match=match,
-        states=sizes,
-        lrs=rates,
-        steps=steps,
-        overrides=overrides,
-        output=output,
-        workers=workers,
-        device=device,
-        quick=quick,
-    )
-
-
-@bench.command()
-def lra(
-    tasks: Annotated[
-        str | None, Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
-    ] = None,
-    mixers: Annotated[
-        str | None,
-        Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all"),
-    ] = None,
-    maps: Annotated[
-        str | None, Option(help="comma-separated; by default own, each mixer's own")
-    ] = None,
-    data: Annotated[
-        str | None,
-        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
-    ] = None,
-    size: Annotated[
-        str | None,
-        Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)"),
-    ] = None,
-    seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
-    steps: Steps = None,
-    quick: Quick = False,
-    speed: Annotated[
-        bool, Option("--speed", help="only time and memory of a training step beside softmax")
-    ] = False,
-    output: Annotated[
-        str, Option(help="directory for runs, tables and the picture; finished runs in it are kept")
-    ] = "runs/lra",
-    workers: Workers = 2,
-    device: Device = None,
-) -> None:
-    """Measure encoders on Long Range Arena.
-
-    \b
-    nalanda bench lra --quick
-    nalanda bench lra --speed
-
-    Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
-    Resumes after an interruption.
-    """
-    with _loading():
-        from nalanda_eval.lra import lra
-
-    lra(
-        tasks=several(tasks),
-        mixers=several(mixers),
-        maps=several(maps),
-        data=data,
-        size=size,
-        seeds=seeds,
-        steps=steps,
-        output=output,
-        workers=workers,
-        device=device,
-        quick=quick,
-        speed=speed,
-    )
-
-
-@bench.command()
-def kernels(
-    static: Annotated[bool, Option("--static", help="compile them, without a GPU")] = False,
-    traffic: Annotated[bool, Option("--traffic", help="count bytes moved, without a GPU")] = False,
-    tune: Annotated[
-        bool, Option("--tune", help="choose and save block sizes and backends on this GPU")
-    ] = False,
-    arch: Annotated[list[str] | None, Option(help="for --static: sm_80, sm_90, sm_100")] = None,
-    case: Annotated[list[str] | None, Option(help="run only this case of the table")] = None,
-    peer: Annotated[
-        bool,
-        Option("--peer", help="measure flash-linear-attention's kernels instead of using records"),
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Measure the kernels' registers, memory and traffic.
-
-    \b
-    nalanda bench kernels --static --arch sm_90
-    nalanda bench kernels --traffic
-
-    Beside those of a peer. The compiler reports registers, spills and shared memory, the interpreter counts
-    bytes.
-    """
-    import subprocess
-
-    chosen = [name for name, on in (("static", static), ("traffic", traffic), ("tune", tune)) if on]
-    if len(chosen) != 1:
-        raise typer.BadParameter("choose one of --static, --traffic and --tune")
-    given = [("--arch", arch or []), ("--case", case or []), ("--json", [json] if json else [])]
-    rest = [text for name, values in given for value in values for text in (name, value)]
-    # In a new process, because Triton chooses to compile or to interpret when kernels are imported.
-    command = [sys.executable, "-m", f"nalanda_kernels.{chosen[0]}", *rest, *["--peer"] * peer]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+    choose(json, minutes=minutes)
 
 
 running = False

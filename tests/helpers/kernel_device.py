@@ -12,6 +12,6 @@ DEVICE = os.environ.get("NALANDA_TEST_DEVICE", "cpu")
 INTERPRETED = DEVICE == "cpu"
 
 if INTERPRETED:
-    import nalanda_kernels.triton.interpreter  # noqa: F401
+    import interpreter  # noqa: F401
 
 interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")

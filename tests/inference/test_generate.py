@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from typer.testing import CliRunner
 
-import nalanda.bench.decode
 import nalanda.inference.generate
 from nalanda import NalandaCache, NalandaForCausalLM, State
 from nalanda.common.errors import InputError
@@ -1276,45 +1275,3 @@ def test_what_was_interrupted_or_refused_was_not_said(tokenizer, monkeypatch, ca
     with pytest.raises(InputError, match="the chat template refuses: no system"):
         talk.answer("two")
     assert (talk.state, talk.messages) == (state, messages)
-
-
-def test_bench_decode(tmp_path, monkeypatch):
-    sizes = {
-        "LAYERS": 1,
-        "WIDTH": 32,
-        "HEADS": 2,
-        "HEAD_DIM": 16,
-        "INNER": 32,
-        "CONTEXTS": (1024, 2048),
-    }
-    for name, value in sizes.items():
-        monkeypatch.setattr(nalanda.bench.decode, name, value)
-    json_file, png = tmp_path / "decode.json", tmp_path / "decode.png"
-    result = run(
-        "bench",
-        "decode",
-        "--threads",
-        "1",
-        "--rounds",
-        "2",
-        "--json",
-        str(json_file),
-        "--png",
-        str(png),
-    )
-    assert "growth" in result.stdout
-    rows = json.loads(json_file.read_text())["rows"]
-    assert [row["model"] for row in rows[::2]] == [
-        *nalanda.bench.decode.OURS,
-        nalanda.bench.decode.PEER,
-        nalanda.bench.decode.FLOOR,
-    ]
-    assert all(row["ms"] > 0 and row["ratio_to_peer"] > 0 for row in rows)
-    bytes_of = {(row["model"], row["context"]): row["state_bytes"] for row in rows}
-    assert (
-        bytes_of["gated_deltanet", 1024]
-        == bytes_of["gated_deltanet", 2048]
-        == 2 * 16 * 16 * 4 + 3 * 3 * 32 * 4
-    )
-    assert bytes_of["softmax", 2048] == 2 * bytes_of["softmax", 1024] == 2 * 2048 * 32 * 4
-    assert png.stat().st_size > 1000

@@ -8,10 +8,10 @@ import numpy as np
 import pages
 import pytest
 import torch
+from nalanda_eval.baselines import Bigram, measure_perplexity, zeroed_mixers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.bench.baselines import Bigram, measure_perplexity, zeroed_mixers
 from nalanda.config.load import load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"

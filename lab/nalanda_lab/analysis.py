@@ -1,0 +1,378 @@
+"""Measures a model's token mixers on a text: entropy, sign, locality and rank of their weights.
+
+A mixer multiplies the values by a matrix of weights `w[t, j]`, j ≤ t: `weights` of our mixers, which is exact
+because each is linear in v, or a transformer's attention probabilities. The measures take such causal
+matrices, `[..., T, T]`, and know no model.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from nalanda_eval.baselines import token_mixers
+from nalanda_eval.perplexity import documents
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from nalanda.common.errors import InputError, output_folder
+from nalanda.common.versions import versions
+from nalanda.config.load import load_config
+from nalanda.config.schema import DataConfig, check_seed
+from nalanda.data.offline import use_mirror
+from nalanda.data.tokenizer import build_tokenizer
+from nalanda.inference.load import bos_token, choose_device, load_model
+from nalanda.model import build_feature_map
+from nalanda.train.build import build_model
+from nalanda.train.resolve import is_model, resolve
+from nalanda_lab.plots import draw_analysis
+
+WINDOWS = [i / 50 for i in range(51)]
+"""Windows of the local score, as shares of the length."""
+DIRECTIONS, NORMS = 32, torch.logspace(-2, 1, 31, dtype=torch.float64)
+"""Number of directions of queries, and their norms in units of √K."""
+BATCHES = 8
+"""Number of batches for the spread of gradients."""
+
+# ------------------------------ measures
+
+
+def positive_entropy(weights: Tensor) -> Tensor:
+    """Positive-sequence entropy (NaLaFormer) in nats, of each row's positive entries scaled to sum 1.
+
+    `[..., T]` to `[...]`; NaN for a row without a positive entry.
+    """
+    p = weights.clamp(min=0)
+    return torch.special.entr(p / p.sum(-1, keepdim=True)).sum(-1)
+
+
+def effective_rank(matrix: Tensor) -> Tensor:
+    """exp of the entropy of the singular values scaled to sum 1 (Roy & Vetterli, 2007).
+
+    `[..., M, N]` to `[...]`.
+    """
+    return positive_entropy(torch.linalg.svdvals(matrix)).exp()
+
+
+def share_of_negatives(weights: Tensor) -> Tensor:
+    """Share of negative entries among those at j ≤ t: `[..., T, T]` to `[...]`."""
+    T = weights.shape[-1]
+    return (weights.tril() < 0).sum((-2, -1)) / (T * (T + 1) / 2)
+
+
+def local_score(weights: Tensor, windows: Iterable[float] = WINDOWS) -> Tensor:
+    """Locally accumulated attention score (TransNormer): `[..., T, T]` to `[..., R]`, R = len(windows).
+
+    For each r in `windows` it is the share of a row's |w| at keys at most r·T tokens from the query, averaged
+    over rows. It rises with r to 1 at r = 1. Rows of zeros do not count.
+    """
+    T, p = weights.shape[-1], weights.abs()
+    total = p.sum(-1, keepdim=True)
+    p = torch.where(total > 0, p / total, 0.0)
+    reach = [math.floor(r * T + 1e-9) for r in windows]
+    inside = torch.stack([p.triu(-d).tril(d).sum((-2, -1)) for d in reach], -1)
+    return inside / (total > 0).sum(-2)
+
+
+def relative_std(values: Tensor) -> Tensor:
+    """Standard deviation over mean along the first dimension, which needs at least two values."""
+    return values.std(0) / values.mean(0)
+
+
+def measure_layer(weights: Tensor) -> dict[str, Any]:
+    """Measures of one layer's weights `[B, H, T, T]`: means over texts, rows and heads, and by head."""
+    weights = weights if weights.dtype == torch.float64 else weights.float()
+    heads = {
+        "entropy": positive_entropy(weights).nanmean((0, -1)),
+        "negative_share": share_of_negatives(weights).mean(0),
+        "effective_rank": effective_rank(weights).nanmean(0),
+    }
+    return {
+        **{name: values.nanmean().item() for name, values in heads.items()},
+        "local_score": local_score(weights).nanmean((0, 1)).tolist(),
+        "heads": {name: values.tolist() for name, values in heads.items()},
+    }
+
+
+def map_entropy(head_dim: int, keys: int, seed: int = 0) -> dict[str, Any]:
+    """Positive-sequence entropy of one query's weights over `keys` keys, against the query's norm.
+
+    Keys are N(0, 1) in `head_dim` features. The entropy is the mean over queries of uniform direction, the
+    same directions at every norm. MALA's weights, β φ(q)·φ(k_j) − γ with similarities scaled by K^-½/keys,
+    sum to 1 and may be negative: the entropy is that of the positive ones, rescaled.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    direction = F.normalize(
+        torch.randn(DIRECTIONS, head_dim, generator=draw, dtype=torch.float64), dim=-1
+    )
+    k = torch.randn(keys, head_dim, generator=draw, dtype=torch.float64)
+    q = (math.sqrt(head_dim) * NORMS[:, None, None] * direction).flatten(0, 1)
+
+    def kernel(name: str, power: int = 1) -> Tensor:
+        phi = build_feature_map(name, num_heads=1, head_dim=head_dim)
+        phi_q, phi_k = phi(q[None, :, None], k[None, :, None])
+        return phi_q[0, :, 0] ** power @ phi_k[0, :, 0].T ** power
+
+    similarity = kernel("elu1") / (math.sqrt(head_dim) * keys)
+    z = similarity.sum(-1, keepdim=True)
+    weights = {
+        "nala": kernel("nala"),
+        "nala_paper": kernel("nala_paper"),
+        "nala_released": kernel("nala_released"),
+        "nala_code": kernel("nala_code"),
+        "MALA, positive part": (1 + 1 / z) * similarity - z / keys,
+        "1+elu": similarity,
+        "relu³": kernel("relu", 3),
+        "softmax": (q @ k.T / math.sqrt(head_dim)).softmax(-1),
+    }
+    entropy = {
+        n: positive_entropy(w).view(len(NORMS), -1).nanmean(1).tolist() for n, w in weights.items()
+    }
+    return {"head_dim": head_dim, "keys": keys, "query_norm": NORMS.tolist(), "entropy": entropy}
+
+
+# ------------------------------ measures of a model
+
+
+@torch.no_grad()
+def layer_measures(model: PreTrainedModel, rows: Tensor) -> list[dict[str, Any]]:
+    """`measure_layer` of every layer on the texts `rows`, int64 `[B, T]`; {} for a layer without weights.
+
+    Each layer's `[B, H, T, T]` is measured and dropped before the next layer's exists.
+    """
+    mixers = token_mixers(model)
+    found: dict[nn.Module, dict[str, Any]] = {}
+    square = (rows.shape[1], rows.shape[1])
+
+    def own(mixer: Any, args: tuple) -> None:
+        found[mixer] = measure_layer(mixer.weights(args[0]))
+
+    def foreign(mixer: nn.Module, args: tuple, output: Any) -> None:
+        for t in output if isinstance(output, tuple) else ():
+            if isinstance(t, Tensor) and t.dim() == 4 and t.shape[-2:] == square:
+                found[mixer] = measure_layer(t)
+
+    with ExitStack() as hooks:
+        if model.config.model_type == "nalanda":
+            for mixer in mixers:
+                hooks.enter_context(mixer.register_forward_pre_hook(own))
+        else:
+            model.set_attn_implementation("eager")  # other implementations do not form the weights
+            for mixer in mixers:
+                hooks.enter_context(mixer.register_forward_hook(foreign))
+        model.base_model(rows, use_cache=False)
+    return [found.get(mixer, {}) for mixer in mixers]
+
+
+def projection_ranks(mixer: nn.Module) -> dict[str, float]:
+    """Effective rank of a mixer's q, k and v projections, or of all its matrices if it has none of them."""
+    named = mixer.named_parameters()
+    matrices = {
+        n.removesuffix(".weight"): p for n, p in named if n.endswith(".weight") and p.dim() == 2
+    }
+    usual = {n: matrices[n] for n in ("q_proj", "k_proj", "v_proj") if n in matrices}
+    return {n: effective_rank(p.detach().float()).item() for n, p in (usual or matrices).items()}
+
+
+def gradient_spread(model: PreTrainedModel, rows: Tensor) -> list[dict[str, float]]:
+    """Relative standard deviation of gradient norms over batches of one row each, layer by layer.
+
+    TransNormer compares attentions by this deviation in the course of training; here the weights are fixed
+    and the batches differ. The L2 norms are of the loss's gradient in the mixer's output, in the mixer's
+    parameters, and in the other parameters of its layer.
+    """
+    mixers = token_mixers(model)
+    layers = [next(m for m in model.modules() if mixer in set(m.children())) for mixer in mixers]
+    norms = torch.zeros(len(rows), len(mixers), 3, dtype=torch.float64)
+
+    def keep(place: Tensor, gradient: Tensor) -> None:
+        place.fill_(gradient.norm().item())
+
+    def watch(place: Tensor, mixer: nn.Module, args: tuple, output: Any) -> None:
+        (output[0] if isinstance(output, tuple) else output).register_hook(partial(keep, place))
+
+    for row, place in zip(rows, norms, strict=True):
+        model.zero_grad()
+        with ExitStack() as hooks:
+            for i, mixer in enumerate(mixers):
+                hooks.enter_context(mixer.register_forward_hook(partial(watch, place[i, 0])))
+            model(input_ids=row[None], labels=row[None], use_cache=False).loss.backward()
+        for i, (layer, mixer) in enumerate(zip(layers, mixers, strict=True)):
+            own = set(mixer.parameters())
+            for group, inside in ((1, True), (2, False)):
+                members = [
+                    p.grad
+                    for p in layer.parameters()
+                    if p.grad is not None and (p in own) == inside
+                ]
+                place[i, group] = torch.nn.utils.get_total_norm(members)
+    model.zero_grad()
+    names = ("mixer_output", "mixer_parameters", "other_parameters")
+    return [dict(zip(names, values, strict=True)) for values in relative_std(norms).tolist()]
+
+
+# ------------------------------ the command
+
+
+def analyze(
+    name: str,
+    overrides: list[str] | None = None,
+    *,
+    text: str | None = None,
+    length: int = 256,
+    rows: int = 4,
+    output: str | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[dict[str, Any], Path]:
+    """Measures a model on a text, writes analysis.json and figures; returns the result and the directory.
+
+    Args:
+        name: a checkpoint directory, a hub id, or a recipe: the model that its run trained, or else a freshly
+            initialised one.
+        overrides: `section.key=value` for a recipe, whose model is then freshly initialised.
+        text: a file; by default held-out documents of the `python` corpus.
+        length: tokens in a row; weights are `[rows, heads, length, length]`, one layer at a time.
+        rows: rows that the weights are averaged over; gradients take 8, if the text has them.
+        output: a directory; by default `analysis` in the run's folder or beside the checkpoint, or below
+            `runs` for a model of the hub.
+        seed: of a fresh model's weights, of the documents' order and of the map-level figure.
+
+    Raises:
+        InputError: a missing model, recipe or file, or a text that is too short.
+    """
+    if length < 2 or rows < 1:
+        raise InputError(f"--length {length} --rows {rows}: take at least 2 tokens and 1 row")
+    check_seed(seed, "--seed")
+    model, tokenizer, title, directory = open_model(
+        name, overrides, seed, device, trust_remote_code
+    )
+    directory = output_folder(output or directory, "--output")
+    config: Any = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if config.model_type != "nalanda" and longest and length > longest:
+        raise InputError(f"--length {length}: is more than the model's {longest} positions")
+    try:
+        mixers = token_mixers(model)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    tokens = text_rows(model, tokenizer, text, length, rows, seed).to(model.device)
+
+    measured, spread = layer_measures(model, tokens[:rows]), gradient_spread(model, tokens)
+    layers: list[dict[str, Any]] = [
+        {
+            "layer": i,
+            "mixer": config.layer_mixers[i]
+            if config.model_type == "nalanda"
+            else type(mixer).__name__,
+            **measured[i],
+            "projections": projection_ranks(mixer),
+            "gradients": spread[i],
+        }
+        for i, mixer in enumerate(mixers)
+    ]
+    notes = []
+    if lacking := [str(layer["layer"]) for layer in layers if "entropy" not in layer]:
+        where = "any layer" if len(lacking) == len(layers) else f"layers {', '.join(lacking)}"
+        notes.append(f"no attention weights in {where}: only gradients and projections")
+    if any(layer.get("negative_share") for layer in layers):
+        notes.append(
+            "weights of both signs: entropy is of the positive ones, the local score of |w|"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    head_dim = getattr(config, "key_dim", None) or getattr(config, "head_dim", None)
+    uniform = torch.ones(1, 1, length, length, dtype=torch.float64).tril()
+    result = {
+        "model": title,
+        "model_type": config.model_type,
+        "text": text or "python, held out",
+        "length": length,
+        "rows": rows,
+        "gradient_batches": len(tokens),
+        "seed": seed,
+        "versions": versions(),
+        "notes": notes,
+        "windows": WINDOWS,
+        "uniform": measure_layer(uniform / uniform.sum(-1, keepdim=True)),
+        "layers": layers,
+        "map_entropy": map_entropy(
+            head_dim or (config.hidden_size // heads if heads else 64), length, seed
+        ),
+    }
+    result = finite(result | {"figures": [path.name for path in draw_analysis(result, directory)]})
+    text = json.dumps(result, indent=1, allow_nan=False)
+    (directory / "analysis.json").write_text(text + "\n", encoding="utf-8")
+    return result, directory
+
+
+def open_model(
+    name: str, overrides: list[str] | None, seed: int, device: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, Path]:
+    """The model in fp32, its tokenizer, its title, and the default directory of its analysis."""
+    path, device = Path(name).expanduser(), choose_device(device)
+    options: Any = {"device": device, "dtype": "float32", "trust_remote_code": trust_remote_code}
+    if is_model(name):
+        if overrides:
+            raise InputError(f"{overrides[0]}: settings change a recipe; {name} is a model")
+        found = resolve(name)
+        beside = found.run or (path.parent if path.is_dir() else Path("runs", path.name))
+        return *load_model(found.model, **options), found.model, beside / "analysis"
+    config = use_mirror(load_config(name, overrides or []))
+    run = Path(config.output_dir)
+    if (run / "final" / "config.json").is_file() and not overrides:
+        return *load_model(str(run / "final"), **options), str(run / "final"), run / "analysis"
+    with tempfile.TemporaryDirectory() as scratch:
+        parent = run if (run / "tokenizer").is_dir() else Path(scratch)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, parent / "tokenizer")
+    set_seed(seed)
+    model: Any = build_model(config, tokenizer)
+    model = model.eval().to(device)
+    state = "before training" if config.model.get("init_from") else f"untrained, seed {seed}"
+    # Not in output_dir: a run refuses a folder with foreign files.
+    beside = run.with_name(f"{run.name}-untrained")
+    title = f"{' '.join([path.stem, *(overrides or [])])} ({state})"
+    return model, tokenizer, title, beside / "analysis"
+
+
+def text_rows(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None,
+    length: int,
+    rows: int,
+    seed: int,
+) -> Tensor:
+    """int64 `[≥ rows, length]`: beginnings of documents, then their later parts; bos as in training."""
+    data = DataConfig(source=text or "python", validation_source=text)  # all of a file is used
+    bos, needed, wanted = bos_token(model, tokenizer), max(rows, 2), max(rows, BATCHES)
+    first, later = [], []
+    step = length - len(bos)
+    for document in documents(data, seed):
+        ids = tokenizer(document, add_special_tokens=False).input_ids
+        spans = [bos + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
+        first, later = first + spans[:1], later + spans[1:]
+        if len(first) >= wanted:
+            break
+    found = (first + later)[:wanted]
+    if len(found) < needed:
+        raise InputError(
+            f"{text or 'the python corpus'}: has {len(found)} of the {needed} rows of {length} tokens "
+            "needed; give a longer text, fewer --rows or a smaller --length"
+        )
+    return torch.tensor(found)
+
+
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinities, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,416 @@
+"""The `nalanda-lab` command: what measures and studies. It needs a checkout, and imports only what it runs."""
+
+import json as jsonlib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from nalanda_cli import (
+    Device,
+    Overrides,
+    RemoteCode,
+    _doing,
+    _loading,
+    _resolved,
+    one_line_errors,
+    several,
+)
+
+app = typer.Typer(
+    help="Measure speed against peers, and what mixers can learn.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Steps = Annotated[int | None, Option(min=1, help="training steps of each run")]
+Quick = Annotated[bool, Option("--quick", help="few models on small tasks, in minutes")]
+Workers = Annotated[int, Option(min=1, help="processes, of one thread each")]
+Threads = Annotated[int, Option(min=1, help="CPU threads")]
+Json = Annotated[str | None, Option(help="write the figures to this file as well")]
+
+
+@app.command()
+def analyze(
+    model: Annotated[str, Argument(metavar="MODEL_OR_RECIPE", help="checkpoint, hub id or recipe")],
+    overrides: Overrides = None,
+    text: Annotated[
+        str | None, Option(help="text file; by default text from Python itself")
+    ] = None,
+    length: Annotated[int, Option(help="tokens per row")] = 256,
+    rows: Annotated[int, Option(help="rows to average over")] = 4,
+    output: Annotated[
+        str | None,
+        Option(
+            help="directory for analysis.json and figures; by default in the run or by the model"
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="seed of untrained weights and of the text's order")] = 0,
+    device: Device = None,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Analyze the weights of a model's token mixers on a text.
+
+    \b
+    nalanda-lab analyze runs/demo/final
+    nalanda-lab analyze demo model.feature_map=elu --text book.txt
+
+    Measures their entropy, sign, locality and rank, and the spread of gradients; writes figures and a JSON
+    file. A recipe means the model that its run has trained, or an untrained one.
+    """
+    from nalanda.train.resolve import is_model
+
+    if is_model(model):
+        model = _resolved([model])[0]
+    with _loading():
+        from nalanda_lab.analysis import analyze
+        from nalanda_lab.plots import print_analysis
+
+    with _doing("measuring"):
+        found = analyze(
+            model,
+            overrides,
+            text=text,
+            length=length,
+            rows=rows,
+            output=output,
+            seed=seed,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    print_analysis(*found)
+
+
+@app.command()
+def ops(threads: Threads = 2, json: Json = None) -> None:
+    """Time the recurrences against transformers' torch paths.
+
+    \b
+    nalanda-lab ops --threads 4
+
+    Measures forward and backward of both in one run, after checking that they agree.
+    """
+    with _loading():
+        from nalanda_lab.speed.ops import bench_ops
+
+    bench_ops(threads=threads, json=json)
+
+
+@app.command()
+def train(
+    threads: Threads = 2,
+    rounds: Annotated[int, Option(min=1, help="steps of each model")] = 15,
+    against: Annotated[
+        str | None, Option(metavar="DIR", help="another checkout of Nalanda to compare with")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Time training steps at the demo's shape.
+
+    \b
+    nalanda-lab train --rounds 5
+
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3.5 and Llama.
+    """
+    with _loading():
+        from nalanda_lab.speed.train import bench_train
+
+    bench_train(threads=threads, rounds=rounds, against=against, json=json)
+
+
+@app.command()
+def context(
+    length: Annotated[int, Option(min=1024, help="tokens of the row for memory and time")] = 65536,
+    json: Json = None,
+) -> None:
+    """Compare rows cut over processes to whole rows.
+
+    \b
+    nalanda-lab context --length 16384
+
+    On this CPU: errors, memory and time.
+    """
+    with _loading():
+        from nalanda_lab.speed.context import bench_context
+
+    bench_context(length=length, json=json)
+
+
+@app.command()
+def scale(
+    rounds: Annotated[int, Option(min=1, help="steps of each split")] = 10, json: Json = None
+) -> None:
+    """Hold predicted steps against those of two processes.
+
+    \b
+    nalanda-lab scale
+
+    The predictions are those of `nalanda info --devices`, from rates measured on this CPU: DDP, FSDP2 and
+    rows cut over both, at the demo's shape over gloo.
+    """
+    with _loading():
+        from nalanda_lab.speed.scale import bench_scale
+
+    bench_scale(rounds=rounds, json=json)
+
+
+@app.command()
+def serve(
+    threads: Annotated[int, Option(min=1, help="CPU threads of the server")] = 2,
+    tokens: Annotated[int, Option(min=1, help="new tokens of a request")] = 64,
+    json: Json = None,
+) -> None:
+    """Time `transformers serve` with 1, 8 and 32 clients.
+
+    \b
+    nalanda-lab serve --tokens 32
+
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Llama of the demo's size.
+    """
+    with _loading():
+        from nalanda_lab.speed.serve import bench_serve
+
+    bench_serve(threads=threads, tokens=tokens, json=json)
+
+
+@app.command()
+def decode(
+    threads: Threads = 2,
+    rounds: Annotated[int, Option(min=1, help="measurements of each model")] = 40,
+    read: Annotated[bool, Option("--read", help="read 64 k tokens, not only 1 k")] = False,
+    json: Json = None,
+    png: Annotated[
+        str | None, Option(help="write a picture to this file, and a PDF beside it")
+    ] = None,
+) -> None:
+    """Time decoding at contexts of 1 k to 64 k tokens.
+
+    \b
+    nalanda-lab decode --rounds 20 --png decode.png
+
+    Compares Gated DeltaNet, with and without the NaLa map, to transformers' Qwen3-Next and our softmax.
+    """
+    with _loading():
+        from nalanda_lab.speed.decode import bench_decode
+
+    bench_decode(threads=threads, rounds=rounds, read=read, json=json, png=png)
+
+
+@app.command()
+def recall(
+    overrides: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[SECTION.KEY=VALUE]...", help="settings of a task, model or training to change"
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        Option(
+            help="comma-separated: mqar, needle, needles, copying, parity, modular, s3, a5, s5, regression, "
+            "listops (default: all of these), or listops_lra, with the published length"
+        ),
+    ] = None,
+    mixers: Annotated[
+        str | None,
+        Option(
+            help="comma-separated, with options as in deltanet:allow_neg_eigval=true; default all"
+        ),
+    ] = None,
+    maps: Annotated[
+        str | None,
+        Option(help="comma-separated feature maps, or own for each mixer's default; default all"),
+    ] = None,
+    seeds: Annotated[
+        int | None, Option(min=1, help="runs per model; by default 3, quick 1")
+    ] = None,
+    match: Annotated[
+        str | None,
+        Option(help="compare at equal parameters, state (and parameters), or both (default)"),
+    ] = None,
+    states: Annotated[str | None, Option(help="comma-separated sizes of state, in bytes")] = None,
+    lrs: Annotated[str | None, Option(help="comma-separated; validation chooses the best")] = None,
+    steps: Steps = None,
+    quick: Quick = False,
+    output: Annotated[
+        str, Option(help="directory for runs, tables and pictures; finished runs in it are kept")
+    ] = "runs/recall",
+    workers: Workers = 2,
+    device: Device = None,
+) -> None:
+    """Measure recall of token mixers on synthetic tasks.
+
+    \b
+    nalanda-lab recall --quick
+    nalanda-lab recall --tasks mqar --mixers gla,deltanet --seeds 1
+
+    Trains every mixer with every feature map, with several seeds, at equal parameters and equal state. Draws
+    accuracy against state size and number of pairs. Resumes after an interruption.
+    """
+    try:
+        sizes, rates = (
+            [int(x) for x in several(states) or ()],
+            [float(x) for x in several(lrs) or ()],
+        )
+    except ValueError:
+        raise typer.BadParameter(
+            "write numbers with commas between them", param_hint="--states, --lrs"
+        ) from None
+    with _loading():
+        from nalanda_lab.recall import recall
+
+    recall(
+        tasks=several(tasks),
+        mixers=several(mixers),
+        maps=several(maps),
+        seeds=seeds,
+        match=match,
+        states=sizes,
+        lrs=rates,
+        steps=steps,
+        overrides=overrides,
+        output=output,
+        workers=workers,
+        device=device,
+        quick=quick,
+    )
+
+
+@app.command()
+def lra(
+    tasks: Annotated[
+        str | None, Option(help="comma-separated: listops, text, retrieval, image, pathfinder")
+    ] = None,
+    mixers: Annotated[
+        str | None,
+        Option(help="comma-separated, also transnormer_t1 and transnormer_t2; default all"),
+    ] = None,
+    maps: Annotated[
+        str | None, Option(help="comma-separated; by default own, each mixer's own")
+    ] = None,
+    data: Annotated[
+        str | None,
+        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
+    ] = None,
+    size: Annotated[
+        str | None,
+        Option(help="sizes: skyformer (default), transnormer_paper, or transnormer (its code)"),
+    ] = None,
+    seeds: Annotated[int, Option(min=1, help="runs per model")] = 1,
+    steps: Steps = None,
+    quick: Quick = False,
+    speed: Annotated[
+        bool, Option("--speed", help="only time and memory of a training step beside softmax")
+    ] = False,
+    output: Annotated[
+        str, Option(help="directory for runs, tables and the picture; finished runs in it are kept")
+    ] = "runs/lra",
+    workers: Workers = 2,
+    device: Device = None,
+) -> None:
+    """Measure encoders on Long Range Arena.
+
+    \b
+    nalanda-lab lra --quick
+    nalanda-lab lra --speed
+
+    Trains every mixer as an encoder on the five tasks, or on small ones, and prints published rows beside.
+    Resumes after an interruption.
+    """
+    with _loading():
+        from nalanda_lab.lra import lra
+
+    lra(
+        tasks=several(tasks),
+        mixers=several(mixers),
+        maps=several(maps),
+        data=data,
+        size=size,
+        seeds=seeds,
+        steps=steps,
+        output=output,
+        workers=workers,
+        device=device,
+        quick=quick,
+        speed=speed,
+    )
+
+
+@app.command()
+def kernels(
+    what: Annotated[str, Argument(metavar="static|traffic", help="compile, or count bytes moved")],
+    arch: Annotated[list[str] | None, Option(help="for static: sm_80, sm_90, sm_100")] = None,
+    case: Annotated[list[str] | None, Option(help="run only this case of the table")] = None,
+    peer: Annotated[
+        bool,
+        Option("--peer", help="measure flash-linear-attention's kernels instead of using records"),
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Measure the kernels' registers, memory and traffic, without a GPU.
+
+    \b
+    nalanda-lab kernels static --arch sm_90
+    nalanda-lab kernels traffic
+
+    Beside those of a peer. The compiler reports registers, spills and shared memory, the interpreter counts
+    bytes.
+    """
+    import subprocess
+
+    if what not in ("static", "traffic"):
+        raise typer.BadParameter("choose static or traffic")
+    options = [("--arch", arch or []), ("--case", case or []), ("--json", [json] if json else [])]
+    rest = [text for name, values in options for value in values for text in (name, value)]
+
+    # In a new process, because Triton chooses to compile or to interpret when kernels are imported.
+    command = [sys.executable, "-m", f"nalanda_lab.kernels.{what}", *rest, *["--peer"] * peer]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, Argument(help="recipe file or name")],
+    overrides: Overrides = None,
+    devices: Annotated[
+        str, Option(metavar="8,64,512", help="devices to predict steps on")
+    ] = "8,64,512",
+    cluster: Annotated[
+        str,
+        Option(
+            metavar="KEY=VALUE,…",
+            help="node (8 devices), peak (989 TFLOP/s), mfu (0.4), memory (80 GB), hbm (3350 GB/s), "
+            "nvlink (450 GB/s), network (400 Gb/s a node), latency (5 µs), overlap (1)",
+        ),
+    ] = "",
+    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predict a recipe's step on many devices: DDP, FSDP2, hybrid, context.
+
+    \b
+    nalanda-lab plan gated_deltanet_340m --devices 8,64
+    """
+    from nalanda.config.load import load_config
+
+    load_config(recipe, overrides or [])  # reports mistakes before the import of torch
+    with _loading():
+        from nalanda_lab import planner
+
+    clusters, counts = planner.clusters(devices, cluster), planner.count(recipe, overrides or [])
+    plans: dict[Any, Any] = {each: planner.plan(counts, each) for each in clusters}
+    if as_json:
+        print(jsonlib.dumps(planner.plan_rows(plans), indent=1, ensure_ascii=False))
+    else:
+        planner.print_plan(counts, plans)
+
+
+def main() -> None:
+    with one_line_errors():
+        command = typer.main.get_command(app)
+        with command.make_context("nalanda-lab", sys.argv[1:]) as context:
+            command.invoke(context)

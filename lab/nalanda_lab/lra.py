@@ -1,0 +1,567 @@
+"""`nalanda bench lra`: Long Range Arena (arXiv 2011.04006) for the mixers as encoders, and their speed.
+
+`run_lra` trains one model on one task; `lra` plans the runs, trains those without a record in DIR/runs.jsonl,
+and writes results.json, .md and a picture. `lra_speed` times training steps beside softmax attention.
+"""
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from nalanda_eval.report import markdown_table
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from nalanda.common.errors import InputError, output_folder
+from nalanda.common.files import write_atomically
+from nalanda.common.text import suggest
+from nalanda.common.versions import list_versions, versions
+from nalanda.config.schema import OptimConfig, ScheduleConfig
+from nalanda.inference.load import choose_device
+from nalanda.model import MIXERS, NalandaConfig
+from nalanda.model.heads import NalandaForSequenceClassification
+from nalanda.report.figures import COLOURS, GREY, drawing, files
+from nalanda.train.optim import build_optimizer, learning_rate
+from nalanda_lab.equal import MODEL, label, models
+from nalanda_lab.lra_data import ARENA, QUICK_ARENA, ArenaTask, prepare
+from nalanda_lab.sweep import follow, key
+from nalanda_lab.synthetic import best_constant
+
+# (layers, width, heads, width of the GLU, batch, learning rate). `skyformer` is that of code/config.py in
+# github.com/pkuzengqi/Skyformer, with PolaFormer's rate for pathfinder. `transnormer_paper` is appendix E of
+# TransNormer's paper, `transnormer` the script_lra.py of github.com/OpenNLPLab/Transnormer.
+# Skyformer's feed-forward has two matrices of width 128. Three of width 85 have as many weights.
+SIZES: dict[str, dict[str, tuple[int, int, int, int, int, float]]] = {
+    "skyformer": {
+        "listops": (2, 64, 2, 85, 32, 1e-4),
+        "text": (2, 64, 2, 85, 32, 1e-4),
+        "retrieval": (2, 64, 2, 85, 16, 2e-4),
+        "image": (2, 64, 2, 85, 256, 1e-4),
+        "pathfinder": (2, 64, 2, 85, 128, 5e-4),
+    },
+    "transnormer_paper": {
+        "listops": (2, 64, 2, 85, 32, 1e-4),
+        "text": (2, 64, 2, 85, 16, 1e-4),
+        "retrieval": (2, 64, 2, 85, 16, 2e-4),
+        "image": (2, 64, 2, 85, 256, 1e-4),
+        "pathfinder": (2, 64, 2, 85, 128, 2e-4),
+    },
+    "transnormer": {
+        "listops": (4, 128, 8, 512, 128, 1e-4),
+        "text": (4, 128, 8, 512, 64, 1e-3),
+        "retrieval": (4, 128, 4, 512, 64, 1e-3),
+        "image": (12, 128, 4, 256, 200, 1e-3),
+        "pathfinder": (4, 128, 8, 128, 128, 5e-4),
+    },
+    "quick": dict.fromkeys(ARENA, (2, 64, 2, 128, 32, 3e-3))
+    | {"pathfinder": (2, 64, 2, 128, 16, 3e-3)},
+}
+ARENA_STEPS, QUICK_ARENA_STEPS = 50_000, 200
+"""Steps of a run; the first as in Skyformer's code."""
+SAME_SHAPE = ("skyformer", "transnormer_paper")
+# Published accuracies in the order of ARENA, and our sizes that have the published shape. PolaFormer's table
+# is in its repository's README, the linear transformer's row in LRA's, the others in the papers.
+PUBLISHED: tuple[tuple[str, tuple[str, ...], tuple[float | None, ...]], ...] = (
+    ("Transformer (PolaFormer)", SAME_SHAPE, (38.71, 61.55, 80.93, 39.14, 70.39)),
+    ("PolaFormer, α = 3", SAME_SHAPE, (37.35, 73.06, 80.50, 42.15, 70.53)),
+    ("PolaFormer, α = 5", SAME_SHAPE, (38.76, 72.33, 80.37, 41.91, 68.98)),
+    ("PolaFormer, α = 7", SAME_SHAPE, (37.60, 71.93, 81.47, 42.77, 69.09)),
+    ("TransNormer T1", SAME_SHAPE, (41.03, 66.90, 83.11, 51.60, 75.92)),
+    ("TransNormer T2", SAME_SHAPE, (41.60, 72.20, 83.82, 49.60, 76.80)),
+    ("SOFT", (), (37.40, 63.49, 81.77, 46.91, None)),
+    ("Linear Transformer (LRA)", (), (16.13, 65.90, 53.09, 42.34, 75.30)),
+)
+TRANSNORMER = {  # DiagAttention in the first half of the layers, NormAttention in the second
+    "transnormer_t1": ("relu", "elu"),
+    "transnormer_t2": ("softmax", "elu1"),
+}
+QUICK_MIXERS = ("softmax", "linear_attention", "mala", "pola", "soft", "transnormer_t2", "deltanet")
+
+
+# ------------------------------ one run
+
+
+class ArenaNet(nn.Module):
+    """An encoder with a linear head; for pairs an MLP on both texts' means, product and difference."""
+
+    def __init__(self, config: NalandaConfig, pairs: bool):
+        super().__init__()
+        self.encoder, self.score = NalandaForSequenceClassification(config), None
+        if pairs:
+            D, head = config.hidden_size, self.encoder.score
+            self.encoder.score = nn.Identity()  # pyrefly: ignore[bad-assignment]
+            self.score = nn.Sequential(
+                nn.Linear(4 * D, D), nn.ReLU(), nn.Linear(D, head.out_features)
+            )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids `[n, T]`, or `[n, 2, T]` for pairs; 0 is padding. Returns scores `[n, classes]`."""
+        rows = ids.flatten(0, -2).long()
+        real = rows != 0
+        longest = int(real.any(0).sum())
+        mask = None if bool(real.all()) else real[:, :longest].long()
+        out = self.encoder(rows[:, :longest], attention_mask=mask).logits
+        if self.score is None:
+            return out
+        a, b = out.unflatten(0, (-1, 2)).unbind(1)
+        return self.score(torch.cat([a, b, a * b, a - b], -1))
+
+
+def arena_config(model: dict[str, Any], size: str, task: ArenaTask) -> NalandaConfig:
+    """The config of a model of `arena_models` for a task. Raises ValueError if it is no encoder."""
+    layers, width, heads, glu, *_ = SIZES[size][task.name]
+    keys: dict[str, Any] = dict(model)
+    if model["mixer"] in TRANSNORMER:
+        scores, feature_map = TRANSNORMER[model["mixer"]]
+        half = layers // 2
+        keys["mixer"] = ["diag_attention"] * half + ["norm_attention"] * (layers - half)
+        keys |= {
+            "mixer_options": {"diag_attention": {"scores": scores}},
+            "feature_map": feature_map,
+        }
+        keys["use_bias"] = True
+    elif not MIXERS[model["mixer"]].unmasked:
+        keys["directions"] = 2
+    keys["num_labels"] = task.classes
+    return NalandaConfig(
+        **keys,
+        vocab_size=task.vocab_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_heads=heads,
+        intermediate_size=glu,
+        dropout=0.0 if size == "quick" else 0.1,
+        position_embedding="sinusoidal",
+        scale_embeddings=True,
+        initializer_range=0.06,
+        is_decoder=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def arena_settings(
+    model: dict[str, Any], task: ArenaTask, file: Path, size: str, seed: int, steps: int
+) -> dict[str, Any]:
+    """Everything that determines a run; as JSON it is the record's key."""
+    settings = {"task": dataclasses.asdict(task), "data": file.stem, "model": model}
+    settings |= {"size": size, "settings": SIZES[size][task.name], "seed": seed, "steps": steps}
+    return json.loads(json.dumps(settings))  # as read from a file: tuples become lists
+
+
+def run_lra(
+    model: dict[str, Any],
+    task: ArenaTask,
+    file: Path,
+    size: str,
+    seed: int,
+    steps: int,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Trains a model on a task and returns a record of JSON values.
+
+    Args:
+        model: of `arena_models`.
+        file: of `prepare`. size: of `SIZES`.
+        seed: seed of the weights and of the order of the rows.
+
+    Returns:
+        `settings`; `accuracy` on the test rows of the weights that are best on the validation rows, of ten
+        points of the training; `chance`, that of the best constant answer to the test rows; `curve`, [step,
+        mean loss since the last point, accuracy in validation];
+        `parameters`, `seconds`, `device`, `versions`.
+    """
+    start, (*_, batch, lr) = time.perf_counter(), SIZES[size][task.name]
+    with np.load(file) as arrays:
+        rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = ArenaNet(arena_config(model, size, task), rows["train_ids"].ndim == 3).to(device)
+        optim = OptimConfig(lr=lr, weight_decay=0.0)
+        schedule = ScheduleConfig(name="linear", warmup_steps=max(1, steps // 50), min_lr_ratio=0.0)
+        optimizer, draw = build_optimizer(net, optim), torch.Generator().manual_seed(seed)
+        order, losses, curve = torch.empty(0, dtype=torch.int64), [], []
+        best, weights = -1.0, net.state_dict()
+        for step in range(1, steps + 1):
+            if len(order) < batch:
+                order = torch.randperm(len(rows["train_ids"]), generator=draw)
+            mine, order = order[:batch], order[batch:]
+            scores = net(rows["train_ids"][mine].to(device))
+            loss = F.cross_entropy(scores.float(), rows["train_labels"][mine].to(device))
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), optim.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, lr, schedule)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if step % math.ceil(steps / 10) == 0 or step == steps:
+                found = accuracy(net, rows["validation_ids"], rows["validation_labels"], batch)
+                curve.append([step, torch.stack(losses).mean().item(), found])
+                losses.clear()
+                if found >= best:
+                    best, weights = found, copy.deepcopy(net.state_dict())
+    net.load_state_dict(weights)
+    return {
+        "settings": arena_settings(model, task, file, size, seed, steps),
+        "chance": best_constant(rows["test_labels"]),
+        "accuracy": accuracy(net, rows["test_ids"], rows["test_labels"], batch),
+        "curve": curve,
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "seconds": time.perf_counter() - start,
+        "device": device,
+        "versions": versions(),
+    }
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, ids: Tensor, labels: Tensor, batch: int) -> float:
+    device = next(net.parameters()).device
+    net.eval()
+    right = [
+        (net(some.to(device)).argmax(-1).cpu() == wanted).sum().item()
+        for some, wanted in zip(ids.split(batch), labels.split(batch), strict=True)
+    ]
+    net.train()
+    return sum(right) / len(labels)
+
+
+def arena_models(
+    mixers: Iterable[str], maps: Iterable[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The models that can be encoders, and notes on the others. mixers: as in `recall`, or of TRANSNORMER."""
+    mixers, found = list(mixers), []
+    candidates, notes = models([name for name in mixers if name not in TRANSNORMER], maps, MODEL)
+    candidates += [
+        {"mixer": n, "mixer_options": {}, "feature_map": None} for n in mixers if n in TRANSNORMER
+    ]
+    for model in candidates:
+        try:
+            arena_config(model, "quick", QUICK_ARENA["image"])
+        except ValueError as error:
+            notes.append(f"{label(model)} is left out: {error}")
+        else:
+            found.append(model)
+    return found, notes
+
+
+# ------------------------------ results
+
+
+def arena_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each model: by task mean accuracy over seeds, deviation and chance; parameters; seconds."""
+    of: dict[str, dict[str, list[dict]]] = {}
+    for record in records:
+        chosen = record["settings"]
+        of.setdefault(label(chosen["model"]), {}).setdefault(chosen["task"]["name"], []).append(
+            record
+        )
+    rows = []
+    for name, tasks in of.items():
+        scores = {task: [record["accuracy"] for record in mine] for task, mine in tasks.items()}
+        rows.append(
+            {
+                "model": name,
+                "accuracy": {task: fmean(mine) for task, mine in scores.items()},
+                "spread": {
+                    task: stdev(mine) if len(mine) > 1 else 0.0 for task, mine in scores.items()
+                },
+                "chance": {
+                    task: mine[0]["chance"] for task, mine in tasks.items() if "chance" in mine[0]
+                },
+                "seeds": max(map(len, tasks.values())),
+                "parameters": max(
+                    record["parameters"] for mine in tasks.values() for record in mine
+                ),
+                "seconds": sum(fmean(r["seconds"] for r in mine) for mine in tasks.values()),
+            }
+        )
+    return rows
+
+
+def arena_chance(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask]) -> dict[str, float]:
+    """By task the accuracy of the best constant answer to the test rows; of guessing, in older records."""
+    known: dict[str, float] = {}
+    for row in rows:
+        known |= row.get("chance", {})
+    return {name: known.get(name, 1 / task.classes) for name, task in tasks.items()}
+
+
+def arena_table(
+    rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], size: str
+) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: chance, ours, and published rows with a word on what they can be compared with."""
+    chance = arena_chance(rows, tasks)
+    lines = [["chance", "–", *(f"{100 * level:.1f}" for level in chance.values()), "–", "–", "–"]]
+    for row in rows:
+        found = row["accuracy"]
+        cells = [
+            f"{100 * found[t]:.1f}"
+            + (f" ± {100 * row['spread'][t]:.1f}" if row["spread"][t] else "")
+            if t in found
+            else "–"
+            for t in tasks
+        ]
+        mean = f"{100 * fmean(found.values()):.1f}" if len(found) == len(tasks) else "–"
+        lines.append(
+            [row["model"], "ours", *cells, mean, f"{row['parameters']:,}", f"{row['seconds']:,.0f}"]
+        )
+    for name, sizes, scores in PUBLISHED:
+        note = f"published, {'same size' if size in sizes else 'not comparable'}"
+        known = dict(zip(ARENA, scores, strict=True))
+        asked = [known[task] for task in tasks]
+        cells = ["–" if score is None else f"{score:.1f}" for score in asked]
+        scored = [score for score in asked if score is not None]
+        mean = f"{fmean(scored):.1f}" if len(scored) == len(asked) else "–"
+        lines.append([name, note, *cells, mean, "–", "–"])
+    return ["model", "from", *tasks, "mean", "parameters", "seconds"], lines
+
+
+def draw_arena(rows: list[dict[str, Any]], tasks: dict[str, ArenaTask], file: Path) -> list[Path]:
+    """A panel for each task: the models' accuracies, with deviations over seeds, and chance."""
+    seeds = max(row["seeds"] for row in rows)
+    bars = "; bars: ± 1 standard deviation" if seeds > 1 else ", so without bars"
+    caption = f"Dots: means over n = {seeds} seed{'s' * (seeds > 1)}{bars}. Dashed: chance."
+    task, row = max(
+        ((t, row) for row in rows for t in row["accuracy"]), key=lambda x: x[1]["accuracy"][x[0]]
+    )
+    title = f"Long Range Arena: highest accuracy {row['model']} on {task}, {100 * row['accuracy'][task]:.0f} %"
+    with drawing(
+        file, title, caption, len(tasks), columns=3, height=0.8 + 0.16 * len(rows), sharey=True
+    ) as panels:
+        for panel, (name, level) in zip(panels, arena_chance(rows, tasks).items(), strict=True):
+            panel.axvline(100 * level, color=GREY, linestyle="--", linewidth=1)
+            for i, row in enumerate(reversed(rows)):  # the first is at the top
+                if name in row["accuracy"]:
+                    x, bar = (100 * row[part][name] for part in ("accuracy", "spread"))
+                    panel.errorbar(x, i, xerr=bar or None, marker="o", color=COLOURS[0])
+            panel.set(
+                title=name, xlabel="accuracy (%)", xlim=(0, 100), ylim=(-0.5, len(rows) - 0.5)
+            )
+            panel.set_yticks(range(len(rows)), [row["model"] for row in reversed(rows)])
+    return files(file)
+
+
+def titled(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The table for a terminal: without `parameters`, and `from` as a line of its own."""
+    shown = []
+    for kind, group in itertools.groupby(lines, lambda line: line[1]):
+        shown += [[kind] + [""] * (len(header) - 3)] if kind.startswith("published") else []
+        shown += [[line[0], *line[2:-2], line[-1]] for line in group]
+    return [header[0], *header[2:-2], header[-1]], shown
+
+
+def show(header: list[str], lines: list[list[str]], console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for i, head in enumerate(header):
+        table.add_column(head, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table, markup=False)
+
+
+# ------------------------------ speed and memory
+
+
+def peak_bytes(step: Callable[[], None], device: str) -> int:
+    """The most memory that tensors made by `step` hold at once."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:  # the profiler writes to stderr that it starts and stops
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+                step()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    live = peak = 0
+    for event in found.profiler.kineto_results.events():  # pyrefly: ignore[missing-attribute]
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def lra_speed(
+    candidates: list[dict[str, Any]],
+    lengths: Iterable[int],
+    size: str,
+    device: str,
+    rounds: int = 3,
+) -> list[dict[str, Any]]:
+    """Seconds and peak memory of a training step on one row of bytes, at each length, beside softmax (SDPA).
+
+    Models take turns in one process, and the fastest of the rounds counts. A row for each model and length:
+    `seconds`, `bytes`, and `speed` and `memory`, softmax's over the model's.
+    """
+    beside = arena_models(["softmax"], ["own"])[0]
+    every = beside + [model for model in candidates if label(model) != label(beside[0])]
+    rows = []
+    for length in lengths:
+        task = ArenaTask("text", length, 2)
+        ids = torch.randint(1, 256, (1, length), device=device)
+        steps = {}
+        for model in every:
+            net = ArenaNet(arena_config(model, size, task), pairs=False).to(device)
+            steps[label(model)] = partial(training_step, net, ids)
+        peaks = {name: peak_bytes(step, device) for name, step in steps.items()}
+        seconds = dict.fromkeys(steps, math.inf)
+        for _ in range(rounds):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+        softmax = next(iter(steps))
+        rows += [
+            {"model": name, "length": length, "seconds": seconds[name], "bytes": peaks[name]}
+            | {"speed": seconds[softmax] / seconds[name], "memory": peaks[softmax] / peaks[name]}
+            for name in steps
+        ]
+    return rows
+
+
+def training_step(net: ArenaNet, ids: Tensor) -> None:
+    net(ids).logsumexp(-1).sum().backward()
+    net.zero_grad()
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+
+
+def lengths_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    of = {(row["model"], row["length"]): row for row in rows}
+    lines = [
+        [name]
+        + [f"{of[name, length]['speed']:.2f}×" for length in lengths]
+        + [f"{of[name, length]['bytes'] / 2**20:,.0f}" for length in lengths]
+        for name in dict.fromkeys(row["model"] for row in rows)
+    ]
+    return ["model", *(f"speed\n{n:,}" for n in lengths), *(f"MiB\n{n:,}" for n in lengths)], lines
+
+
+# ------------------------------ the command
+
+
+def lra(
+    *,
+    tasks: list[str] | None = None,
+    mixers: list[str] | None = None,
+    maps: list[str] | None = None,
+    data: str | Path | None = None,
+    size: str | None = None,
+    seeds: int = 1,
+    steps: int | None = None,
+    output: str | Path = "runs/lra",
+    workers: int = 2,
+    device: str | None = None,
+    quick: bool = False,
+    speed: bool = False,
+) -> list[dict[str, Any]]:
+    """Trains every model on every task, prints a table, and writes results.json, .md and the figure lra.
+
+    `output` also gets runs.jsonl, a line for each finished run, which is not trained again, and the tasks'
+    rows as arrays.
+
+    Args:
+        tasks: names from `ARENA`; by default all, without `data` those that are generated.
+        mixers: as in `recall`, or transnormer_t1 and _t2; by default all, and both of these.
+        maps: names from `FEATURE_MAPS`, or "own", each mixer's default map, which is the default.
+        data: folder of the tasks' files, TASK/SPLIT*.jsonl or .parquet.
+        size: a name from `SIZES`; by default skyformer, quick's own.
+        seeds: number of seeds, from 0.
+        steps: steps of each run.
+        workers: processes, of one thread each.
+        device: by default the GPU if there is one, else the CPU.
+        quick: small tasks that need no files, and unless mixers are given a few models.
+        speed: only times training steps at 1 K to 8 K tokens, and writes speed.json and .md.
+
+    Returns:
+        The rows of results.json, or of speed.json.
+
+    Raises:
+        InputError: an unknown name, or files that are missing or have other columns.
+    """
+    console, folder, device = (
+        Console(emoji=False),
+        output_folder(output, "--output"),
+        choose_device(device),
+    )
+    known, size = QUICK_ARENA if quick else ARENA, size or ("quick" if quick else "skyformer")
+    for option, name, names in [("--tasks", t, known) for t in tasks or ()] + [
+        ("--size", size, SIZES)
+    ]:
+        if name not in names:
+            raise InputError(f"{option}: unknown name {name!r}{suggest(name, names)}")
+    candidates, notes = arena_models(
+        mixers or (QUICK_MIXERS if quick else [*MIXERS, *TRANSNORMER]), maps or ["own"]
+    )
+    if not candidates:
+        raise InputError(f"--mixers: none of them can be an encoder: {'; '.join(notes)}")
+    if speed:
+        rows = lra_speed(
+            candidates, (256, 512, 1024) if quick else (1024, 2048, 4096, 8192), size, device
+        )
+        title = "Training step on one row, beside softmax (SDPA): times as fast, and peak MiB of tensors"
+        made = [versions()]
+        (header, lines), left, name = lengths_table(rows), 1, "speed"
+        shown = header, lines
+    else:
+        asked = {name: task for name, task in known.items() if not tasks or name in tasks}
+        if data is None and not tasks and not quick:
+            asked = {name: task for name, task in asked.items() if not task.columns}
+            notes.append(
+                "text, retrieval and image are left out: name their folder with --data (docs/lra.md)"
+            )
+        place = None if data is None else Path(data).expanduser()
+        paths = {name: prepare(task, place, folder / "data") for name, task in asked.items()}
+        total = steps or (QUICK_ARENA_STEPS if quick else ARENA_STEPS)
+        runs = [
+            (model, task, paths[name], size, seed, total)
+            for seed in range(seeds)
+            for name, task in asked.items()
+            for model in candidates
+        ]
+        jobs = {key(arena_settings(*run)): partial(run_lra, *run, device=device) for run in runs}
+        records = follow(jobs, folder / "runs.jsonl", workers, describe_arena)
+        rows, made = arena_rows(records), [record.get("versions", {}) for record in records]
+        rows.sort(key=lambda row: [label(model) for model in candidates].index(row["model"]))
+        draw_arena(rows, asked, folder / "lra")
+        title = "Long Range Arena: accuracy, %" + ("; small tasks" if quick else "")
+        (header, lines), left, name = arena_table(rows, asked, size), 2, "results"
+        shown = titled(header, lines)
+    kept = {"rows": rows, "notes": notes, "versions": list_versions(made)}
+    write_atomically(folder / f"{name}.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    flat = [head.replace("\n", " ") for head in header]
+    text = [f"# {title}", markdown_table(flat, lines, left), *notes]
+    write_atomically(folder / f"{name}.md", "\n\n".join(text) + "\n")
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    show(*shown, console)
+    for note in [*notes, f"table and numbers in {folder}"]:
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return rows
+
+
+def describe_arena(record: dict[str, Any]) -> str:
+    chosen = record["settings"]
+    return f"{chosen['task']['name']}: {label(chosen['model'])} {record['accuracy']:.3f}"
