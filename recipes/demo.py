@@ -25,8 +25,8 @@ console = Console(highlight=False)
 def main(overrides: list[str]) -> None:
     from nalanda_eval.python_tasks import write_python_tasks
 
+    from nalanda.common.errors import one_line_errors
     from nalanda.config.load import load_config
-    from nalanda_cli import one_line_errors
 
     recipe = os.path.relpath(RECIPES / "demo.yaml")
     with one_line_errors():

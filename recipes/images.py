@@ -31,12 +31,11 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, ViTImageProcessor, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from nalanda.common.errors import InputError
+from nalanda.common.errors import InputError, one_line_errors
 from nalanda.common.files import write_atomically
 from nalanda.common.text import suggest
 from nalanda.config.load import differences, find_recipe, read_sections, section
 from nalanda.model import NalandaConfig, NalandaForImageClassification
-from nalanda_cli import one_line_errors
 
 
 @dataclass

@@ -6,7 +6,6 @@ This module is outside the package, whose import takes seconds: each command imp
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -19,6 +18,9 @@ try:
 except KeyboardInterrupt:  # before `main` can handle it
     sys.stderr.write("nalanda: interrupted\n")
     raise SystemExit(130) from None
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""typer's base of errors in a command line, which typer does not export."""
 
 PANELS = {
     "nalanda": {
@@ -850,61 +852,36 @@ def main(arguments: list[str] | None = None) -> None:
     # program has a core, a step then takes up to ten times as long; on an idle machine nothing changes.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    run_command(app, "nalanda", sys.argv[1:] if arguments is None else arguments)
+
+
+def run_command(app: typer.Typer, name: str, arguments: list[str]) -> None:
+    """Runs a command of `app`. A wrong use of it is one line on stderr, and its exit code."""
+    from nalanda.common.errors import one_line_errors
+
     with one_line_errors():
         command = typer.main.get_command(app)
-        given = sys.argv[1:] if arguments is None else arguments
-        with command.make_context("nalanda", list(given)) as context:
-            command.invoke(context)
+        try:
+            with command.make_context(name, arguments) as context:
+                command.invoke(context)
+        except typer.Exit as stop:
+            raise SystemExit(stop.exit_code) from None
+        except UsageError as error:
+            print(describe_misuse(error, name), file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """At a command line: what a person can mend is one line on stderr and an exit code, never a traceback."""
-    try:
-        yield
-    except typer.Exit as stop:
-        raise SystemExit(stop.exit_code) from None
-    except BrokenPipeError:  # the reader, `head` for one, has what it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except (Exception, KeyboardInterrupt) as error:
-        line, code = _said(error)
-        if code is None:
-            raise
-        print(line, file=sys.stderr, flush=True)
-        raise SystemExit(code) from None
+def describe_misuse(error: UsageError, name: str) -> str:
+    """The line for a wrong use of a command, or the help of a command without arguments."""
+    message = error.format_message()
+    if "\n" in message:
+        return message
 
-
-def _said(error: BaseException) -> tuple[str, int | None]:
-    """The line and exit code for `error`; code None if it needs a traceback."""
-    if _interrupted(error):
-        return "nalanda: interrupted", 130
-    if isinstance(error, typer.BadParameter.__mro__[1]):  # a wrong use of the command
-        place = error.ctx.command_path if error.ctx else "nalanda"
-        text = error.format_message()
-        if "\n" in text:  # help of a command without arguments
-            return text, error.exit_code
-        takes = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
-        how = "; a recipe's settings are written section.key=value, such as train.steps=10"
-        return (
-            f"{place}: {text}{how if takes and hasattr(error, 'option_name') else ''}",
-            error.exit_code,
-        )
-    from nalanda.common.errors import explained
-
-    known = explained(error)
-    return (f"nalanda: {known}", known.exit_code) if known else ("", None)
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether ctrl-C caused `error`; libraries raise other errors if it interrupts their import."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
+    path = error.ctx.command_path if error.ctx else name
+    takes_settings = error.ctx and any(p.name == "overrides" for p in error.ctx.command.params)
+    if takes_settings and hasattr(error, "option_name"):  # an unknown option
+        message += "; a recipe's settings are written section.key=value, such as train.steps=10"
+    return f"{path}: {message}"
 
 
 if __name__ == "__main__":  # python -m nalanda_cli: use the `running` of the imported module

@@ -15,7 +15,7 @@ from nalanda_cli import (
     _doing,
     _loading,
     _resolved,
-    one_line_errors,
+    run_command,
     several,
 )
 
@@ -410,7 +410,4 @@ def plan(
 
 
 def main() -> None:
-    with one_line_errors():
-        command = typer.main.get_command(app)
-        with command.make_context("nalanda-lab", sys.argv[1:]) as context:
-            command.invoke(context)
+    run_command(app, "nalanda-lab", sys.argv[1:])

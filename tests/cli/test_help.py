@@ -180,6 +180,6 @@ def test_help_imports_nothing_slow():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True
     )
-    assert not {"rich", "torch", "nalanda", "yaml", "numpy"} & set(
+    assert not {"rich", "torch", "transformers", "yaml", "numpy"} & set(
         done.stdout.splitlines()[-1].split()
     )

@@ -1,8 +1,11 @@
 """Errors that the user can fix, in one line: bad input, full disks, too little memory."""
 
+import contextlib
 import errno
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from nalanda.common.text import is_url, local_path, redact
@@ -106,6 +109,39 @@ def explained(error: BaseException) -> InputError | None:
     if missing in EXTRAS:
         return InputError(f"{missing}: not installed; pip install 'nalanda[{EXTRAS[missing]}]'")
     return None
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program at an error that the user can fix, with one line on stderr and an exit code.
+
+    An interrupt ends it with 130, a closed pipe with 1. Other errors keep their traceback.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # the reader of the pipe, `head` for one, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if caused_by_interrupt(error):
+            line, exit_code = "interrupted", 130
+        elif explanation := explained(error):
+            line, exit_code = str(explanation), explanation.exit_code
+        else:
+            raise
+        print(f"nalanda: {line}", file=sys.stderr, flush=True)
+        raise SystemExit(exit_code) from None
+
+
+def caused_by_interrupt(error: BaseException | None) -> bool:
+    """Whether ctrl-C caused `error`. Libraries raise other errors if it interrupts their import."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def output_folder(path: str | os.PathLike, option: str) -> Path:
