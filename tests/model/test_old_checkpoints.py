@@ -1,0 +1,93 @@
+"""Checkpoints of earlier versions: today's code loads them, and so does the code that they carry.
+
+`data/checkpoint_aa58fb8.zip` is a folder that `save_pretrained` wrote at commit aa58fb8: four layers of random
+weights, with its own copies of the model's files as they were laid out then.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nalanda.model import NalandaForCausalLM
+from nalanda.testing import VOCAB, ids
+
+OLD = Path(__file__).parent / "data" / "checkpoint_aa58fb8.zip"
+
+PROGRAM = f"""
+import sys
+for package in ("nalanda", "nalanda_kernels", "nalanda_eval"):
+    sys.modules[package] = None  # only the folder's own code is left
+import torch
+from transformers import AutoModelForCausalLM
+
+folder, result = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert "transformers_modules" in type(model).__module__
+
+tokens = torch.randint(0, {VOCAB}, (2, 9), generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    logits = model(tokens).logits
+    continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+torch.save((logits, continued), result)
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    with zipfile.ZipFile(OLD) as archive:
+        archive.extractall(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def by_todays_code(folder: Path) -> tuple[Tensor, Tensor]:
+    """Logits `[2, 9, VOCAB]` and greedily continued tokens `[2, 13]`."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(model) is NalandaForCausalLM
+
+    tokens = ids(2, 9)
+    with torch.no_grad():
+        logits = model(tokens).logits
+        continued = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return logits, continued
+
+
+def by_its_own_code(folder: Path) -> tuple[Tensor, Tensor]:
+    """The same, of a process that runs the folder's files and can import nothing of ours."""
+    result = folder.with_suffix(".pt")
+    cache = {"HF_MODULES_CACHE": str(folder.with_suffix(".modules")), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(result)],
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(result)
+
+
+def check_equal(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-5)
+    assert torch.equal(a[1], b[1])
+
+
+def test_an_old_folder_has_the_same_logits_by_todays_and_by_its_own_code(checkpoint):
+    assert json.loads((checkpoint / "config.json").read_text())["auto_map"]["AutoModel"] == (
+        "modeling.Decoder"
+    )
+    check_equal(by_todays_code(checkpoint), by_its_own_code(checkpoint))
+
+
+def test_an_old_folder_saved_again_carries_todays_code(checkpoint, tmp_path):
+    expected = by_todays_code(checkpoint)
+
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "new")
+
+    check_equal(by_its_own_code(tmp_path / "new"), expected)
