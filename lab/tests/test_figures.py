@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -18,17 +16,9 @@ from nalanda_lab.plots import draw_analysis
 from nalanda_lab.recall import QUICK
 from nalanda_lab.recall_report import draw_recall
 from nalanda_lab.speed.decode import FLOOR, OURS, PEER, draw_decode
-from nalanda_lab.studies.claims_report import PAGES, draw_page
-from nalanda_lab.studies.estimate import Gap
-from nalanda_lab.studies.plan import CALIBRATION, System
-from nalanda_lab.studies.report import draw_calibration, draw_gaps
-from nalanda_lab.studies.spec import load_study
-from nalanda_lab.sweep import records
 
 from nalanda.report.figures import COLUMN, GREY, MOST, PAGE, drawing, files, in_panels, look
 from nalanda.report.plot import plot
-
-STUDY = Path(__file__).parents[1] / "records" / "study"
 
 
 def make_losses(folder: Path, runs: int) -> None:
@@ -145,41 +135,6 @@ def make_analysis(folder: Path, depth: int) -> None:
     draw_analysis(result, folder)
 
 
-def make_study(folder: Path) -> None:
-    study, _ = load_study(STUDY)
-    made = [
-        System(size, mixer, form, "{}")
-        for size, mixer in [
-            *itertools.product(study.sizes, study.mixers),
-            (next(iter(study.sizes)), CALIBRATION),
-        ]
-        for form in (study.forms if mixer != CALIBRATION else study.calibration.forms)
-    ]
-    draw = random.Random(0)
-
-    def by_budget(a: System, b: System) -> list[Gap]:
-        return [Gap(draw.gauss(0, 0.02), 0.01, 0.5, 3) for _ in study.budgets]
-
-    def system(*place: str) -> System:
-        return next(s for s in made if (s.size, s.group, s.form) == place)
-
-    pairs = [(a, system(a.size, a.group, study.reference)) for a in made]
-    pairs = [(a, b) for a, b in pairs if a != b and a.group != CALIBRATION]
-    results = SimpleNamespace(study=study, pairs=lambda: pairs, by_budget=by_budget, system=system)
-    results.at = lambda a, b, budget=-1: by_budget(a, b)[budget]
-    results.finished, results.adjusted = lambda: True, dict.fromkeys(made, 0.0004)
-    draw_gaps(results, folder / "gaps")
-    draw_calibration(results, folder / "calibration")
-
-
-def make_claims(folder: Path) -> None:
-    runs: dict[str, list] = {}
-    for record in records(STUDY / "claims" / "claims.jsonl").values():
-        runs.setdefault(record["settings"].get("system", "speed"), []).append(record)
-    for name in ("nalaformer", "soft", "polaformer"):  # curves, clouds, categories
-        draw_page(name, PAGES[name], "reproduces", runs, folder)
-
-
 MAKERS = {
     "plot": lambda folder: make_losses(folder, 1),
     "plot of eight": lambda folder: make_losses(folder, 8),
@@ -190,8 +145,6 @@ MAKERS = {
     "perplexity": lambda folder: make_perplexity(folder, 2),
     "perplexity of seven": lambda folder: make_perplexity(folder, 7),
     "analyze": lambda folder: make_analysis(folder, 9),
-    "study": make_study,
-    "claims": make_claims,
 }
 
 

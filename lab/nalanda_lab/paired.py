@@ -1,4 +1,4 @@
-"""One training run of a study, made so that runs of the same seed differ only in what is compared.
+"""Paired training runs: runs of a seed differ only in what is compared.
 
 Weights are drawn by module name, and the order of the data depends on the seed alone.
 """
@@ -32,6 +32,8 @@ from nalanda_lab.sweep import Record
 
 Batch = dict[str, Tensor]
 
+# ------------------------------ weights
+
 
 def draw_weights(model: NalandaForCausalLM, seed: int) -> None:
     """Initialises the model again, each module by a generator of its own, seeded by its name and `seed`.
@@ -46,19 +48,23 @@ def draw_weights(model: NalandaForCausalLM, seed: int) -> None:
                 parameter._is_hf_initialized = False  # pyrefly: ignore[missing-attribute]
             model._init_weights(module)
             if isinstance(module, Decay):
-                _stratify(module)
+                stratify_decay(module)
 
 
 @torch.no_grad()
-def _stratify(decay: Decay) -> None:
-    """As `Decay.initial`: A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
+def stratify_decay(decay: Decay) -> None:
+    """Draws as `Decay.initial`: A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
     heads = len(decay.A_log)
 
     def shares() -> Tensor:
         return (torch.randperm(heads) + torch.rand(heads)) / heads
 
-    values = decay.parameters_of((16 * shares()).clamp_min(1e-4), 10 ** (2 * shares() - 3))
-    decay.load_state_dict(values)
+    A = (16 * shares()).clamp_min(1e-4)
+    dt = 10 ** (2 * shares() - 3)
+    decay.load_state_dict(decay.parameters_of(A, dt))
+
+
+# ------------------------------ a run
 
 
 def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: Path) -> Record:
@@ -68,52 +74,55 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
     `cooldown` of it is spent, and cools down linearly to 0 over the next rows, which the trunk reads as well.
 
     Args:
-        settings: what determines the run, the record's key: `model`, `seed`, `rate`, `budgets` in tokens,
+        settings: the record's key, all that determines the run: `model`, `seed`, `rate`, `budgets` in tokens,
             `cooldown` and `lengths`.
         config: the recipe with that model, seed and rate; gives the data and the optimizer.
-        text: a token set with its tokenizer. work: a folder for the state at each budget, so that a killed
-            run goes on there.
+        text: a token set with its tokenizer.
+        work: a folder for the state at each budget, so that a killed run goes on there.
 
     Returns:
         `settings`; `budgets`, a list with `tokens`, `loss` in nats a token, `documents`, the sum of nats of
         each validation document, and `curve`, [tokens, mean training loss]; `lengths`, the nats a token by
-        position of the last model on longer rows; `parameters`, `state_bytes`, `state_grows`, `text`,
-        `machine`, `threads`, `versions`, `seconds`. A diverged run has `failed`.
+        position of the last model on longer rows; `parameters`, `state_bytes`, `state_grows`, `machine`,
+        `threads`, `versions`, `seconds`. A diverged run has `failed`.
     """
-    start, length = time.perf_counter(), config.data.seq_len
-    model = NalandaForCausalLM(
-        configured(settings["model"], TokenSet(text, "train").settings["vocab_size"])
-    )
+    start = time.perf_counter()
+    vocab_size = TokenSet(text, "train").settings["vocab_size"]
+    model = NalandaForCausalLM(configured(settings["model"], vocab_size))
     draw_weights(model, settings["seed"])
+
     tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
     batches, validation = open_batches(config, tokenizer)
     rows = list(itertools.chain(*validation.values()))
+
     trunk = Trunk(model, config, batches)
     state = work / (sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16] + ".pt")
-    found, spent = trunk.restore(state)
-    # What follows needs the last budget's model, which is not saved: it branches off once more.
-    found, failed = found[: len(settings["budgets"]) - 1], None
+    done, seconds_before = trunk.restore(state)
+    # The last budget's model is measured further and not saved, so it branches off once more.
+    done = done[: len(settings["budgets"]) - 1]
+
+    failed = None
     with contextlib.closing(batches):
-        for budget in settings["budgets"][len(found) :]:
+        for budget in settings["budgets"][len(done) :]:
             steps = budget // config.train.tokens_per_step
             cool = round(settings["cooldown"] * steps)
             trunk.advance(steps - cool)
             branch = trunk.branch(cool)
+
             sums = document_sums(branch, rows, tokenizer.bos_token_id)
             loss = sum(sums) / sum(map(count_labels, rows))
             if not loss < 20:
                 failed = f"diverged before {budget:,} tokens"
                 break
-            found.append(
-                {"tokens": budget, "loss": loss, "documents": sums, "curve": trunk.curve()}
-            )
-            trunk.save(state, found, spent + time.perf_counter() - start)
-    shape, longest = configured(settings["model"]), settings["lengths"]
+            done.append({"tokens": budget, "loss": loss, "documents": sums, "curve": trunk.curve()})
+            trunk.save(state, done, seconds_before + time.perf_counter() - start)
+
+    shape = configured(settings["model"])
     record: Record = {
         "settings": settings,
-        "budgets": [{**row, "documents": [round(x, 3) for x in row["documents"]]} for row in found],
+        "budgets": [{**row, "documents": [round(x, 3) for x in row["documents"]]} for row in done],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "state_bytes": shape.state_bytes(length, torch.float32),
+        "state_bytes": shape.state_bytes(config.data.seq_len, torch.float32),
         "state_grows": grows(shape),
         "machine": cpu_model(),
         "threads": torch.get_num_threads(),
@@ -121,28 +130,29 @@ def train_paired(settings: dict[str, Any], config: RunConfig, text: Path, work: 
     }
     if failed:
         record["failed"] = failed
-    elif longest:
-        tokens = torch.as_tensor(
-            TokenSet(text, "validation").read(0, longest["rows"] * longest["tokens"])
-        )
-        tokens = tokens.view(longest["rows"], -1).long()
-        record["lengths"] = losses_by_position(branch, tokens, length)
+    elif lengths := settings["lengths"]:
+        count = lengths["rows"] * lengths["tokens"]
+        tokens = torch.as_tensor(TokenSet(text, "validation").read(0, count))
+        tokens = tokens.view(lengths["rows"], -1).long()
+        record["lengths"] = losses_by_position(branch, tokens, config.data.seq_len)
+
     state.unlink(missing_ok=True)
-    return record | {"seconds": spent + time.perf_counter() - start}
+    return record | {"seconds": seconds_before + time.perf_counter() - start}
 
 
 class Trunk:
     """A model in training at a constant rate after the warm-up, and the batches that it has yet to read."""
 
     def __init__(self, model: NalandaForCausalLM, config: RunConfig, batches: Iterator[Batch]):
-        self.model, self.optim, self.batches = model, config.optim, batches
-        self.z_loss = config.train.z_loss
+        self.model = model
+        self.optim = config.optim
         self.optimizer = build_optimizer(model, config.optim)
-        self.warmup, self.micro_steps = (
-            config.schedule.warmup_steps,
-            config.accumulation(processes=1),
-        )
-        self.size, self.step = config.train.tokens_per_step, 0
+        self.batches = batches
+        self.z_loss = config.train.z_loss
+        self.warmup = config.schedule.warmup_steps
+        self.micro_steps = config.accumulation(processes=1)
+        self.tokens_per_step = config.train.tokens_per_step
+        self.step = 0
         self.losses: list[Tensor] = []
 
     def read(self) -> list[Batch]:
@@ -154,33 +164,39 @@ class Trunk:
         while self.step < until:
             self.step += 1
             rate = self.optim.lr * min(1.0, self.step / max(1, self.warmup))
-            self.losses.append(self._update(self.model, self.optimizer, self.read(), rate))
+            loss = self.update(self.model, self.optimizer, self.read(), rate)
+            self.losses.append(loss)
 
     def branch(self, steps: int) -> NalandaForCausalLM:
         """A copy of the model after a linear cooldown over the next `steps` steps; the trunk stays."""
         model = copy.deepcopy(self.model)
         optimizer = build_optimizer(model, self.optim)
         optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+        # The trunk reads these batches again.
         ahead = [self.read() for _ in range(steps)]
         self.batches = itertools.chain(itertools.chain.from_iterable(ahead), self.batches)
-        for i, batch in enumerate(ahead):
-            self._update(model, optimizer, batch, self.optim.lr * (1 - (i + 1) / steps))
+
+        for i, batches in enumerate(ahead):
+            self.update(model, optimizer, batches, self.optim.lr * (1 - (i + 1) / steps))
         return model
 
-    def _update(
+    def update(
         self,
         model: NalandaForCausalLM,
         optimizer: torch.optim.Optimizer,
         batches: list[Batch],
         rate: float,
     ) -> Tensor:
+        """Takes one optimizer step and returns the mean loss of its batches."""
         model.train()
-        count = max(1, sum(map(count_labels, batches)))
+        labels = max(1, sum(map(count_labels, batches)))
         total = torch.zeros(())
         for batch in batches:
-            loss = summed_loss(model, batch, model.device, self.z_loss) / count
+            loss = summed_loss(model, batch, model.device, self.z_loss) / labels
             loss.backward()
             total += loss.detach()
+
         nn.utils.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -190,18 +206,23 @@ class Trunk:
 
     def curve(self, points: int = 20) -> list[list[float]]:
         """[tokens, mean loss of the steps since the last point], of the trunk."""
-        ends = sorted({round(self.step * (i + 1) / points) for i in range(points)})
-        starts = [0, *ends[:-1]]
-        return [
-            [b * self.size, round(torch.stack(self.losses[a:b]).mean().item(), 4)]
-            for a, b in zip(starts, ends, strict=True)
-            if b > a
-        ]
+        ends = sorted({round(self.step * (i + 1) / points) for i in range(points)} - {0})
+        curve = []
+        for first, end in itertools.pairwise([0, *ends]):
+            loss = torch.stack(self.losses[first:end]).mean().item()
+            curve.append([end * self.tokens_per_step, round(loss, 4)])
+        return curve
 
-    def save(self, file: Path, found: list[dict], seconds: float) -> None:
+    def save(self, file: Path, done: list[dict], seconds: float) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "losses": self.losses,
+            "done": done,
+            "seconds": seconds,
+        }
         file.parent.mkdir(parents=True, exist_ok=True)
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        state |= {"step": self.step, "losses": self.losses, "found": found, "seconds": seconds}
         torch.save(state, file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)
 
@@ -215,36 +236,36 @@ class Trunk:
         self.step, self.losses = state["step"], state["losses"]
         for _ in range(self.step):
             self.read()
-        return state["found"], state["seconds"]
+        return state["done"], state["seconds"]
+
+
+# ------------------------------ losses
 
 
 @torch.no_grad()
 def document_sums(model: NalandaForCausalLM, batches: Iterable[Batch], bos: int) -> list[float]:
     """The sum of nats of each document of the validation rows."""
     model.eval()
-    losses = [
-        F.cross_entropy(
-            model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
-            .logits[:, :-1]
-            .mT,
-            batch["labels"][:, 1:],
-            reduction="none",
-        )
-        for batch in batches
-    ]
-    return by_document(losses, batches, bos)
+    losses = []
+    for batch in batches:
+        out = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], use_cache=False)
+        logits = out.logits[:, :-1].mT  # [B, vocabulary, T − 1]
+        losses.append(F.cross_entropy(logits, batch["labels"][:, 1:], reduction="none"))
+    return sum_by_document(losses, batches, bos)
 
 
-def by_document(values: Iterable[Tensor], batches: Iterable[Batch], bos: int) -> list[float]:
+def sum_by_document(values: Iterable[Tensor], batches: Iterable[Batch], bos: int) -> list[float]:
     """Sums of values `[B, T − 1]` of each batch over documents. A row may continue the one before."""
-    values, batches = torch.cat(list(values)).double(), list(batches)
-    tokens, positions = (
-        torch.cat([b[name] for b in batches]) for name in ("input_ids", "position_ids")
-    )
+    batches = list(batches)
+    values = torch.cat(list(values)).double()
+    tokens = torch.cat([batch["input_ids"] for batch in batches])
+    positions = torch.cat([batch["position_ids"] for batch in batches])
+
     starts = ((tokens == bos) & (positions == 0)).flatten()
-    document = (starts.cumsum(0) - int(starts[0])).view_as(tokens)[:, 1:].flatten()
-    sums = torch.zeros(int(document.max()) + 1, dtype=torch.float64)
-    return sums.index_add(0, document, values.flatten()).tolist()
+    index = starts.cumsum(0) - int(starts[0])
+    index = index.view_as(tokens)[:, 1:].flatten()  # of the token that each value predicts
+    sums = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
+    return sums.index_add(0, index, values.flatten()).tolist()
 
 
 @torch.no_grad()
@@ -260,16 +281,18 @@ def losses_by_position(
     for row in tokens:
         logits = model(row[None], use_cache=False).logits[0, :-1]
         losses.append(F.cross_entropy(logits, row[1:], reduction="none").double())
-    mean, found, first = torch.stack(losses).mean(0), [], 0
-    ends = [trained * 2**i for i in range(32) if trained * 2**i <= tokens.shape[1]]
-    for end in ends:
-        found.append([end, round(mean[first : end - 1].mean().item(), 4)])
-        first = end - 1
-    return found
+    mean = torch.stack(losses).mean(0)  # [T − 1]
+
+    by_position, first = [], 0
+    end = trained
+    while end <= tokens.shape[1]:
+        by_position.append([end, round(mean[first : end - 1].mean().item(), 4)])
+        first, end = end - 1, 2 * end
+    return by_position
 
 
 def cpu_model() -> str:
     """The processor's name."""
     file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", file.read_text()) if file.is_file() else None
-    return named[1] if named else platform.processor() or platform.machine()
+    line = re.search(r"model name\s*: (.*)", file.read_text()) if file.is_file() else None
+    return line[1] if line else platform.processor() or platform.machine()

@@ -1,0 +1,41 @@
+"""Changed query norms in trained mixers, to see how much of their work depends on ‖q‖."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def changed_norms(mixers: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replaces ‖q‖ `[B, T, H, 1]`, as `mix` gets q, by `change(‖q‖)`. Directions stay."""
+
+    def heads(original: Callable, *args: Any) -> dict[str, Tensor]:
+        tensors = original(*args)
+        q = tensors["q"]
+        norm = q.norm(dim=-1, keepdim=True)
+        return tensors | {"q": q * (change(norm) / norm.clamp_min(1e-12))}
+
+    for mixer in mixers:
+        mixer.heads = partial(heads, mixer.heads)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del mixer.heads
+
+
+def own_norm(norm: Tensor) -> Tensor:
+    return norm
+
+
+def swapped_norm(norm: Tensor) -> Tensor:
+    """The norm at the same position of another row: p is swapped, and its distribution stays."""
+    return norm.roll(1, 0)
+
+
+def mean_norm(norm: Tensor) -> Tensor:
+    """Each head's mean: p is constant."""
+    return norm.mean((0, 1), keepdim=True).expand_as(norm)

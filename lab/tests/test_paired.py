@@ -1,0 +1,403 @@
+"""Paired runs: weights, branches, losses, text, the estimator, and changed query norms."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from nalanda_lab import equal, paired
+from nalanda_lab.estimate import document_variance, holm, paired_gap
+from nalanda_lab.norms import changed_norms, mean_norm, own_norm, swapped_norm
+from nalanda_lab.texts import prepare_text, text_facts
+from scipy import stats
+
+from nalanda.common.errors import InputError
+from nalanda.config.load import section
+from nalanda.config.schema import GroupConfig, RunConfig
+from nalanda.data.tokenizer import build_tokenizer
+from nalanda.model import NalandaConfig, NalandaForCausalLM
+from nalanda.model.mixers import build_mixer
+from nalanda.train.build import open_batches
+from nalanda.train.loss import count_labels, loss_sums
+
+MODEL = {
+    "mixer": "deltanet",
+    "feature_map": "silu",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "tie_word_embeddings": True,
+}
+RECIPE = {
+    "output_dir": "unset",
+    "model": MODEL,
+    "seed": 1,
+    "tokenizer": {"train": "bpe", "vocab_size": 300},
+    "data": {"source": "unset", "seq_len": 32, "max_validation_rows": 24, "workers": 0},
+    "optim": {"lr": 4e-3},
+    "schedule": {"warmup_steps": 1},
+    "train": {
+        "steps": 4,
+        "tokens_per_step": 128,
+        "micro_batch_size": 2,
+        "precision": "fp32",
+        "cpu_threads": 1,
+    },
+}
+SETTINGS = {
+    "model": MODEL,
+    "seed": 1,
+    "rate": 4e-3,
+    "budgets": [256, 512],
+    "cooldown": 0.2,
+    "lengths": {"rows": 2, "tokens": 128},
+}
+
+
+def write_texts(folder: Path, seed: int = 0) -> str:
+    draw = random.Random(seed)
+    for part, count in (("train", 60), ("validation", 24)):
+        (folder / part).mkdir(parents=True)
+        lines = []
+        for _ in range(count):
+            words = draw.choices(["state", "gate", "query", "key", "value", "norm"], k=40)
+            row = {"text": " ".join(words), "meta": {"redpajama_set_name": "web"}}
+            lines.append(json.dumps(row) + "\n")
+        (folder / part / "a.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with a prepared text."""
+    folder = tmp_path_factory.mktemp("paired")
+    prepare_text(RECIPE, write_texts(folder / "mini"), folder, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_run(work):
+    """(config, text) of the run of SETTINGS."""
+    text = work / "text"
+    recipe = RECIPE | {"data": RECIPE["data"] | {"source": str(text)}}
+    recipe |= {"tokenizer": f"{text}/tokenizer"}
+    return section(RunConfig, recipe, ""), text
+
+
+def drawn(model: dict, seed: int) -> dict[str, torch.Tensor]:
+    net = NalandaForCausalLM(equal.configured(model, 300))
+    paired.draw_weights(net, seed)
+    return dict(net.named_parameters())
+
+
+def opened(config: RunConfig, text: Path):
+    tokenizer = build_tokenizer(config.tokenizer, config.data, text / "tokenizer")
+    batches, validation = open_batches(config, tokenizer)
+    return batches, list(itertools.chain(*validation.values())), tokenizer.bos_token_id
+
+
+def build_trunk(config: RunConfig, text: Path) -> paired.Trunk:
+    model = NalandaForCausalLM(equal.configured(MODEL, 300))
+    paired.draw_weights(model, 1)
+    return paired.Trunk(model, config, opened(config, text)[0])
+
+
+def timeless(record: dict) -> dict:
+    return {**record, "seconds": 0}
+
+
+# ------------------------------ weights
+
+
+def test_models_of_a_seed_share_what_they_have_in_common():
+    forms = [MODEL, MODEL | {"feature_map": "nala"}, MODEL | {"mixer": "gated_deltanet"}]
+    weights = [drawn(model, 1) for model in forms]
+    for a, b in itertools.combinations(weights, 2):
+        shared = [name for name in a.keys() & b.keys() if a[name].shape == b[name].shape]
+        assert "model.layers.0.mixer.v_proj.weight" in shared
+        assert all(torch.equal(a[name], b[name]) for name in shared)
+
+    again, other = drawn(MODEL, 1), drawn(MODEL, 2)
+    assert all(torch.equal(x, again[name]) for name, x in weights[0].items())
+    matrices = [name for name, x in other.items() if x.ndim > 1]
+    assert not any(torch.equal(other[name], weights[0][name]) for name in matrices)
+    spread = weights[0]["model.embed_tokens.weight"].std().item()
+    assert spread == pytest.approx(equal.configured(MODEL).initializer_range, rel=0.1)
+
+
+def test_decays_are_stratified_over_heads():
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2}
+    model = NalandaForCausalLM(equal.configured({"mixer": "gated_deltanet", **sizes}, 16))
+    before = torch.get_rng_state()
+    for seed in range(3):
+        paired.draw_weights(model, seed)
+        for layer in model.model.layers:
+            decay = layer.mixer.decay
+            parts = (decay.A_log.exp() / 16 * 8).floor().sort().values
+            dt = torch.nn.functional.softplus(decay.dt_bias)
+            steps = ((dt.log10() + 3) / 2 * 8).floor().sort().values
+            assert parts.tolist() == steps.tolist() == list(range(8))
+        first, second = (layer.mixer.decay.A_log for layer in model.model.layers)
+        assert not torch.equal(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ------------------------------ a run
+
+
+def test_a_branch_leaves_the_trunk_as_it_was(one_run):
+    straight, branched = build_trunk(*one_run), build_trunk(*one_run)
+    straight.advance(6)
+    branched.advance(2)
+    cooled = branched.branch(3)
+    branched.advance(6)
+    models = (straight.model, branched.model, cooled)
+    for a, b, c in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+    assert straight.losses == branched.losses
+
+
+def test_the_cooldown_reads_the_rows_that_follow_at_falling_rates(one_run, tmp_path, monkeypatch):
+    calls = []
+    update = paired.Trunk.update
+
+    def noted(self, model, optimizer, batches, rate):
+        calls.append((model is self.model, torch.cat([b["input_ids"] for b in batches]), rate))
+        return update(self, model, optimizer, batches, rate)
+
+    monkeypatch.setattr(paired.Trunk, "update", noted)
+    settings = SETTINGS | {"budgets": [640, 1280], "cooldown": 0.4}
+    paired.train_paired(settings, *one_run, tmp_path)
+
+    trunk = [tokens for of_trunk, tokens, _ in calls if of_trunk]
+    branches = [(tokens, rate) for of_trunk, tokens, rate in calls if not of_trunk]
+    assert len(trunk) == 6
+    assert len(branches) == 2 + 4
+    assert all(torch.equal(tokens, trunk[3 + i]) for i, (tokens, _) in enumerate(branches[:2]))
+    assert [rate / 4e-3 for _, rate in branches] == pytest.approx([0.5, 0, 0.75, 0.5, 0.25, 0])
+    assert [rate for of_trunk, _, rate in calls if of_trunk] == pytest.approx([4e-3] * 6)
+
+
+@pytest.mark.parametrize("at", ["the second budget", "the last measure"])
+def test_a_killed_run_goes_on(one_run, tmp_path, monkeypatch, at):
+    uninterrupted = paired.train_paired(SETTINGS, *one_run, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    branch, left = paired.Trunk.branch, [1]
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    def killed_later(self, steps):
+        return branch(self, steps) if left and left.pop() else killed()
+
+    if at == "the last measure":
+        monkeypatch.setattr(paired, "losses_by_position", killed)
+    else:
+        monkeypatch.setattr(paired.Trunk, "branch", killed_later)
+    with pytest.raises(KeyboardInterrupt):
+        paired.train_paired(SETTINGS, *one_run, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.undo()
+
+    resumed = paired.train_paired(SETTINGS, *one_run, tmp_path)
+    assert timeless(resumed) == timeless(uninterrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_says_what_made_it(one_run, tmp_path):
+    record = paired.train_paired(SETTINGS, *one_run, tmp_path)
+    assert record["machine"]
+    assert record["threads"] == torch.get_num_threads()
+    assert record["versions"].keys() >= {"torch", "python"}
+    assert [row["tokens"] for row in record["budgets"]] == SETTINGS["budgets"]
+    assert [end for end, _ in record["lengths"]] == [32, 64, 128]
+
+
+def test_a_run_that_diverges_is_recorded_as_that(one_run, tmp_path):
+    config, text = one_run
+    wild = replace(config, optim=replace(config.optim, lr=1e30))
+    record = paired.train_paired(SETTINGS | {"rate": 1e30}, wild, text, tmp_path)
+    assert record["failed"] == "diverged before 256 tokens"
+
+
+def test_rates_of_groups_and_the_z_loss_are_followed(one_run):
+    config, text = one_run
+    group = GroupConfig("embed_tokens", lr_scale=0.0, weight_decay=0.0)
+    frozen = replace(config.optim, groups=[group])
+
+    def embedding(config: RunConfig) -> torch.Tensor:
+        trunk = build_trunk(config, text)
+        trunk.advance(2)
+        return trunk.model.model.embed_tokens.weight
+
+    usual = embedding(config)
+    still = embedding(replace(config, optim=frozen))
+    assert torch.equal(still, drawn(MODEL, 1)["model.embed_tokens.weight"])
+    assert not torch.equal(usual, still)
+    other = embedding(replace(config, train=replace(config.train, z_loss=1.0)))
+    assert not torch.equal(usual, other)
+
+
+# ------------------------------ losses
+
+
+def test_losses_by_document_sum_to_the_loss(one_run):
+    model = NalandaForCausalLM(equal.configured(MODEL, 300))
+    batches, rows, bos = opened(*one_run)
+    batches.close()
+    sums = paired.document_sums(model, rows, bos)
+    total, count = loss_sums(model, rows)
+    assert sum(sums) == pytest.approx(total, rel=1e-5)
+
+    labels = [row["labels"][:, 1:] != -100 for row in rows]
+    counts = paired.sum_by_document(labels, rows, bos)
+    segments = sum(len(row["cu_seqlens"]) - 1 for row in rows)
+    continued = sum(int((row["input_ids"][:, 0] != bos).sum()) for row in rows)
+    assert continued  # documents are longer than rows
+    assert len(counts) == len(sums) == segments - continued
+    assert sum(counts) == count == sum(map(count_labels, rows))
+
+
+def test_losses_by_position_are_those_of_the_positions():
+    model = NalandaForCausalLM(equal.configured(MODEL, 300)).eval()
+    tokens = torch.randint(300, (3, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+    by_position = paired.losses_by_position(model, tokens, 16)
+    assert [end for end, _ in by_position] == [16, 32, 64]
+    parts = [losses[:, a:b].mean().item() for a, b in ((0, 15), (15, 31), (31, 63))]
+    assert [loss for _, loss in by_position] == pytest.approx(parts, abs=1e-4)
+
+
+# ------------------------------ the text
+
+
+def test_prepared_text_is_kept(work):
+    index = work / "text" / "index.json"
+    before = index.stat().st_mtime_ns
+    assert prepare_text(RECIPE, None, work, 1) == work / "text"
+    assert prepare_text(RECIPE, str(work / "mini"), work, 1) == work / "text"
+    assert index.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tokenizer": {"train": "bpe", "vocab_size": 290}},
+            "with tokenizer .*300.* this is .*290",
+        ),
+        ({"data": RECIPE["data"] | {"eos": False}}, "with eos true, and this is false"),
+    ],
+)
+def test_a_text_that_was_prepared_otherwise_is_refused(work, change, message):
+    with pytest.raises(InputError, match=message) as refused:
+        prepare_text(RECIPE | change, None, work, 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_text_has_another_fingerprint(work, tmp_path):
+    other = write_texts(tmp_path / "texts", seed=1)
+    with pytest.raises(InputError, match="remove it, or give another folder"):
+        prepare_text(RECIPE, other, work, 1)
+    facts = text_facts(work / "text")
+    assert facts["name"] == "mini"
+    assert facts["vocab_size"] <= 300
+    elsewhere = text_facts(prepare_text(RECIPE, other, tmp_path, 1))
+    assert elsewhere["fingerprint"] != facts["fingerprint"]
+
+
+# ------------------------------ the estimator
+
+
+def test_a_gap_is_the_paired_t_test():
+    draw = np.random.default_rng(0)
+    a, b = draw.normal(0.1, 0.02, 8), draw.normal(0, 0.02, 8)
+    gap = paired_gap(a, b)
+    test = stats.ttest_rel(a, b)
+    assert gap.p == pytest.approx(test.pvalue)
+    assert (gap.low, gap.high) == pytest.approx(tuple(test.confidence_interval()))
+    assert gap.text() == f"+{gap.mean:.3f} ± {gap.half:.3f}"
+    assert paired_gap(a, a).p == 1
+
+
+def test_documents_add_their_variance():
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(50, 500, 4000).astype(float)
+    b = tokens * 3.0
+    a = b + tokens * draw.normal(0.1, 0.3, 4000)
+    picked = [draw.integers(0, 4000, 40) for _ in range(2000)]
+    means = [(a[i] - b[i]).sum() / tokens[i].sum() for i in picked]
+    variances = [document_variance(a[None, i], b[None, i], tokens[i]) for i in picked]
+    assert np.mean(variances) == pytest.approx(np.var(means), rel=0.1)
+
+
+def test_holm():
+    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03})
+    assert adjusted == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+
+
+# ------------------------------ norms
+
+
+X = torch.randn(3, 32, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def mixer(name: str, **keys):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+    }
+    config = NalandaConfig(vocab_size=8, mixer=name, conv_size=0, **sizes, **keys)
+    layer = build_mixer(name, config, 0)
+    for module in layer.modules():
+        for key, value in getattr(module, "initial", dict)().items():
+            getattr(module, key).data.copy_(value)
+    return layer.double()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "moves"),
+    [
+        ("linear_attention", {"feature_map": "relu"}, False),  # the denominator cancels the norm
+        ("nala", {}, True),
+        # tanh 40 = 1: p is constant
+        ("nala", {"feature_map_options": {"power_norm": "raw"}}, False),
+    ],
+)
+def test_swapped_norms_matter_where_p_depends_on_them(name, keys, moves):
+    layer = mixer(name, **keys)
+    x = 3 * X if moves else 400 * X
+    before = layer.weights(x)
+    with changed_norms([layer], own_norm):
+        assert torch.allclose(layer.weights(x), before)
+    with changed_norms([layer], swapped_norm):
+        gap = (layer.weights(x) - before).abs().max()
+    assert (gap > 1e-2) if moves else (gap < 1e-6)
+    assert torch.equal(layer.weights(x), before)  # the context leaves nothing behind
+
+
+def test_norms_are_swapped_between_rows():
+    norm = torch.arange(6.0).view(2, 3, 1, 1)
+    assert swapped_norm(norm).flatten().tolist() == [3, 4, 5, 0, 1, 2]
+    assert mean_norm(norm).flatten().tolist() == [2.5] * 6
+
+
+def test_swapping_a_constant_p_changes_nothing():
+    layer, weights = mixer("nala"), []
+    for change in (mean_norm, lambda norm: swapped_norm(mean_norm(norm))):
+        with changed_norms([layer], change):
+            weights.append(layer.weights(X))
+    assert torch.equal(*weights)
