@@ -24,7 +24,7 @@ from nalanda.common.errors import InputError
 from nalanda.config.load import load_config
 from nalanda.config.schema import OptimConfig, TrainConfig
 from nalanda.model.loss import linear_cross_entropy
-from nalanda.train import build, loop, parallel
+from nalanda.train import build, launch, loop, parallel
 from nalanda.train.checkpoint_dir import latest_checkpoint
 from nalanda.train.flops import known_peak
 from nalanda.train.log import read_facts, read_metrics
@@ -266,11 +266,11 @@ def test_a_card_without_bf16_is_told_of_fp16(monkeypatch, recipe, tmp_path):
     with pytest.raises(
         InputError, match=r"^train\.precision: this card has no bf16; set train\.precision=fp16$"
     ):
-        build.launch(configured(recipe, tmp_path / "run", "train.precision=bf16"))
+        launch.launch(configured(recipe, tmp_path / "run", "train.precision=bf16"))
     for precision in ("fp16", "fp32"):
-        build.check_card(precision)
+        launch.check_card(precision)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    build.check_card("bf16")
+    launch.check_card("bf16")
 
 
 def test_the_peak_of_fp16_is_that_of_bf16():
@@ -296,7 +296,7 @@ def worker(recipe: Path, folder: Path) -> None:
             load_config(recipe, [f"output_dir={run}", FP16, "train.micro_batch_size=2", *more])
         )
     config = load_config(recipe, [f"output_dir={folder / 'unused'}", FP16])
-    accelerator = build.launch(config)
+    accelerator = launch.launch(config)
     chosen = TrainConfig(steps=1, tokens_per_step=1, micro_batch_size=1, precision="fp16")
     model = made(mixer="gated_deltanet")
     sharing = parallel.Sharing(accelerator, "fsdp", chosen)

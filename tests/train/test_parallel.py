@@ -37,8 +37,7 @@ from nalanda.common.errors import DiskFull, InputError
 from nalanda.common.files import verify_manifest
 from nalanda.config.load import load_config
 from nalanda.config.schema import CheckpointConfig, OptimConfig, TrainConfig
-from nalanda.train import build as build_module
-from nalanda.train import checkpoint, memory, parallel
+from nalanda.train import checkpoint, launch, memory, parallel
 from nalanda.train.checkpoint import Saver
 from nalanda.train.checkpoint_dir import checkpoint_folders, latest_checkpoint
 from nalanda.train.export import export
@@ -647,14 +646,14 @@ def test_units_are_blocks():
 
 def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
     two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
-    monkeypatch.setattr(build_module, "from_main_process", lambda value: value)
-    monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, None])
-    build_module.check_shared(tmp_path, two)
-    monkeypatch.setattr(build_module, "gather_object", lambda mine: [*mine, "node2"])
+    monkeypatch.setattr(launch, "from_main_process", lambda value: value)
+    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, None])
+    launch.check_shared(tmp_path, two)
+    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, "node2"])
     with pytest.raises(
         InputError, match="output_dir: node2 does not see what the first process writes"
     ):
-        build_module.check_shared(tmp_path, two)
+        launch.check_shared(tmp_path, two)
     assert not [*tmp_path.iterdir()]
 
 
@@ -695,5 +694,5 @@ def test_a_limit_of_any_group_above_counts(tmp_path, monkeypatch):
 
 def test_collectives_wait_longer_than_the_watchdog(recipe):
     config = load_config(recipe, ["guard.hang_timeout=5400"])
-    assert build_module.patience(config).total_seconds() > 5400
-    assert build_module.patience(load_config(recipe, ["guard.hang_timeout=null"])).days == 7
+    assert launch.patience(config).total_seconds() > 5400
+    assert launch.patience(load_config(recipe, ["guard.hang_timeout=null"])).days == 7

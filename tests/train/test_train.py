@@ -34,7 +34,7 @@ from nalanda.data.text_bytes import text_bytes
 from nalanda.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from nalanda.model import FEATURE_MAPS, NalandaConfig
 from nalanda.report.verify import verify
-from nalanda.train import build, checkpoint, loop, loss
+from nalanda.train import build, checkpoint, launch, loop, loss
 from nalanda.train.build import build_model, open_batches
 from nalanda.train.checkpoint_dir import (
     checkpoint_folders,
@@ -145,7 +145,7 @@ def test_processes_that_would_train_alone_are_refused(recipe, tmp_path, monkeypa
         loop.train(configured(recipe, tmp_path / "run"))
     monkeypatch.setenv("RANK", "0")  # use_cpu: true with --multi_gpu
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(build, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1}))
+    monkeypatch.setattr(launch, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1}))
     with pytest.raises(InputError, match="torchrun"):
         loop.train(configured(recipe, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -1302,12 +1302,12 @@ def test_the_command_line_gives_bad_input_one_line_and_code_2(recipe, tmp_path):
 
 def test_launch_on_a_cpu_flushes_denormals_and_names_the_faster_way(monkeypatch, capsys):
     """A decay of e^-90 over a chunk is a denormal number, with which products are several times as slow."""
-    monkeypatch.setattr(build, "processors", lambda: 2)
+    monkeypatch.setattr(launch, "processors", lambda: 2)
     config, threads = load_config("demo"), torch.get_num_threads()
     torch.set_flush_denormal(False)
     try:
         monkeypatch.setattr(sys, "argv", ["bin/nalanda", "train", "demo", "output_dir=a b"])
-        build.launch(config)
+        launch.launch(config)
         assert (torch.tensor(1e-30) * torch.tensor(1e-9)).item() == 0
         command = (
             "--nproc_per_node 2 -m nalanda_cli train demo 'output_dir=a b' train.cpu_threads=1"

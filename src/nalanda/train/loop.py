@@ -26,12 +26,13 @@ from nalanda.data.offline import use_mirror
 from nalanda.data.records import Left, describe_left
 from nalanda.data.stores import with_local_sets
 from nalanda.train import memory, parallel
-from nalanda.train.build import Run, finish_sums, from_main_process, launch, refuse_damage, set_up
+from nalanda.train.build import finish_sums, refuse_damage, set_up
 from nalanda.train.checkpoint import random_state, set_random_state
 from nalanda.train.checkpoint_dir import step_of
 from nalanda.train.estimate import estimate, time_left
 from nalanda.train.export import export
 from nalanda.train.guards import SIGNALS, Interruptions, Watchdog, interruptible
+from nalanda.train.launch import from_main_process, launch
 from nalanda.train.log import RunLog, last_metrics, write_facts
 from nalanda.train.loss import (
     count_labels,
@@ -42,6 +43,7 @@ from nalanda.train.loss import (
 )
 from nalanda.train.mirror import Mirror, mirrored, staged
 from nalanda.train.optim import LEAST_SCALE, describe_groups, follow_gradients, learning_rate
+from nalanda.train.run import Run
 from nalanda.train.run_dir import (
     claim,
     is_exported,

@@ -1,0 +1,146 @@
+"""Starts a run's processes, and lets them agree."""
+
+import os
+import platform
+import shlex
+import sys
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+
+from nalanda.common.allocator import keep_freed_memory
+from nalanda.common.errors import InputError
+from nalanda.config.schema import RunConfig
+from nalanda.data.workers import processors
+
+
+def launch(config: RunConfig) -> Accelerator:
+    """Returns the Accelerator of this process, once all processes have met.
+
+    Raises `InputError` if the launcher was asked for more processes than joined.
+    """
+    torch.set_flush_denormal(True)  # their products are slow; before threads start
+    if config.train.cpu_threads:
+        torch.set_num_threads(config.train.cpu_threads)
+    check_card(config.train.precision)
+    precision = "no" if config.train.precision == "fp32" else config.train.precision
+
+    try:
+        groups = InitProcessGroupKwargs(timeout=patience(config))
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[groups])
+    except ValueError as error:
+        raise InputError(f"train.precision: {config.train.precision}: {error}") from None
+    if precision == "fp16":
+        # accelerate 1.15 has no fp16 on CPUs, and its loss scale would skip steps behind the loop's back.
+        accelerator.native_amp, accelerator.scaler = True, None
+
+    check_processes(accelerator)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
+        if accelerator.is_main_process:
+            advise_on_threads(config, accelerator.num_processes)
+    return accelerator
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Raises `InputError` if this process trains alone though others were launched, or in a way that
+    Nalanda has not."""
+    launched = os.environ.get("WORLD_SIZE")
+    alone = "MASTER_ADDR" in os.environ and "RANK" not in os.environ
+    if alone or (launched and int(launched) != accelerator.num_processes):
+        raise InputError(
+            f"the launcher was asked for {launched or 'several'} processes and each would train alone; "
+            "on CPUs launch with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N …"
+        )
+
+    kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in kinds:
+        raise InputError(
+            f"{accelerator.distributed_type} with {accelerator.num_processes} process(es): "
+            "Nalanda trains on one process, with DDP or with FSDP2; choose that in `accelerate config`"
+        )
+
+
+def advise_on_threads(config: RunConfig, processes: int) -> None:
+    """Prints how to use idle CPU cores, or how to use all of them better."""
+    cores = processors()
+    threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if threads < cores:
+        print(
+            f"{threads} of {cores} CPU cores in use: train.cpu_threads=N sets more (a launcher set less)"
+        )
+        return
+
+    divisible = config.train.micro_batch_size % cores == 0
+    if processes > 1 or not 1 < cores <= 8 or not divisible:
+        return
+    is_script = sys.argv[0].endswith("pretrain.py")
+    command = sys.argv if is_script else ["-m", "nalanda_cli", *sys.argv[1:]]
+    program = ["torchrun", "--standalone", "--nproc_per_node", str(cores), *command]
+    rows = config.train.micro_batch_size // cores
+    print(
+        f"a small model trains faster in {cores} processes of one thread:\n"
+        f"    ACCELERATE_USE_CPU=true {shlex.join(program)} train.cpu_threads=1 "
+        f"train.micro_batch_size={rows}"
+    )
+
+
+def check_card(precision: str) -> None:
+    """Raises `InputError` for bf16 on a card that only emulates it: one before Ampere."""
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
+    if precision != "bf16" or on_cpu or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InputError("train.precision: this card has no bf16; set train.precision=fp16")
+
+
+def patience(config: RunConfig) -> timedelta:
+    """How long a collective waits: longer than the watchdog, which says what every process was doing."""
+    hang = config.guard.hang_timeout
+    return timedelta(days=7) if hang is None else timedelta(seconds=2 * hang)
+
+
+def check_shared(run_dir: Path, accelerator: Accelerator) -> None:
+    """Raises `InputError` on all processes if one does not see the folder that the main process writes to."""
+    if accelerator.num_processes == 1:
+        return
+    token = from_main_process(uuid.uuid4().hex if accelerator.is_main_process else None)
+    file = run_dir / f".shared-{token}"
+    if accelerator.is_main_process:
+        file.touch()
+    accelerator.wait_for_everyone()
+    lacking = [host for host in gather_object([None if file.exists() else platform.node()]) if host]
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        file.unlink()
+    if lacking:
+        raise InputError(
+            f"output_dir: {lacking[0]} does not see what the first process writes to {run_dir}; name a "
+            "folder that all nodes share"
+        )
+
+
+def from_main_process(value: Any) -> Any:
+    """Returns the main process's value on every process."""
+    return broadcast_object_list([value])[0]
+
+
+def on_main_process(main: bool, act: Callable[[], Any]) -> Any:
+    """Calls `act` on the main process, and returns its result on every process. Its `InputError` is raised
+    on all."""
+    result = problem = None
+    if main:
+        try:
+            result = act()
+        except InputError as error:
+            problem = error
+    result, problem = from_main_process((result, problem))
+    if problem:
+        raise problem
+    return result

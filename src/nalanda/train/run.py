@@ -1,0 +1,148 @@
+"""A run on one process: its parts, its progress, and its checkpoints."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from nalanda.config.schema import RunConfig
+from nalanda.data.loader import PackedBatches
+from nalanda.data.masking import Masking
+from nalanda.data.text_bytes import TextBytes
+from nalanda.data.token_set import SumCheck
+from nalanda.train import checkpoint, parallel
+from nalanda.train.checkpoint_dir import mark_unsound
+from nalanda.train.guards import SpikeDetector
+from nalanda.train.launch import from_main_process
+from nalanda.train.log import write_facts
+from nalanda.train.mirror import Mirror
+from nalanda.train.row_states import RowStates
+
+
+@dataclass
+class TrainerState:
+    """Progress of a run; every checkpoint saves it."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    """Bad steps of the whole run: they changed nothing."""
+    overflows: int = 0
+    """Steps that changed nothing but fp16's loss scale."""
+    bad: list[str] = field(default_factory=list)
+    """Reasons of the consecutive bad steps up to this one."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The parts of a run on one process, as `build.set_up` makes them."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    model: Any
+    """The bare model."""
+    wrapped: Any
+    """The model under DDP or autocast: called in training."""
+    optimizer: torch.optim.Optimizer
+    batches: PackedBatches
+    validation: dict[str, list[dict[str, Tensor]]]
+    """Batches by source; {} without validation."""
+    sums: SumCheck
+    saver: checkpoint.Saver
+    spikes: SpikeDetector
+    row_states: RowStates | None
+    scaler: torch.amp.GradScaler
+    """fp16's loss scale; without fp16 it does nothing."""
+    sharing: parallel.Sharing
+    text_bytes: TextBytes | None = None
+    """Bytes of the tokens' text, or None if the tokenizer loses some."""
+    masking: Masking | None = None
+    """Makes the batches of a masked language model."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Contents of run.json."""
+    at: TrainerState = field(default_factory=TrainerState)
+    checkpoint: Path | None = None
+    """The checkpoint that the same command would resume from."""
+    mirror: Mirror | None = None
+    """Copies the run to its store, on the main process of a run in one."""
+    rollbacks: Counter[Path] = field(default_factory=Counter)
+    """Rollbacks to each checkpoint since the launch."""
+    rolled_back_to: Path | None = None
+    """Checkpoint of the last rollback, until a step after it is good."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one process in a step."""
+        return self.config.accumulation(self.accelerator.num_processes)
+
+    def load(self, path: Path | None, find_older: Callable[[], Path | None]) -> dict | None:
+        """Loads `path`. If its weights or moments are unsound, marks it and loads what `find_older` returns.
+
+        Returns the data state, or None if no checkpoint is left; `checkpoint` is then None as well.
+        """
+        accelerator = self.accelerator
+        while path := from_main_process(path):
+            state, data_state = checkpoint.load(
+                path, model=self.model, optimizer=self.optimizer, rank=accelerator.process_index
+            )
+            problem = self.saver.unsound(self.model, self.optimizer)
+            if problem is None:
+                self.spikes.load_state_dict(state.get("spikes", {}))
+                if scale := state.get("loss_scale"):  # {} or missing without fp16
+                    self.scaler.load_state_dict(scale)
+                self.at = TrainerState(
+                    **{f.name: state[f.name] for f in fields(TrainerState) if f.name in state}
+                )
+                self.checkpoint = path
+                return data_state
+            if accelerator.is_main_process:
+                print(f"{path}: unsound, passed over: {problem}", flush=True)
+                mark_unsound(path, problem)
+                path = find_older()
+        self.checkpoint = None
+        return None
+
+    def save(self, data_state: dict, *, wait: bool) -> None:
+        """Saves a checkpoint of the current step. wait: also for an asynchronous save.
+
+        It does not wait for the sums of token sets: a signal leaves little time. The checkpoint says whether
+        they were all compared.
+        """
+        progress = {"processes": self.accelerator.num_processes, "sums_compared": self.sums.settled}
+        self.checkpoint = self.saver.save(
+            self.at.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            data_state=data_state,
+            trainer_state={
+                **asdict(self.at),
+                "spikes": self.spikes.state_dict(),
+                "loss_scale": self.scaler.state_dict(),
+                **progress,
+            },
+            row_states=self.row_states.state_tensors()
+            if self.row_states and self.sharing.first
+            else None,
+        )
+        if wait:
+            self.saver.wait()
+        self.note_saved()
+
+    def leave(self, error: type[BaseException] | None) -> None:
+        """Lets a save that is under way end when the run fails, and notes it."""
+        self.saver.close(error)
+        self.facts["saved"] = self.saver.saved
+
+    def note_saved(self) -> None:
+        """Writes the newest checkpoint on the disk to run.json; an asynchronous save gets there later."""
+        if not self.accelerator.is_main_process or self.facts["saved"] == self.saver.saved:
+            return
+        self.facts["saved"] = self.saver.saved
+        write_facts(Path(self.config.output_dir), self.facts)
+        if self.mirror is not None:
+            self.mirror.start()
