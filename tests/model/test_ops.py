@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from nalanda import ops
-from nalanda.model.chunk import _Chunk
+from nalanda.model.chunk_forward import Chunk
 
 # Largest error relative to the largest entry of the same tensor.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -247,7 +247,7 @@ def test_strong_decay(mode, where, kind):
 def test_strong_decays_leave_nothing_below_the_normal_numbers():
     """A CPU multiplies such numbers many times slower."""
     q, k = (torch.rand(2, 64, 8) for _ in range(2))
-    chunk = _Chunk(q, k, torch.rand(2, 64), torch.full((2, 64), -5.0), None)
+    chunk = Chunk(q, k, torch.rand(2, 64), torch.full((2, 64), -5.0), None)
     for x in (chunk.qk, chunk.kk, chunk.q_in, chunk.k_out):
         assert not ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any()
 
@@ -474,15 +474,16 @@ def test_l2norm():
 @pytest.mark.parametrize("bounds", [None, (0, 3, 3, 90, 200)], ids=["dense", "packed"])
 def test_kept_chunks_are_the_recomputed_ones(kind, bounds, monkeypatch):
     """Short batches keep the forward's chunks; long ones compute them again, a segment at a time."""
-    chunk = importlib.import_module("nalanda.model.chunk")
+    order = importlib.import_module("nalanda.model.chunk_order")
+    forward = importlib.import_module("nalanda.model.chunk_forward")
     inputs = make(1, 200, value_heads=4, kind=kind, sequences=bounds and len(bounds) - 1)
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
-    monkeypatch.setattr(chunk, "_CPU_TOKENS", 300)
-    chunk._layout.cache_clear()
+    monkeypatch.setattr(order, "_CPU_TOKENS", 300)
+    order._order.cache_clear()
     kept = run(inputs, "chunk", **options)
-    monkeypatch.setattr(chunk, "_KEPT_TOKENS", 0)
+    monkeypatch.setattr(forward, "SAVED_TOKENS", 0)
     again = run(inputs, "chunk", **options)
-    chunk._layout.cache_clear()
+    order._order.cache_clear()
     assert all(torch.equal(kept[name], x) for name, x in again.items())
 
 

@@ -8,7 +8,7 @@ import torch
 from tiny_models import VARIANTS, rows
 
 from nalanda import NalandaConfig, NalandaForCausalLM
-from nalanda.model import chunk
+from nalanda.model import chunk_forward
 from nalanda.model.sequences import Sequences
 from nalanda.train import estimate
 from nalanda.train.estimate import activation_bytes, logits_bytes, saved_bytes
@@ -103,7 +103,7 @@ def test_the_estimate_is_what_every_model_keeps(options, checkpointing):
 def test_the_estimate_knows_the_precision_and_what_the_chunk_form_keeps(precision, heads):
     """A CPU keeps the chunks of at most 16,384 tokens of a head."""
     config = configured(num_heads=heads, mixer="gated_deltanet", feature_map="nala")
-    assert (heads * 3 * 448 <= chunk._KEPT_TOKENS) is (heads == 2)
+    assert (heads * 3 * 448 <= chunk_forward.SAVED_TOKENS) is (heads == 2)
     found = kept(config, 3, 448, TYPES[precision], False)
     assert said(config, 3, 448, TYPES[precision], False) == pytest.approx(found, rel=0.02)
 

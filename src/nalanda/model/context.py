@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunk import wide_dtype
+from .chunk_order import wide_dtype
 from .layers import at_least_fp32, no_autocast
 from .ops import linear_attention, map_features
 from .sequences import Rows, Sequences, bounds_on_host

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Heads, Mixer, State, StateSpec
-from .chunk import wide_dtype
+from .chunk_order import wide_dtype
 from .context import recurrence
 from .delta import Decay
 from .epilogues import swiglu

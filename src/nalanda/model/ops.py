@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .chunk import ChunkRecurrence, bounds_of, chunk_op, wide_dtype
+from .chunk import ChunkRecurrence, chunk_op
+from .chunk_order import bounds_of, wide_dtype
 from .layers import at_least_fp32, direction, no_autocast
 
 _API = 3

@@ -26,7 +26,7 @@ from nalanda.config.model import (
 )
 from nalanda.config.schema import RunConfig
 from nalanda.data.tokenizer import build_tokenizer, vocabulary_of
-from nalanda.model import NalandaConfig, chunk, ops
+from nalanda.model import NalandaConfig, chunk_forward, chunk_order, ops
 from nalanda.model.context import Context, Parts
 from nalanda.model.epilogues import add_norm
 from nalanda.model.layers import RMSNorm
@@ -261,7 +261,7 @@ def _extrapolated(
     few = (
         mixer is not None
         and device == "cpu"
-        and mixer.steps * mixer.num_v_heads * tokens <= chunk._KEPT_TOKENS
+        and mixer.steps * mixer.num_v_heads * tokens <= chunk_forward.SAVED_TOKENS
     )
     key = (config.to_json_string(), name, tuple(shapes), dtype, parts, device, few)
     if key not in _measured:
@@ -326,9 +326,9 @@ def _rules(device: str, few: bool) -> Iterator[None]:
         return _FusedAttention.apply(q, k, v)
 
     with contextlib.ExitStack() as stack:
-        rules = [(chunk, "_KEPT_TOKENS", 2**62 if few else 0)]
+        rules = [(chunk_forward, "SAVED_TOKENS", 2**62 if few else 0)]
         if device != "cpu":
-            rules += [(chunk, "_chunk_of", chunk_of), (ops, "_scarce_memory", lambda x: True)]
+            rules += [(chunk_order, "chunk_of", chunk_of), (ops, "_scarce_memory", lambda x: True)]
             rules += [(F, "scaled_dot_product_attention", attend)]
         for module, name, value in rules:
             stack.enter_context(mock.patch.object(module, name, value))
