@@ -31,7 +31,7 @@ PANELS = {
         "Convert a model": ("export", "convert"),
         "Tune the kernels": ("tune",),
     },
-    "data": {"Commands": ("fetch", "prepare", "inspect")},
+    "data": {"Commands": ("prepare", "inspect")},
 }
 """The commands by what a person wants to do, in the order of the help."""
 
@@ -762,33 +762,6 @@ def inspect(
     from nalanda.data.inspect import inspect
 
     inspect(directory, verify=verify, samples=show)
-
-
-@data.command()
-def fetch(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    to: Annotated[str, Option("--to", help="directory to fill, for offline: DIR in a recipe")] = "",
-    max_shards: Annotated[
-        int | None,
-        Option(min=1, help="limit on the files of each split, for part of a large dataset"),
-    ] = None,
-) -> None:
-    """Download all that a recipe needs, for machines without a network.
-
-    \b
-    nalanda data fetch gated_deltanet_340m --to mirror --max-shards 2
-
-    Downloads the tokenizer, the dataset's files, shards with a URL and the initial model. Resumes after an
-    interruption.
-    """
-    from nalanda.config.load import load_config
-    from nalanda.data.offline import fill_mirror
-
-    if not to:
-        raise typer.BadParameter("name the directory to fill: --to DIR")
-    fill_mirror(load_config(recipe, overrides or []), to, max_shards=max_shards)
-    _next("fetch", recipe=recipe, overrides=overrides or [], mirror=to)
 
 
 @app.command()

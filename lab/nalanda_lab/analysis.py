@@ -25,7 +25,6 @@ from nalanda.common.errors import InputError, output_folder
 from nalanda.common.versions import versions
 from nalanda.config.load import load_config
 from nalanda.config.schema import DataConfig, check_seed
-from nalanda.data.offline import use_mirror
 from nalanda.data.tokenizer import build_tokenizer
 from nalanda.inference.load import bos_token, choose_device, load_model
 from nalanda.model import build_feature_map
@@ -324,7 +323,7 @@ def open_model(
         found = resolve(name)
         beside = found.run or (path.parent if path.is_dir() else Path("runs", path.name))
         return *load_model(found.model, **options), found.model, beside / "analysis"
-    config = use_mirror(load_config(name, overrides or []))
+    config = load_config(name, overrides or [])
     run = Path(config.output_dir)
     if (run / "final" / "config.json").is_file() and not overrides:
         return *load_model(str(run / "final"), **options), str(run / "final"), run / "analysis"

@@ -76,14 +76,7 @@ RECIPES = {
     "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is a duplicate of line \d+",
     "none.yaml": r"none\.yaml: no such recipe or file.*",
 }
-READING = (
-    "train {}",
-    "info {}",
-    "analyze {}",
-    "data fetch {} --to to",
-    "data prepare {} out",
-    "perplexity model --text {}",
-)
+READING = ("train {}", "info {}", "analyze {}", "data prepare {} out", "perplexity model --text {}")
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 MODELS = {
     "torn": r"model\.safetensors: damaged or cut short \(.*\); copy or download it again",
@@ -237,7 +230,6 @@ TABLE = [
     ("generate model x --save-state dangling", rf"--save-state {DANGLING}"),
     ("convert model dangling", r"dangling exists; choose another folder"),
     ("data prepare r.yaml dangling", DANGLING),
-    ("data fetch r.yaml --to dangling", rf"--to {DANGLING}"),
     ("study run dangling", rf"the study's folder {DANGLING}"),
     # devices
     *(
@@ -296,7 +288,7 @@ COMMANDS = (
         "data prepare x y",
         "data inspect x",
     ),
-    *("data fetch x --to y", "study run x", "study report x"),
+    *("study run x", "study report x"),
 )
 
 

@@ -93,8 +93,6 @@ VALUES = {
     "output": "o p",
     "set": "s&t",
     "recipe": "my recipe.yaml",
-    "overrides": ["optim.lr=1", "data.source=a b"],
-    "mirror": "m*",
     "state": "s;t",
     "folder": "it's 1",
 }
@@ -127,10 +125,6 @@ def test_a_next_command_is_as_one_would_type_it(capsys, monkeypatch):
         """print(Auto.from_pretrained("m"))'"""
     )
     assert "AutoModelForMaskedLM" in next_steps("write an encoder", folder="m")[0]
-    assert (
-        next_steps("fetch", recipe="demo", overrides=[], mirror="m")[1]
-        == "nalanda train demo offline=m"
-    )
     monkeypatch.setenv("RANK", "1")
     print_next_steps("train", run="runs/demo")
     assert capsys.readouterr().err == ""

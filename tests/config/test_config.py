@@ -145,7 +145,6 @@ def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     given = {
         "output_dir": "~/run",
-        "offline": "~/mirror",
         "tokenizer": "~/tokenizer",
         "model.init_from": "~/model",
         "data.source": '""',
@@ -153,9 +152,9 @@ def test_the_home_is_written_out_once_wherever_a_path_may_stand(recipe, tmp_path
     }
     config = load_config(recipe, [f"{key}={value}" for key, value in given.items()])
     part = config.data.mixture[0]
-    found = [config.output_dir, config.offline, config.tokenizer.path, config.model["init_from"]]
+    found = [config.output_dir, config.tokenizer.path, config.model["init_from"]]
     found += [part.source, *part.validation_source]
-    names = ("run", "mirror", "tokenizer", "model", "a", "b", "c")
+    names = ("run", "tokenizer", "model", "a", "b", "c")
     assert found == [str(tmp_path / name) for name in names]
     assert "~" not in config.to_yaml()
     assert at_home(config) == config

@@ -1,9 +1,14 @@
 """The one form of a tokenizer in prepared sets, runs and exported models; SentencePiece's models."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from training import configured
 
@@ -18,6 +23,7 @@ from nalanda.data.tokenizer import (
     encoder,
     load_tokenizer,
     mistral_model,
+    tokenizer_fingerprint,
 )
 from nalanda.train.loop import train
 
@@ -219,3 +225,74 @@ def test_a_sentencepiece_model_that_is_not_converted_says_its_one_cause(
     )
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("=") == 1
+
+
+# ------------------------------ the fingerprint, and a tokenizer of a package
+
+
+def test_the_fingerprint_depends_on_what_decides_tokens(tokenizer, tmp_path):
+    first = tokenizer_fingerprint(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = build_tokenizer(TokenizerConfig(path=str(tmp_path)), DataConfig(), tmp_path)
+    assert tokenizer_fingerprint(reloaded) == first
+    reloaded("a b c", truncation=True, max_length=2)
+    assert tokenizer_fingerprint(reloaded) == first
+    program = (
+        "import hashlib, sys, tokenizers; backend = tokenizers.Tokenizer.from_file(sys.argv[1]);"
+        "print(hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "tokenizer.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    )
+    assert other.stdout.strip() == first
+
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+
+    def changed(change):
+        state = json.loads(json.dumps(backend))
+        change(state)
+        kind = transformers.PreTrainedTokenizerFast
+        return tokenizer_fingerprint(kind(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
+
+    assert (
+        changed(
+            lambda state: (
+                state["model"]["merges"].append(["a", "b"])
+                or state["model"]["vocab"].update(ab=257)
+            )
+        )
+        != first
+    )
+    assert changed(lambda state: state.update(normalizer={"type": "NFC"})) != first
+
+
+def test_mistral_without_its_package(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mistral_common" else find(name)
+    )
+    for name in ("mistral", "mistral-common"):
+        with pytest.raises(InputError, match="pip install mistral-common") as caught:
+            build_tokenizer(TokenizerConfig(path=name), None, tmp_path)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+def test_mistral_out_of_its_package(tmp_path):
+    pytest.importorskip("mistral_common")
+    found = build_tokenizer(TokenizerConfig(path="mistral"), DataConfig(), tmp_path)
+    assert (len(found), found.bos_token_id, found.eos_token_id) == (32000, 1, 2)
+    assert found("Hello world").input_ids == [1, 22557, 1526]
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=str(mistral_model()))
+    for text in (
+        "def f(x):\n\n    return  x  # Größe 漢字\t",
+        "  leading",
+        "🦜🦜 \u200d",
+        "½ e\u0301 \n \n",
+    ):
+        assert found(text).input_ids == [1, *model.encode(text)]

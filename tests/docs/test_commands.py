@@ -13,6 +13,7 @@ import tomllib
 import pages
 import pytest
 import typer.main
+from huggingface_hub.cli.hf import app as hf
 from pages import DATA, ROOT, STEPS, TINY, Command, read_page, write_corpus
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -68,6 +69,8 @@ def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
             return f"there is no {absent[0]}"
         if program == "nalanda":
             check_nalanda(arguments, named)
+        elif program == "hf":
+            check_hf(arguments)
         elif program == "make":
             return subprocess.run(
                 ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True
@@ -90,6 +93,12 @@ def mistake(words: list[str], needs: str = "", named: bool = False) -> str:
         if not (named and type(error).__name__ == "MissingParameter"):
             return str(error) or error.format_message()
     return ""
+
+
+def check_hf(arguments: list[str]) -> None:
+    context = hf.make_context("hf", list(arguments))
+    name, command, rest = hf.resolve_command(context, [*context._protected_args, *context.args])
+    command.make_context(name, rest, parent=context)
 
 
 def check_nalanda(arguments: list[str], named: bool = False) -> None:

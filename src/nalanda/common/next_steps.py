@@ -30,10 +30,6 @@ NEXT = {
         "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer {settings}",
         "nalanda train {recipe} data.source={set} tokenizer={set}/tokenizer {settings} output_dir={run}",
     ),
-    "fetch": (
-        "nalanda info {recipe} {overrides} offline={mirror}",
-        "nalanda train {recipe} {overrides} offline={mirror}",
-    ),
     "write a model": (
         "nalanda generate {folder} {prompt}",
         "nalanda eval {folder} {tasks}",

@@ -41,7 +41,7 @@ def at_home(config: RunConfig) -> RunConfig:
     """`config` with the user's home in place of `~`. Raises `InputError` for the home of an unknown user."""
     config = copy.deepcopy(config)
     data, parts = config.data, config.data.mixture
-    places: list[tuple[Any, str, str]] = [(config, "output_dir", ""), (config, "offline", "")]
+    places: list[tuple[Any, str, str]] = [(config, "output_dir", "")]
     places += [
         (part, key, "data.") for part in (data, *parts) for key in ("source", "validation_source")
     ]

@@ -577,10 +577,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    offline: str | None = None
-    """Directory filled by `nalanda data fetch`. If set, what the recipe names on the Hub or by URL is read
-    only from there. It may change between starts. Do not set it in a run that began to stream from the Hub or
-    from URLs: the directory has the documents in another order."""
     plugins: list[str] = field(default_factory=list)
     """Modules to import, which register mixers, feature maps, optimizers or readers of the user's own."""
 

@@ -12,7 +12,6 @@ from nalanda.common.text import local_path
 from nalanda.config.load import is_recipe, load_config
 from nalanda.config.schema import DataConfig, TokenizerConfig
 from nalanda.data.megatron import read_megatron
-from nalanda.data.offline import use_mirror
 from nalanda.data.prepare import prepare
 from nalanda.data.stores import make_in_store
 from nalanda.data.token_set import is_token_set, megatron_splits, read_index
@@ -65,7 +64,7 @@ def make_token_set(
         )
     settings, its_tokenizer = DataConfig(source=source), TokenizerConfig(train="bpe")
     if is_recipe(source):
-        recipe = use_mirror(load_config(source))
+        recipe = load_config(source)
         settings, its_tokenizer = recipe.data, recipe.tokenizer
     asked = _given(tokenizer)
     another = "path" in asked or asked.get("train", its_tokenizer.train) != its_tokenizer.train

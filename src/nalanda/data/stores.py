@@ -26,7 +26,6 @@ from nalanda.common.stores import (
     is_store,
     list_folder,
     match,
-    reachable,
     read_bytes,
     remove_file,
     staging,
@@ -51,16 +50,7 @@ from nalanda.data.documents import (
 )
 from nalanda.data.readers import documents_among, refuse_two_kinds
 from nalanda.data.token_set import FORMAT, SPLITS
-from nalanda.data.urls import (
-    FAILS,
-    UrlShard,
-    cached,
-    download,
-    is_list,
-    list_urls,
-    name_of,
-    split_urls,
-)
+from nalanda.data.urls import UrlShard, cached, is_list, list_urls, name_of, split_urls
 
 AT_ONCE = 16
 """Files that a store is asked for, or given, at a time."""
@@ -244,14 +234,6 @@ def _folder_parts(source: str, retries: int, counts: Counter[str]) -> dict[str, 
             counts[Path(file).suffix or "."] += 1
     refuse_two_kinds(redact(source), (file.name for found in parts.values() for file in found))
     return parts
-
-
-def fetch(file: Named, path: Path, retries: int) -> None:
-    """Downloads a file of a source to `path`, for the offline mirror."""
-    if stored := _look(file, retries):
-        download_file(stored, path, retries)
-    else:
-        reachable(lambda: download(file.url, path, retries), file.url, FAILS)
 
 
 # ------------------------------ token sets

@@ -11,7 +11,6 @@ from nalanda.common.text import size, suggest
 from nalanda.config.load import load_config
 from nalanda.config.model import is_encoder
 from nalanda.config.schema import RunConfig
-from nalanda.data.offline import use_mirror
 from nalanda.model import NalandaConfig
 from nalanda.report.runs import layers
 from nalanda.train.estimate import (
@@ -28,7 +27,7 @@ from nalanda.train.flops import DTYPES, PEAK_FLOPS, flops_per_token, known_peak,
 
 def described(recipe: str, overrides: list[str]) -> tuple[RunConfig, Any]:
     """A recipe and its model, in fp32 on the meta device. Raises InputError as `info` does."""
-    config = use_mirror(load_config(recipe, overrides))
+    config = load_config(recipe, overrides)
     return config, meta_model(config)
 
 

@@ -22,7 +22,6 @@ from nalanda.common.errors import InputError, NothingTrained
 from nalanda.common.progress import Progress
 from nalanda.config.load import at_home
 from nalanda.config.schema import RunConfig
-from nalanda.data.offline import use_mirror
 from nalanda.data.records import Left, describe_left
 from nalanda.data.stores import with_local_sets
 from nalanda.train import memory, parallel
@@ -102,7 +101,7 @@ def _train(
     )
     accumulation = config.accumulation(processes)
     run_dir = Path(config.output_dir)
-    recipe, config = config, with_local_sets(use_mirror(config))
+    recipe, config = config, with_local_sets(config)
     changes, facts, resume = from_main_process(claimed)
     done = step_of(resume) if resume else 0
     if (
