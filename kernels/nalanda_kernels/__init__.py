@@ -17,7 +17,10 @@ ENVIRONMENT = "NALANDA_BACKEND"  # what `backend="auto"` means in this process
 
 
 class Unsupported(Exception):
-    """A backend cannot serve the call, for the reason given in one line. The next backend serves it."""
+    """A backend cannot serve a call. The text names the cause, such as "float64 inputs".
+
+    The user reads it as "delta_rule: triton cannot serve float64 inputs; trying the next backend".
+    """
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,21 @@ class Kernel:
     needs: str
 
     def load(self) -> Callable:
+        """Imports the module and returns the function."""
         module, function = self.target.split(":")
         return getattr(importlib.import_module(module), function)
 
     def serves(self, device_type: str) -> bool:
-        """Whether it runs here on tensors of this device; Triton's interpreter takes CPU tensors."""
-        there = device_type in self.devices or (device_type == "cpu" and interpreting())
-        return there and _installed(self.needs)
+        """Whether it can run here on tensors of this device."""
+        return device_type in self.devices and _installed(self.needs)
 
 
 def _triton(target: str) -> Kernel:
     return Kernel(f"nalanda_kernels.triton.{target}", ("cuda",), "triton")
 
 
+# op → backend → implementation. "auto" tries the backend that was measured as fastest, then this order, then
+# torch.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "delta_rule": {
         "triton": _triton("recurrence:delta_rule"),
@@ -65,12 +70,15 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "step": {"triton": _triton("step:step")},
     "swiglu": {"triton": _triton("epilogues:swiglu")},
     "rms_norm": {"triton": _triton("epilogues:rms_norm")},
-}  # op → backend → implementation; "auto" tries what was measured as fastest, then this order, then torch
+}
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# ------------------------------------------------------------------------------- the backend that is chosen
 
 
 _chosen = [os.environ.get(ENVIRONMENT) or "auto"]
@@ -90,44 +98,70 @@ def use_backend(name: str) -> Iterator[None]:
         _chosen.pop()
 
 
-def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Callable]]:
-    """Implementations to try, in order, as (backend, function); an empty list means torch.
+def _at_compile_time(function: Callable) -> Callable:
+    """Marks a function that torch.compile runs while it traces, for imports, files and warnings.
 
-    Raises ValueError for an unavailable backend.
+    As torch.compiler.assume_constant_result, without importing torch.
     """
-    from_environment = backend == "auto" and len(_chosen) == 1
-    known, backend = KERNELS.get(op, {}), _meant(backend)
-    if backend == "torch":
-        return []
-    # The interpreter serves only calls that name "triton".
-    rest = [
-        n
-        for n, x in known.items()
-        if device_type in x.devices and x.serves(device_type) and n != backend
-    ]
-    elsewhere = backend not in known and any(backend in rows for rows in KERNELS.values())
-    if backend == "auto" or elsewhere:  # a backend chosen for the process may lack some ops
-        names = rest
-    elif backend in known and known[backend].serves(device_type):
-        names = [backend, *rest]
-    else:
-        there = ", ".join(
-            ["auto", "torch", *(name for name, x in known.items() if x.serves(device_type))]
-        )
-        key = ENVIRONMENT if from_environment else "backend"
-        raise ValueError(f"{key}={backend!r}: no {op} for {device_type}; choose one of {there}")
-    return [(name, known[name].load()) for name in names]
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return function
 
 
-def _meant(backend: str) -> str:
+def _resolve(backend: str) -> str:
     return _chosen[-1] if backend == "auto" else backend
 
 
-def _at_compile_time(function: Callable) -> Callable:
-    """As torch.compiler.assume_constant_result, without importing torch: for imports, files and warnings,
-    which the compiler cannot trace."""
-    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
-    return function
+@_at_compile_time
+def _is_free(backend: str) -> bool:
+    """Whether neither the call nor the process names a backend."""
+    return _resolve(backend) == "auto"
+
+
+@_at_compile_time
+def backends_for(op: str, backend: str, device_type: str) -> list[str]:
+    """The backends to try for a call, in order; an empty list means torch.
+
+    Raises ValueError for an unavailable backend.
+    """
+    kernels, name = KERNELS.get(op, {}), _resolve(backend)
+    if name not in kernels and any(name in others for others in KERNELS.values()):
+        name = "auto"  # a backend chosen for the process may lack some ops
+
+    order = _order(tuple(kernels.items()), name, device_type, interpreting())
+    if order is None:
+        from_environment = backend == "auto" and len(_chosen) == 1
+        key = ENVIRONMENT if from_environment else "backend"
+        named = [x for x in kernels if _order(((x, kernels[x]),), x, device_type, interpreting())]
+        choices = ", ".join(["auto", "torch", *named])
+        raise ValueError(f"{key}={name!r}: no {op} for {device_type}; choose one of {choices}")
+    return list(order)
+
+
+@functools.cache
+def _order(
+    kernels: tuple[tuple[str, Kernel], ...], backend: str, device_type: str, interpreted: bool
+) -> tuple[str, ...] | None:
+    """The backends of an op that serve a device, `backend` first; None if that one does not serve it.
+
+    The choice depends on nothing but the arguments, so it is made once.
+    """
+    if backend == "torch":
+        return ()
+    serving = [name for name, kernel in kernels if kernel.serves(device_type)]
+    if backend == "auto":
+        return tuple(serving)
+
+    named = dict(kernels).get(backend)
+    if named is None:
+        return None
+    # The interpreter runs kernels for a GPU on CPU tensors, but only for calls that name their backend.
+    on_cpu = interpreted and device_type == "cpu" and named.serves("cuda")
+    if not on_cpu and backend not in serving:
+        return None
+    return (backend, *(name for name in serving if name != backend))
+
+
+# ----------------------------------------------------------------------------------------- serving a call
 
 
 def serve(op: str, backend: str, device_type: str, *inputs, **options):
@@ -135,89 +169,100 @@ def serve(op: str, backend: str, device_type: str, *inputs, **options):
 
     Warns once for each that cannot, with its reason.
     """
-    names = _names(op, backend, device_type)
-    if (
-        len(names) > 1
-        and not _named(backend)
-        and (fastest := _measured(op, *inputs, **options)) in names
-    ):
-        names = [fastest, *(name for name in names if name != fastest)]
+    names = backends_for(op, backend, device_type)
+    if len(names) > 1 and _is_free(backend):
+        fastest = measured_backend(op, *inputs, **options)
+        if fastest in names:
+            names = [fastest, *(name for name in names if name != fastest)]
+
     for name in names:
+        _load(op, name)
         try:
-            return _loaded[op][name](*inputs, **options)
+            return getattr(_loaded, f"{op}_{name}")(*inputs, **options)
         except Unsupported as reason:
-            _say(f"{op}: not by {name}, {reason.args[0]}")
+            _warn(f"{op}: {name} cannot serve {reason.args[0]}; trying the next backend")
     return None
 
 
-# A dict for each op: torch.compile looks at one once, so it must then hold what `_names` puts there.
-_loaded: dict[str, dict[str, Callable]] = {op: {} for op in KERNELS}
+def candidates(op: str, backend: str, device_type: str) -> list[tuple[str, Callable]]:
+    """Implementations to try, in order, as (backend, function); an empty list means torch.
+
+    Exported checkpoints call it. Raises ValueError for an unavailable backend.
+    """
+    return [(name, KERNELS[op][name].load()) for name in backends_for(op, backend, device_type)]
+
+
+class _Loaded:
+    """The functions of implementations whose turn has come, as attributes.
+
+    No dict, because torch.compile looks at a dict once, but at an attribute where it is read.
+    """
+
+
+_loaded = _Loaded()
 
 
 @_at_compile_time
-def _names(op: str, backend: str, device_type: str) -> list[str]:
-    """The backends of `candidates`; puts their functions into `_loaded`."""
-    found = candidates(op, backend, device_type)
-    _loaded[op].update(found)
-    return [name for name, _ in found]
+def _load(op: str, name: str) -> None:
+    setattr(_loaded, f"{op}_{name}", KERNELS[op][name].load())
 
 
 @_at_compile_time
-def _named(backend: str) -> bool:
-    return _meant(backend) != "auto"
+def _warn(message: str) -> None:
+    _warn_once(message)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+# --------------------------------------------------------------------------------- the measured backend
 
 
 _UNMEASURED = ("erase", "write", "allow_neg_eigval")
 
 
-def _measured(op: str, *inputs, **options) -> str | None:
-    """The backend that `nalanda bench kernels --tune` found fastest for such a call, if it measured any.
+def measured_backend(op: str, *inputs, **options) -> str | None:
+    """The backend that `nalanda tune` found fastest for a call like this one, if it measured any.
 
     It measures 16-bit calls without gates by channel and with β up to 1.
     """
-    if not (rows := _rows()):
+    rows = _measured_rows()
+    if not rows:
         return None
     q, _, v, *gates = inputs
-    if gates[-1] is not None and gates[-1].ndim == 4:
+    g = gates[-1]
+    if g is not None and g.ndim == 4:
         return None
     if q.dtype.itemsize > 2 or any(options.get(name) is not None for name in _UNMEASURED):
         return None
-    bounds, map = options.get("cu_seqlens"), options.get("feature_map")
-    length = q.shape[1] if bounds is None else q.shape[1] // max(1, bounds.shape[0] - 1)
+
+    bounds, feature_map = options.get("cu_seqlens"), options.get("feature_map")
+    sequences = 1 if bounds is None else max(1, bounds.shape[0] - 1)  # of a row of the batch
+    length = q.shape[1] // sequences
     call = {
         "op": op,
-        "gated": gates[-1] is not None,
-        "mapped": map is not None,
-        "K": getattr(map, "feature_dim", q.shape[3]),
+        "gated": g is not None,
+        "mapped": feature_map is not None,
+        "K": getattr(feature_map, "feature_dim", q.shape[3]),
         "V": v.shape[3],
     }
-    fitting = [row for row in rows if all(row.get(key) == x for key, x in call.items())]
+    like_it = [row for row in rows if all(row.get(key) == x for key, x in call.items())]
     # Rows rise in length. The first that covers this one decides, else the longest.
-    covering = [row for row in fitting if row["length"] >= length] or fitting[-1:]
+    covering = [row for row in like_it if row["length"] >= length] or like_it[-1:]
     return covering[0]["backend"] if covering else None
 
 
 @_at_compile_time
-def _rows() -> list[dict]:
-    return _choices()
-
-
-@functools.cache
-def _choices() -> list[dict]:
+def _measured_rows() -> list[dict]:
     """The measured choices for this card, in the file that NALANDA_BLOCKS names."""
     from nalanda_kernels.triton.common import measured_backends
 
     return measured_backends()
 
 
-@_at_compile_time
-def _say(message: str) -> None:
-    _say_once(message)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+# ------------------------------------------------------- other packages that register or choose kernels
 
 
 def import_fla() -> None:
@@ -235,12 +280,11 @@ def keep_model_types() -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    models = vars(sys.modules["fla.models"]).values()
-    for kind in {
-        str(getattr(model, "model_type", None)) for model in models
-    } & CONFIG_MAPPING_NAMES.keys():
-        own = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
-        transformers.CONFIG_MAPPING.register(kind, own, exist_ok=True)
+    for model in vars(sys.modules["fla.models"]).values():
+        kind = str(getattr(model, "model_type", None))
+        if kind in CONFIG_MAPPING_NAMES:
+            config = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
+            transformers.CONFIG_MAPPING.register(kind, config, exist_ok=True)
 
 
 def take_torch_path(module: ModuleType) -> bool:
@@ -267,9 +311,11 @@ _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 def _by_device(chosen: Callable, plain: Callable) -> Callable:
-    return lambda x, *args, **kwargs: (plain if x.device.type == "cpu" else chosen)(
-        x, *args, **kwargs
-    )
+    def call(x, *args, **kwargs):
+        function = plain if x.device.type == "cpu" else chosen
+        return function(x, *args, **kwargs)
+
+    return call
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nalanda_kernels import Unsupported, serve
-from nalanda_kernels.triton.common import bounds_of, map_in_torch, without_autocast
+from nalanda_kernels.triton.common import bounds_of, map_in_torch, name_of, without_autocast
 
 WIDEST = 256  # the most features of a key in fla's delta rule
 
@@ -51,7 +51,7 @@ def delta_rule(
         if not theirs:
             q, k = features_of(q, k, feature_map, qk_norm)
         if q.shape[-1] > WIDEST:
-            raise Unsupported(f"K = {q.shape[-1]} features are more than {WIDEST}")
+            raise Unsupported(f"K = {q.shape[-1]}: at most {WIDEST} features")
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         options |= {"use_qk_l2norm_in_kernel": theirs}
         q, k, values, size = (
@@ -116,9 +116,9 @@ def linear_attention(
         q, k = _repeat(*features_of(q, k, feature_map, qk_norm), v)
         K, V = q.shape[-1], v.shape[-1]
         if dtype.itemsize == 2 and (K % 2 or V % 2):
-            raise Unsupported(f"its backward in 16 bits needs an even K and V, not {K} and {V}")
+            raise Unsupported(f"K = {K} and V = {V}: in 16 bits both must be even")
         if g is not None and g.ndim == 4 and g.shape[3] != K:
-            raise Unsupported(f"g has {g.shape[3]} key channels, not K = {K}")
+            raise Unsupported(f"g with {g.shape[3]} key channels for K = {K}")
         options = options_of(q, v, scale, initial_state, output_final_state, cu_seqlens)
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         if g is not None and g.ndim == 4:
@@ -136,9 +136,8 @@ def linear_attention(
 def _common_dtype(q: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in allowed:
-        raise Unsupported(
-            f"it computes in {', '.join(str(x)[6:] for x in allowed)}, not {str(dtype)[6:]}"
-        )
+        computed = ", ".join(map(name_of, allowed))
+        raise Unsupported(f"{name_of(dtype)} inputs: it computes in {computed}")
     return dtype
 
 
@@ -146,22 +145,22 @@ def no_negative(allow_neg_eigval: bool) -> None:
     """For a delta rule's kernel that keeps (I + A)⁻¹ in 16 bits, as fla's and FlashQLA's do: where a token
     repeats and β nears 2, its rounding lengthens the state. Raises Unsupported if β may exceed 1."""
     if allow_neg_eigval:
-        raise Unsupported("it keeps a chunk's inverse in 16 bits, too few for β above 1")
+        raise Unsupported("β above 1: it keeps a chunk's inverse in 16 bits")
 
 
 def no_channels(g: Tensor | None, erase: Tensor | None, write: Tensor | None) -> None:
     """For a delta rule's kernel with one gate a head. Raises Unsupported for others."""
     if erase is not None or write is not None or (g is not None and g.ndim == 4):
-        raise Unsupported("it has no delta rule with gates by channel")
+        raise Unsupported("a delta rule with gates by channel")
 
 
 def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
     from fla.ops.common import chunk_o
 
     if 0 in (*q.shape, *v.shape):
-        raise Unsupported("there is nothing to compute")
+        raise Unsupported("inputs without tokens or features")
     if chunk_size < 16:
-        raise Unsupported(f"chunk_size={chunk_size} is below 16")
+        raise Unsupported(f"chunk_size={chunk_size}: at least 16")
     if g is None or g.ndim == 4 or not torch.is_grad_enabled():  # the fault lies elsewhere
         return
     wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(
@@ -169,7 +168,7 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> None:
     )
     if wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False):
         raise Unsupported(
-            "Triton 3.4 to 3.7.0 compiles its gated backward wrongly for Hopper: take 3.7.1"
+            "a gated backward on Hopper: Triton 3.4 to 3.7.0 compiles it wrongly, take 3.7.1"
         )
 
 
@@ -190,7 +189,7 @@ def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def options_of(q, v, scale, initial_state, output_final_state, cu_seqlens) -> dict:
     K = q.shape[-1]
     if initial_state is not None and initial_state.shape[2] != K:
-        raise Unsupported(f"initial_state has K = {initial_state.shape[2]}, not {K}")
+        raise Unsupported(f"an initial_state with K = {initial_state.shape[2]} for keys of {K}")
     options = {
         "scale": K**-0.5 if scale is None else float(scale),
         "initial_state": None if initial_state is None else initial_state.float(),

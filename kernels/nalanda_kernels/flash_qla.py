@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nalanda_kernels import Unsupported
 from nalanda_kernels.fla import features_of, no_channels, no_negative, options_of
-from nalanda_kernels.triton.common import architecture, without_autocast
+from nalanda_kernels.triton.common import architecture, name_of, without_autocast
 
 WIDTH = 128  # of keys after their map, and of values
 CARDS = ("sm_90", "sm_100", "sm_103")  # others lack the backward
@@ -42,22 +42,22 @@ def delta_rule(
             an empty sequence, another card, or torch.compile, whose graph its call would break.
     """
     if torch.compiler.is_compiling():
-        raise Unsupported("torch.compile would break the graph at its call")
+        raise Unsupported("torch.compile: its call would break the graph")
     if architecture() not in CARDS:
-        raise Unsupported(f"{architecture()} is not one of {', '.join(CARDS)}")
+        raise Unsupported(f"{architecture()}: it needs one of {', '.join(CARDS)}")
     if g is None:
-        raise Unsupported("it has no delta rule without a decay")
+        raise Unsupported("a delta rule without a decay")
     no_channels(g, erase, write)
     no_negative(allow_neg_eigval)
     dtype = torch.promote_types(q.dtype, v.dtype)
     if dtype not in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"it computes in 16 bits, not in {str(dtype)[6:]}")
+        raise Unsupported(f"{name_of(dtype)} inputs: it computes in 16 bits")
     features = getattr(feature_map, "feature_dim", q.shape[3])
     if (features, v.shape[3]) != (WIDTH, WIDTH):
-        raise Unsupported(f"K = {features} and V = {v.shape[3]} are not both {WIDTH}")
+        raise Unsupported(f"K = {features} and V = {v.shape[3]}: both must be {WIDTH}")
     lengths = torch.tensor([q.shape[1]]) if cu_seqlens is None else cu_seqlens.diff()
     if 0 in (*q.shape, *v.shape) or bool((lengths == 0).any()):
-        raise Unsupported("a sequence is empty")
+        raise Unsupported("an empty sequence")
     from flash_qla import chunk_gated_delta_rule  # pyrefly: ignore[missing-import]
 
     theirs = feature_map is None and qk_norm == "l2"  # the same formula in fp32, with one cast

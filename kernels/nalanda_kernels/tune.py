@@ -1,6 +1,6 @@
 """Chooses block sizes and backends for this GPU. Runs only on request.
 
-`nalanda bench kernels --tune --json FILE` writes a table like triton/blocks.json, and the fastest backend for
+`nalanda tune --json FILE` writes a table like triton/blocks.json, and the fastest backend for
 some shapes. Every rank with NALANDA_BLOCKS=FILE reads it.
 """
 
@@ -101,13 +101,13 @@ def choose(out: str | Path, *, minutes: float) -> None:
 
 def backend_jobs() -> Iterator[tuple[dict, dict[str, Job]]]:
     """Calls that several installed backends serve, as (the row's keys, backend to job)."""
-    from nalanda_kernels import candidates
+    from nalanda_kernels import backends_for
 
     silu = SimpleNamespace(fused={"name": "silu"}, feature_dim=128)
     for op, gated, map in itertools.product(
         ("delta_rule", "linear_attention"), (True, False), (None, silu)
     ):
-        backends = [name for name, _ in candidates(op, "auto", "cuda")]
+        backends = backends_for(op, "auto", "cuda")
         for length in LENGTHS if len(backends) > 1 else ():
             row = {
                 "op": op,

@@ -2,13 +2,13 @@
 
 import json
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import nalanda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from nalanda_kernels import KERNELS, Unsupported, flash_qla, tune
+from nalanda_kernels import KERNELS, Kernel, Unsupported, flash_qla, tune
 from nalanda_kernels.triton import common
 
 from nalanda import ops
@@ -40,12 +40,28 @@ def chosen(tmp_path, monkeypatch):
         file.write_text(json.dumps({common.architecture(): {"backends": rows}}))
         monkeypatch.setenv(common.BLOCKS, str(file))
         common._table.cache_clear()
-        nalanda_kernels._choices.cache_clear()
 
     yield choose
     monkeypatch.undo()
     common._table.cache_clear()
-    nalanda_kernels._choices.cache_clear()
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Replaces the table of kernels by functions for CPU tensors, as {op: {backend: function}}."""
+    module = ModuleType("fake_kernels")
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+
+    def replace(table: dict, devices=("cpu",)) -> None:
+        rows: dict[str, dict[str, Kernel]] = {}
+        for op, functions in table.items():
+            for name, function in functions.items():
+                setattr(module, f"{op}_{name}", function)
+                kernel = Kernel(f"fake_kernels:{op}_{name}", devices, "torch")
+                rows.setdefault(op, {})[name] = kernel
+        monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
+
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -60,15 +76,12 @@ def chosen(tmp_path, monkeypatch):
         (64, None, {"dtype": torch.float32}, "a"),  # calls of these kinds are not measured
     ],
 )
-def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, monkeypatch):
+def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, register):
     short, long = (ROW | {"length": n, "backend": name} for n, name in ((128, "b"), (4096, "a")))
     chosen(short, long)
     tried = []
-    for name in ("a", "b"):
-        monkeypatch.setitem(
-            nalanda_kernels._loaded["delta_rule"], name, lambda *x, n=name, **o: tried.append(n)
-        )
-    monkeypatch.setattr(nalanda_kernels, "_names", lambda *_: ["a", "b"])
+    functions = {name: lambda *x, n=name, **o: tried.append(n) for name in ("a", "b")}
+    register({"delta_rule": functions})
     bounds = None if bounds is None else torch.tensor(bounds)
     nalanda_kernels.serve("delta_rule", "auto", "cpu", *inputs(T, **options), cu_seqlens=bounds)
     assert tried == [served]
@@ -81,35 +94,58 @@ def test_measured_backend_is_tried_first(T, bounds, options, served, chosen, mon
 def test_calls_of_kinds_that_are_not_measured(chosen):
     chosen(ROW | {"length": 128, "backend": "b"})
     q, k, v, beta, g = inputs()
-    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g) == "b"
-    assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, erase=None, write=None) == "b"
-    for name, x in (("erase", k), ("write", v)):
-        assert nalanda_kernels._measured("delta_rule", q, k, v, beta, g, **{name: x}) is None
+    assert nalanda_kernels.measured_backend("delta_rule", q, k, v, beta, g) == "b"
     assert (
-        nalanda_kernels._measured("delta_rule", q, k, v, beta, g[..., None].expand(k.shape)) is None
+        nalanda_kernels.measured_backend("delta_rule", q, k, v, beta, g, erase=None, write=None)
+        == "b"
+    )
+    for name, x in (("erase", k), ("write", v)):
+        assert nalanda_kernels.measured_backend("delta_rule", q, k, v, beta, g, **{name: x}) is None
+    assert (
+        nalanda_kernels.measured_backend("delta_rule", q, k, v, beta, g[..., None].expand(k.shape))
+        is None
     )
 
 
-def test_the_others_serve_what_a_named_backend_cannot(monkeypatch):
-    """In the order of KERNELS, but for the interpreter's, which only serves calls that name it."""
+def test_the_others_serve_what_a_named_backend_cannot(register):
+    register({"delta_rule": {"a": print, "b": print}, "step": {"a": print}})
 
-    def row(name: str, there: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(devices=("cpu",), load=lambda: name, serves=lambda device: there)
+    def order(op: str, backend: str = "auto") -> list[str]:
+        return nalanda_kernels.backends_for(op, backend, "cpu")
 
-    rows = {
-        "delta_rule": {"a": row("a"), "b": row("b"), "c": row("c", False)},
-        "step": {"a": row("a")},
-    }
-    monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
-
-    def names(op: str, backend: str = "auto") -> list[str]:
-        return [name for name, _ in nalanda_kernels.candidates(op, backend, "cpu")]
-
-    assert names("delta_rule") == names("delta_rule", "a") == ["a", "b"]
+    assert order("delta_rule") == order("delta_rule", "a") == ["a", "b"]
     with nalanda_kernels.use_backend("b"):
-        assert names("delta_rule") == ["b", "a"]
-        assert names("step") == ["a"]  # it has none of its own
-        assert names("delta_rule", "torch") == []
+        assert order("delta_rule") == ["b", "a"]
+        assert order("step") == ["a"]  # it has none of its own
+        assert order("delta_rule", "torch") == []
+
+
+def test_the_interpreter_serves_only_calls_that_name_a_backend(register, monkeypatch):
+    register({"step": {"a": print, "b": print}}, devices=("cuda",))
+    monkeypatch.setattr(nalanda_kernels, "interpreting", lambda: True)
+    assert nalanda_kernels.backends_for("step", "auto", "cpu") == []
+    assert nalanda_kernels.backends_for("step", "b", "cpu") == ["b"]
+    monkeypatch.setattr(nalanda_kernels, "interpreting", lambda: False)
+    with pytest.raises(ValueError, match=r"no step for cpu; choose one of auto, torch$"):
+        nalanda_kernels.backends_for("step", "b", "cpu")
+
+
+def test_a_backend_that_is_registered_later_is_tried(register):
+    register({"step": {"a": print}})
+    assert nalanda_kernels.backends_for("step", "auto", "cpu") == ["a"]
+    nalanda_kernels.KERNELS["step"]["b"] = nalanda_kernels.KERNELS["step"]["a"]
+    assert nalanda_kernels.backends_for("step", "auto", "cpu") == ["a", "b"]
+
+
+def test_a_backend_is_imported_when_its_turn_comes(register, monkeypatch):
+    def first(x):
+        return x
+
+    register({"step": {"a": first}})
+    nalanda_kernels.KERNELS["step"]["b"] = Kernel("no_such_module:step", ("cpu",), "torch")
+    assert nalanda_kernels.serve("step", "auto", "cpu", 3) == 3
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        nalanda_kernels.serve("step", "b", "cpu", 3)
 
 
 def test_a_file_of_blocks_that_lacks_kernels_takes_the_shipped_ones(chosen):
@@ -137,7 +173,9 @@ def test_features_count_not_keys(chosen):
     chosen(ROW | {"mapped": True, "length": 128, "backend": "flash_qla"})
     for name, expected in (("nala", None), ("silu", "flash_qla")):
         phi = build_feature_map(name, num_heads=2, head_dim=128)
-        assert nalanda_kernels._measured("delta_rule", *inputs(), feature_map=phi) == expected
+        assert (
+            nalanda_kernels.measured_backend("delta_rule", *inputs(), feature_map=phi) == expected
+        )
 
 
 def test_tune_keeps_the_fastest_that_agrees():
@@ -203,7 +241,7 @@ def test_flash_qla_keeps_the_contract(name, bounds, stand_in):
         ({"T": 4}, {"cu_seqlens": torch.tensor([0, 4, 4])}, "empty"),
         ({}, {"erase": torch.ones(1)}, "gates by channel"),
         ({}, {"write": torch.ones(1)}, "gates by channel"),
-        ({}, {"allow_neg_eigval": True}, "above 1"),
+        ({}, {"allow_neg_eigval": True}, "β above 1"),
     ],
 )
 def test_flash_qla_refuses(call, options, reason, stand_in):
@@ -221,6 +259,6 @@ def test_flash_qla_refuses_a_decay_per_key_channel(stand_in):
 
 def test_flash_qla_refuses_other_cards(monkeypatch):
     monkeypatch.setattr(flash_qla, "architecture", lambda: "sm_80")
-    with pytest.raises(Unsupported, match="sm_80 is not one of"):
+    with pytest.raises(Unsupported, match="sm_80: it needs one of"):
         flash_qla.delta_rule(*inputs())
     assert "flash_qla" in KERNELS["delta_rule"]

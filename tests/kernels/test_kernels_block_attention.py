@@ -215,7 +215,7 @@ def test_what_the_kernels_do_not_have():
         ((q.double(), k.double(), v.double()), 16, "float64"),
         ((q, k, v.bfloat16()), 16, "bfloat16"),
         ((q, k, v), 129, "block_size=129"),
-        ((q, k, v), 65, "block_size=65 is more than 64, with torch.float32"),
+        ((q, k, v), 65, "block_size=65: at most 64 with float32"),
         ((wide, wide, v), 16, "K=257"),
         ((q, k, wide), 16, "V=257"),
         ((q, k, v[:, :, :1]), 16, "heads"),

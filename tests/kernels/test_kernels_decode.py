@@ -207,7 +207,7 @@ def test_what_the_convolution_cannot_serve():
     for x_, w, options, message in (
         (x.double(), weight, {}, "float64"),
         (x, weight.repeat(1, 5), {}, "10 taps"),
-        (x[:, :0], weight, {}, "no token"),
+        (x[:, :0], weight, {}, "without tokens"),
         (x, weight, {"activation": "tanh"}, "tanh"),
     ):
         with pytest.raises(nalanda_kernels.Unsupported, match=message):
@@ -397,7 +397,7 @@ def test_sequences_of_their_own_lengths_and_zeros(served):
     assert served == ["step"] * 3
 
 
-@pytest.mark.filterwarnings("ignore:short_convs. not by")
+@pytest.mark.filterwarnings("ignore:short_convs. triton cannot serve")
 @torch.no_grad()
 def test_where_the_step_does_not_serve(served):
     x, seq = torch.randn(1, 7, 32).to(DEVICE), Sequences(past=torch.tensor([6]))
@@ -416,8 +416,8 @@ def test_where_the_step_does_not_serve(served):
             module(x, seq, empty(module, 1))
         module = build("deltanet").double()
         state = {name: t.double() for name, t in empty(module, 1).items()}
-        nalanda_kernels._say_once.cache_clear()
-        with pytest.warns(UserWarning, match="step: not by triton, no torch.float64"):
+        nalanda_kernels._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="step: triton cannot serve float64 outputs"):
             module(x.double(), seq, state)
     assert "step" not in served
 
@@ -473,7 +473,7 @@ def test_generation_is_that_of_the_torch_path(served):
     with nalanda_kernels.use_backend("torch"):
         expected = model.generate(tokens, **options)
     with nalanda_kernels.use_backend("triton"), warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*: not by")
+        warnings.filterwarnings("error", ".* cannot serve")
         out = model.generate(tokens, **options)
     assert torch.equal(out.sequences, expected.sequences)
     near(torch.stack(out.logits), torch.stack(expected.logits), 2e-5)

@@ -280,7 +280,7 @@ def test_what_the_compiler_is_told_of_gates_by_channel():
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
-        ({"v": torch.zeros(1, 4, 1, 20).double()}, {}, "torch.float64 inputs"),
+        ({"v": torch.zeros(1, 4, 1, 20).double()}, {}, "float64 inputs"),
         ({"g": torch.zeros(1, 4, 1, 12)}, {}, "a decay for each key channel"),
         ({"g": torch.zeros(1, 4, 1)}, {"magnitude": "code"}, "a decay under a magnitude"),
     ],

@@ -655,12 +655,13 @@ def fake_kernels(monkeypatch, serves=True, name="fake"):
 
     def kernel(q, k, v, *gates, **options):
         if not serves:
-            raise nalanda_kernels.Unsupported("it is not in the mood")
+            raise nalanda_kernels.Unsupported("its mood")
         return v + len(gates), None
 
-    entry = types.SimpleNamespace(
-        devices=("cpu",), load=lambda: kernel, serves=lambda device: device == "cpu"
-    )
+    module = types.ModuleType("fake_kernels")
+    module.kernel = kernel
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+    entry = nalanda_kernels.Kernel("fake_kernels:kernel", devices=("cpu",), needs="torch")
     rows = {op: {name: entry} for op in ("delta_rule", "linear_attention")}
     monkeypatch.setattr(nalanda_kernels, "KERNELS", rows)
 
@@ -730,7 +731,9 @@ def test_an_unknown_backend_is_refused_where_it_was_named(monkeypatch):
 def test_a_backend_that_cannot_says_why_once_and_the_next_one_serves(monkeypatch):
     fake_kernels(monkeypatch, serves=False)
     inputs = make(1, 20)
-    with pytest.warns(UserWarning, match="delta_rule: not by fake, it is not in the mood"):
+    with pytest.warns(
+        UserWarning, match="delta_rule: fake cannot serve its mood; trying the next backend"
+    ):
         o, _ = ops.delta_rule(**inputs)
     torch.testing.assert_close(o, ops.delta_rule(**inputs, mode="recurrent")[0])
     with warnings.catch_warnings(action="error"):

@@ -179,12 +179,13 @@ def recipe_case(card: Card, *, recipe: str, T: int) -> Values:
         if values[name] and values.get("tokens_per_second"):
             values[ratio] = values["tokens_per_second"] / values[name]
 
-    nalanda_kernels._say_once.cache_clear()
+    nalanda_kernels._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught, nalanda_kernels.use_backend(card.backend):
         warnings.simplefilter("always")
         values |= attempt("ours", ours)
         values["fallbacks"] = (
-            "; ".join(str(w.message) for w in caught if "not by triton" in str(w.message)) or None
+            "; ".join(str(w.message) for w in caught if "triton cannot serve" in str(w.message))
+            or None
         )
         if recipe in COMPILED and card.lengths()[0] == T:
             fast = attempt("compiled", partial(ours, compiled=True))

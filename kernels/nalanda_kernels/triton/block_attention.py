@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import PRECISION, TAGS, chunks_of, power_of_two
+from nalanda_kernels.triton.common import PRECISION, TAGS, chunks_of, name_of, power_of_two
 
 # By tile height BT: rows of (itemsize, features, most BK and BV, num_warps). The first row that covers the
 # element's bytes and the head's features applies. Wider heads are read in several tiles.
@@ -342,20 +342,19 @@ def block_attention(
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: B = {q.shape[0]}; flatten the batch into one row, B = 1")
     if q.shape[2] != v.shape[2]:
-        raise Unsupported(f"q has {q.shape[2]} heads and v has {v.shape[2]}")
+        raise Unsupported(f"{q.shape[2]} heads of q with {v.shape[2]} heads of v")
     if block_size > max(_BLOCKS):
-        raise Unsupported(f"block_size={block_size} is more than {max(_BLOCKS)}")
+        raise Unsupported(f"block_size={block_size}: at most {max(_BLOCKS)}")
     if q.element_size() > 2 and block_size > 64:  # their tiles exceed an A100's shared memory
-        raise Unsupported(f"block_size={block_size} is more than 64, with {q.dtype}")
+        raise Unsupported(f"block_size={block_size}: at most 64 with {name_of(q.dtype)}")
     if not 0 < q.shape[3] <= 256 or not 0 < v.shape[3] <= 256:
-        raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]} are not both from 1 to 256")
+        raise Unsupported(f"K={q.shape[3]} and V={v.shape[3]}: both must be from 1 to 256")
     if (
         v.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or not q.dtype == k.dtype == v.dtype
     ):
-        raise Unsupported(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not all fp32, bf16 or fp16"
-        )
+        dtypes = ", ".join(name_of(x.dtype) for x in (q, k, v))
+        raise Unsupported(f"q, k and v in {dtypes}: all must be fp32, bf16 or fp16")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     call = _forward_op if torch.compiler.is_compiling() else _BlockAttention.apply
     inputs = (x.contiguous() for x in (q, k, v))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda bench kernels --tune`
+BLOCKS = "NALANDA_BLOCKS"  # a file like blocks.json, written by `nalanda tune`
 
 
 # ------------------------------------------------------------------------------------- where the chunks lie
@@ -271,6 +271,11 @@ def _map(q: Tensor, k: Tensor, feature_map, qk_norm: str | None) -> tuple[Tensor
 
 # For products of fp32 operands. On NVIDIA's tensor cores three TF32 products have the accuracy of fp32.
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "float64", for messages."""
+    return str(dtype).removeprefix("torch.")
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:

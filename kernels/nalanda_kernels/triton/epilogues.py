@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import power_of_two, rows_of
+from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # entries of a tile, unless a row has more
@@ -177,7 +177,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     Raises Unsupported for other dtypes than fp32, bf16 and fp16, and for no columns.
     """
     if a.dtype not in DTYPES or b.dtype not in DTYPES:
-        raise Unsupported(f"{a.dtype} and {b.dtype}")
+        raise Unsupported(f"{name_of(a.dtype)} and {name_of(b.dtype)} inputs")
     if a.shape != b.shape or not a.ndim or not a.shape[-1]:
         raise Unsupported(f"shapes {list(a.shape)} and {list(b.shape)}")
     N = a.shape[-1]
@@ -259,7 +259,9 @@ def rms_norm(
     V, given = weight.numel(), [z for z in (x, weight, add, gate) if z is not None]
     shapes = ", ".join(str(list(z.shape)) for z in given)
     if dtype not in DTYPES or any(z.dtype not in DTYPES for z in given):
-        raise Unsupported(f"{', '.join(str(z.dtype) for z in given)} to {dtype}")
+        raise Unsupported(
+            f"{', '.join(name_of(z.dtype) for z in given)} inputs to {name_of(dtype)}"
+        )
     if (
         not 0 < V <= WIDEST
         or x.shape[-1:] != weight.shape

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import power_of_two
+from nalanda_kernels.triton.common import name_of, power_of_two
 
 EPS = tl.constexpr(1e-6)  # added in norms; the floor of every base
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -83,14 +83,12 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
     if feature_map is not None:
         fused = getattr(feature_map, "fused", None)
         if fused is None:
-            raise Unsupported(
-                f"feature map {type(feature_map).__name__} cannot be formed in a kernel"
-            )
+            raise Unsupported(f"the feature map {type(feature_map).__name__}")
     name, norm = fused["name"], fused.get("norm")
     if name not in NAMES:
-        raise Unsupported(f"no kernel forms the feature map {name!r}")
+        raise Unsupported(f"the feature map {name!r}")
     if norm is not None and (norm != "l2" or l2):
-        raise Unsupported(f"norm={norm!r} inside the map, qk_norm={qk_norm!r}")
+        raise Unsupported(f"norm={norm!r} inside the map with qk_norm={qk_norm!r}")
     l2 = l2 or norm == "l2"
     root = head_dim**0.5
     if name == "nala":
@@ -110,7 +108,7 @@ def describe(feature_map, qk_norm: str | None, head_dim: int) -> tuple[Map, tupl
     if name == "pola":
         w, s = fused["parameters"]
         if w.is_meta:
-            raise Unsupported("the weights of the feature map are offloaded")
+            raise Unsupported("offloaded weights of a feature map")
         pola = Map("pola", alpha=fused["alpha"], scaled=s is not None, l2=l2, halves=2)
         return pola, (w,) if s is None else (w, s)
     return Map(name, l2=l2), ()
@@ -488,9 +486,9 @@ def map_features(
     """
     K = q.shape[-1]
     if q.dtype not in DTYPES or k.dtype not in DTYPES:
-        raise Unsupported(f"{q.dtype} and {k.dtype}")
+        raise Unsupported(f"{name_of(q.dtype)} and {name_of(k.dtype)} inputs")
     if K > 256:
-        raise Unsupported(f"K = {K} > 256")
+        raise Unsupported(f"K = {K}: at most 256")
     if q.shape[:2] != k.shape[:2] or k.shape[-1] != K:
         raise Unsupported(f"q {list(q.shape)} and k {list(k.shape)}")
     MAP, parameters = describe(feature_map, qk_norm, K)

@@ -26,6 +26,7 @@ from nalanda_kernels.triton.common import (
     blocks,
     chunks_of,
     map_in_torch,
+    name_of,
     power_of_two,
     schedule,
     variants,
@@ -765,7 +766,7 @@ def _chunkwise(
     if dtype == torch.float16 and beta is None:
         dtype = torch.float32  # a state that only adds exceeds fp16's range
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise Unsupported(f"{dtype} inputs")
+        raise Unsupported(f"{name_of(dtype)} inputs")
     channels = erase is not None or (g is not None and g.ndim == 4)
     if channels and read != _PLAIN:
         raise Unsupported("a decay for each key channel under a readout")
@@ -825,5 +826,5 @@ def _prepared(
             raise Unsupported(f"{K} features a head")
         return q, k, Map("stored", halves=halves)
     if K > 256:
-        raise Unsupported(f"K = {K} > 256")
+        raise Unsupported(f"K = {K}: at most 256")
     return q, k, map

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalanda_kernels import Unsupported, interpreting
-from nalanda_kernels.triton.common import TAGS, bounds_of, chunks_between, power_of_two
+from nalanda_kernels.triton.common import TAGS, bounds_of, chunks_between, name_of, power_of_two
 
 SIZE = 64  # tokens per program; the partial sums of dweight are then 4 % of the traffic
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -519,15 +519,14 @@ def short_convs(
         {w.shape[1] for w in weights},
     )
     if any(len(types) > 1 or not types.issubset(DTYPES) for types in dtypes):
-        raise Unsupported(f"no {_names(dtypes[0])} inputs with {_names(dtypes[1])} weights")
+        raise Unsupported(f"{_names(dtypes[0])} inputs with {_names(dtypes[1])} weights")
     if len(widths) > 1 or not 2 <= min(widths) <= 8:
-        raise Unsupported(f"{', '.join(map(str, sorted(widths)))} taps are not 2 to 8")
+        raise Unsupported(f"{', '.join(map(str, sorted(widths)))} taps: from 2 to 8")
     if not set(activations) <= {None, "silu"}:
-        raise Unsupported(
-            f"no activation {next(x for x in activations if x not in (None, 'silu'))!r}"
-        )
+        unknown = next(x for x in activations if x not in (None, "silu"))
+        raise Unsupported(f"the activation {unknown!r}")
     if not xs[0].numel():
-        raise Unsupported("there is no token")
+        raise Unsupported("inputs without tokens")
     past = [state.to(xs[0].dtype).contiguous() for state in states or ()]
     xs, weights = [*map(_rows, xs)], [weight.contiguous() for weight in weights]
     silu = [activation == "silu" for activation in activations]
@@ -544,7 +543,7 @@ def short_convs(
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(map(str, dtypes)))
+    return ", ".join(sorted(map(name_of, dtypes)))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nalanda_kernels import Unsupported
-from nalanda_kernels.triton.common import power_of_two, rows_of
+from nalanda_kernels.triton.common import name_of, power_of_two, rows_of
 from nalanda_kernels.triton.feature_maps import EPS, describe, features
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -341,13 +341,11 @@ def step(
     MAP, parameters = describe(feature_map, qk_norm, key_dim)
     old, filters = state["recurrent"], filters or {}
     if parameters:
-        raise Unsupported(f"the feature map {MAP.name!r} has parameters")
+        raise Unsupported(f"the parameters of the feature map {MAP.name!r}")
     if dtype not in DTYPES or old.dtype != torch.float32:
-        raise Unsupported(f"no {dtype} with a state in {old.dtype}")
+        raise Unsupported(f"{name_of(dtype)} outputs with a state in {name_of(old.dtype)}")
     if key_dim > 256 or value_dim > 512:
-        raise Unsupported(
-            f"heads of {key_dim} keys and {value_dim} values are wider than 256 and 512"
-        )
+        raise Unsupported(f"heads of {key_dim} keys and {value_dim} values: at most 256 and 512")
     columns = ("q", "k", "v", "b", "w", "a", "gate")
     x = {
         name: rows_of(y, y.numel() // len(y)) if name in columns else y.contiguous()
