@@ -27,7 +27,7 @@ PANELS = {
         "Train a model": ("info", "data", "train"),
         "Look at runs": ("runs", "plot", "verify"),
         "Evaluate a model": ("eval", "perplexity"),
-        "Use a model": ("generate", "chat"),
+        "Use a model": ("generate",),
         "Convert a model": ("export", "convert"),
         "Tune the kernels": ("tune",),
     },
@@ -341,53 +341,6 @@ def generate(
     )
     if save_state is not None:
         _next("save a state", of=taken, model=model, state=save_state)
-
-
-@app.command()
-def chat(
-    model: Model,
-    system: Annotated[str, Option(help="system message")] = "",
-    state: Annotated[str | None, Option(help="continue a saved state or conversation")] = None,
-    max_new_tokens: Annotated[int, Option(help="length limit of an answer, in tokens")] = 512,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: SamplingSeed = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Chat with a model.
-
-    \b
-    nalanda chat runs/demo/final
-
-    Uses its chat template, or plain text. The state is kept between turns, so each turn reads only new text.
-    """
-    from nalanda.config.schema import check_seed
-    from nalanda.inference.sampling import sampling_options
-
-    sampling_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
-    )
-    check_seed(seed, "--seed")
-    taken = _resolved([model])[0]
-    with _loading():
-        from nalanda.inference.chat import chat
-
-    chat(
-        taken,
-        system=system,
-        state=state,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
 
 
 @app.command()

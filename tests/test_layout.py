@@ -200,7 +200,6 @@ LIGHT = {
     "train demo train.steps=-3": 2,
     "info demo train.stepz=3": 2,
     "generate {folder} hello --seed -1": 2,
-    "chat {folder} --seed -1": 2,
     "eval": 2,
     "eval /no/such": 2,
     "generate /no/such hello": 2,

@@ -87,7 +87,7 @@ MODELS = {
     for name in ("outside", "absolute", "linked")
 }
 LOADING = (
-    *("generate {} x", "chat {}", "eval model {} --tasks piqa", "perplexity model {} --output out"),
+    *("generate {} x", "eval model {} --tasks piqa", "perplexity model {} --output out"),
     *("analyze {}", "convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
 NOT_THERE = r"no such model: there is no folder runs/none, and the hub says: .*"
@@ -180,16 +180,12 @@ TABLE = [
         r"model: num_hidden_layers=.* must be at most 100000",
     ),
     ("train r.yaml seed=-1", r"seed: expected 0 to 4294967295, got -1"),
-    *(
-        (f"{command} --seed -1", SEED)
-        for command in ("generate model x", "chat model", "analyze model")
-    ),
+    *((f"{command} --seed -1", SEED) for command in ("generate model x", "analyze model")),
     # what is not there
     *(
         (f"{command.format('runs/none')}", NOT_THERE)
         for command in (
             "generate {} x",
-            "chat {}",
             "eval model {} --tasks piqa",
             "perplexity {}",
             "analyze {}",
@@ -241,7 +237,7 @@ TABLE = [
             ["cuda", "meta", "gpu"] if not torch.cuda.is_available() else ["meta", "gpu"]
         )
         for command in (
-            *("generate model x", "chat model", "eval model --tasks piqa", "perplexity model"),
+            *("generate model x", "eval model --tasks piqa", "perplexity model"),
             *("analyze model", "analyze r.yaml", "bench recall --output out"),
         )
     ),
@@ -273,7 +269,6 @@ COMMANDS = (
         "eval x",
         "perplexity x",
         "generate x",
-        "chat x",
         "info",
         "export x y",
         "convert x y",

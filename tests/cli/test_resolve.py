@@ -76,7 +76,6 @@ def test_a_name_means_one_model_and_its_tokenizer(name, capsys):
     "command",
     [
         "generate {} state --max-new-tokens 2 --temperature 0",
-        "chat {} --max-new-tokens 2",
         "convert {} {out}/made --to llama",
         *(
             pytest.param(command, marks=pytest.mark.slow)

@@ -165,9 +165,9 @@ def check_python(arguments: list[str], needs: str) -> str:
         check_nalanda(rest[1:])
     elif kind == "recipes/pretrain.py":
         check_nalanda(["train", *rest])
-    elif kind == "recipes/images.py":
+    elif kind == "examples/images/images.py":
         read_sections(find_recipe(rest[0]), rest[1:])
-    elif kind in ("-m", "kernels/gpu_check.py"):
+    elif kind in ("-m", "kernels/gpu_check.py", "examples/chat/chat.py"):
         parsed(["python", *arguments])
     elif not (ROOT / kind).exists() and needs != "a network":
         return f"{kind}: there is no such file"

@@ -149,9 +149,7 @@ def load_state(path: str | Path, model: Any) -> State:
     if (path := Path(path).expanduser()).is_dir():
         raise InputError(f"{path}: a folder; name a file with a state")
     if not path.exists():
-        raise InputError(
-            f"{path}: no such file; write one with --save-state, or with /save in a chat"
-        )
+        raise InputError(f"{path}: no such file; write one with --save-state")
     try:
         return model.load_state(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""recipes/images.py: DeiT-tiny's sizes, folders of images, and the digits."""
+"""examples/images/images.py: DeiT-tiny's sizes, folders of images, and the digits."""
 
 import importlib.util
 from pathlib import Path
@@ -19,14 +19,14 @@ from nalanda.config.load import read_sections
 from nalanda.model import NalandaConfig, NalandaForImageClassification
 
 pytest.importorskip("PIL")
-RECIPES = Path(__file__).parents[2] / "recipes"
-spec = importlib.util.spec_from_file_location("images", RECIPES / "images.py")
+FOLDER = Path(__file__).parents[2] / "examples" / "images"
+spec = importlib.util.spec_from_file_location("images", FOLDER / "images.py")
 assert spec is not None
 assert spec.loader is not None
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
-DEIT = read_sections(RECIPES / "images" / "deit_tiny.yaml")
-DIGITS = str(RECIPES / "images" / "digits.yaml")
+DEIT = read_sections(FOLDER / "deit_tiny.yaml")
+DIGITS = str(FOLDER / "digits.yaml")
 D, K, LAYERS, PATCHES = 192, 64, 12, 196
 
 GATE, CONVOLUTION = D * D + D, 25 * D
@@ -123,14 +123,14 @@ def test_trains_on_a_folder_and_resumes(tmp_path, capsys):
     """With crops, mirrors, mixup and CutMix. A finished run started again trains nothing more."""
     write_images(tmp_path / "data")
     settings = [*SMALL, f"data={tmp_path / 'data'}", f"output_dir={tmp_path / 'run'}"]
-    script.main(str(RECIPES / "images" / "deit_tiny.yaml"), settings)
+    script.main(str(FOLDER / "deit_tiny.yaml"), settings)
     assert "100.0%" in capsys.readouterr().out
     folder = tmp_path / "run" / "mala-0"
     model = AutoModelForImageClassification.from_pretrained(folder)
     assert model.config.id2label == {0: "dark", 1: "light"}
     assert AutoImageProcessor.from_pretrained(folder).size == {"height": 16, "width": 16}
     before = (folder / "model.safetensors").read_bytes()
-    script.main(str(RECIPES / "images" / "deit_tiny.yaml"), settings)
+    script.main(str(FOLDER / "deit_tiny.yaml"), settings)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -172,7 +172,7 @@ def test_labels_are_mixed_like_pixels(kind):
     images = torch.tensor([0.0, 1.0]).repeat(2).view(4, 1, 1, 1).expand(4, 3, 8, 8)
     for seed in range(5):
         script.set_seed(seed)
-        batch = collator.mixed({"pixel_values": images, "labels": torch.tensor([0, 1, 0, 1])})
+        batch = collator.mix({"pixel_values": images, "labels": torch.tensor([0, 1, 0, 1])})
         torch.testing.assert_close(batch["pixel_values"].mean((1, 2, 3)), batch["labels"][:, 1])
 
 
