@@ -29,6 +29,16 @@ test-all: test
 test-lab: .venv/.ready
 	@$(PYTEST) -c lab/pyproject.toml lab/tests tools/gpu/tests
 
+# The product alone: its wheel in an empty environment trains two steps and generates. About two minutes.
+WHEEL = env -u PYTHONPATH HF_HUB_OFFLINE=1 env/bin/nalanda
+wheel:
+	@rm -rf dist && $(PYTHON) -m venv dist/env
+	@dist/env/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@dist/env/bin/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	@dist/env/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/nalanda-*.whl
+	@cd dist && $(WHEEL) train demo train.steps=2 schedule.warmup_steps=1 output_dir=run
+	@cd dist && $(WHEEL) generate run "def main(" --max-new-tokens 8
+
 check: .venv/.ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .

@@ -62,9 +62,6 @@ def place(recipe, tokenizer, tmp_path_factory) -> Path:
     (place / "latin.yaml").write_bytes(text.encode() + "# Größe\n".encode("latin-1"))
     (place / "deep.yaml").write_text("model: " + "{a: " * 5000)
     (place / "twice.yaml").write_text(text + "seed: 1\n")
-    (place / "broken").mkdir()
-    for name in ("study.yaml", "lm.yaml"):
-        (place / "broken" / name).write_text("a: 1\na: 2\n")
     (place / "dangling").symlink_to(place / "nowhere")
     (place / "file").write_text("x")
     (place / "runs").mkdir()
@@ -76,7 +73,7 @@ RECIPES = {
     "twice.yaml": r"twice\.yaml: line \d+: not YAML: 'seed' is a duplicate of line \d+",
     "none.yaml": r"none\.yaml: no such recipe or file.*",
 }
-READING = ("train {}", "info {}", "analyze {}", "data prepare {} out", "perplexity model --text {}")
+READING = ("train {}", "info {}", "data prepare {} out", "perplexity model --text {}")
 SEED = r"--seed: expected 0 to 4294967295, got -1"
 MODELS = {
     "torn": r"model\.safetensors: damaged or cut short \(.*\); copy or download it again",
@@ -88,7 +85,7 @@ MODELS = {
 }
 LOADING = (
     *("generate {} x", "eval model {} --tasks piqa", "perplexity model {} --output out"),
-    *("analyze {}", "convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
+    *("convert {} out", "train r.yaml 'model={{init_from: {}}}'"),
 )
 NOT_THERE = r"no such model: there is no folder runs/none, and the hub says: .*"
 DANGLING = r"dangling: a symbolic link to .*/nowhere, which does not exist"
@@ -103,7 +100,6 @@ TABLE = [
         "train r.yaml 'log={every: 1, every: 2}'",
         r"log=.*: line 1: not YAML: 'every' is a duplicate of line 1",
     ),
-    ("study run broken", r"broken/study\.yaml: line 2: not YAML: 'a' is a duplicate of line 1"),
     ("train r.yaml steps=10", r"steps: no such key; did you mean train\.steps\?"),
     ("train r.yaml step=10", r"step: no such key; did you mean train\.steps\?"),
     ("train r.yaml data.lr=1", r"data\.lr: no such key; did you mean optim\.lr\?"),
@@ -118,13 +114,7 @@ TABLE = [
     ),
     ("info r.yaml --steps 10", r"No such option: --steps.*; .* are written section\.key=value, .*"),
     ("runs --josn", r"No such option: --josn \(Possible options: --json\)"),
-    ("info r.yaml --cluster node=4", r"Invalid value for --cluster: needs --devices"),
-    ("info --devices 8", r"Invalid value for --devices: needs a recipe"),
-    ("info --processes 8", r"Invalid value for --processes: needs a recipe, and no --devices"),
-    (
-        "info r.yaml --devices 8 --device H100",
-        r"Invalid value for --device: needs a recipe, and no --devices",
-    ),
+    ("info --processes 8", r"Invalid value for --processes: needs a recipe"),
     ("export run out --private", r"Invalid value for --private: needs --push"),
     ("data prepare r.yaml out --tasks 3", r"Invalid value for --tasks: needs --executor"),
     ("eval model --tasks piqa --max-length 0", r"Invalid value for '--max-length': Input .*"),
@@ -151,23 +141,10 @@ TABLE = [
         "train r.yaml model.feature_map=nala model.feature_map_options.angel=rms",
         r"model: .*feature_map 'nala': no option 'angel', did you mean 'angle'\?",
     ),
-    (
-        "bench recall --output out --mixers deltanets",
-        r"--mixers: unknown mixer .*; did you mean deltanet\?",
-    ),
-    (
-        "bench recall --output out --mixers deltanet:allow_neg_eigvl=true",
-        r"--mixers: .*: no option 'allow_neg_eigvl', did you mean 'allow_neg_eigval'\?",
-    ),
-    ("bench recall --output out --maps sillu", r"--maps: unknown map .*; did you mean silu\?"),
     # sizes and seeds
     (
         "train r.yaml model.hidden_size=500000",
         r"model: .* parameters take .*, .* of memory is free: lower .*",
-    ),
-    (
-        "analyze r.yaml model.hidden_size=500000",
-        r"model: .* parameters take .*, .* of memory is free: .*",
     ),
     ("train r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
     ("info r.yaml model.hidden_size=1000000000", r"model: .*overflow.*"),
@@ -180,16 +157,11 @@ TABLE = [
         r"model: num_hidden_layers=.* must be at most 100000",
     ),
     ("train r.yaml seed=-1", r"seed: expected 0 to 4294967295, got -1"),
-    *((f"{command} --seed -1", SEED) for command in ("generate model x", "analyze model")),
+    *((f"{command} --seed -1", SEED) for command in ("generate model x",)),
     # what is not there
     *(
         (f"{command.format('runs/none')}", NOT_THERE)
-        for command in (
-            "generate {} x",
-            "eval model {} --tasks piqa",
-            "perplexity {}",
-            "analyze {}",
-        )
+        for command in ("generate {} x", "eval model {} --tasks piqa", "perplexity {}")
     ),
     ("convert runs/none out", r"there is no folder runs/none: the hub .*"),
     ("export runs/none out", r"runs/none: expected a run's folder, .*"),
@@ -207,7 +179,6 @@ TABLE = [
     ("plot runs/none", r"runs/none: no such directory; name the folder of a run"),
     ("plot run/none --output x.png", r"run/none: no such directory; .*"),
     ("data inspect runs/none", r"runs/none.* does not exist; .*"),
-    ("study report runs/none", r"runs/none/study\.yaml: no such file; .*"),
     ("eval model --tasks piqa --data runs/none", r"--data runs/none: no such directory"),
     ("generate model --file none", r"cannot read none: No such file or directory"),
     ("generate model --state none", r".*none.*"),
@@ -219,14 +190,9 @@ TABLE = [
     ("eval model --tasks piqa --output file", r"--output file: a file; name a folder"),
     ("eval --tasks piqa --fetch dangling", rf"--fetch {DANGLING}"),
     ("perplexity model --output dangling", rf"--output {DANGLING}"),
-    ("analyze model --output dangling", rf"--output {DANGLING}"),
-    ("bench recall --output dangling", rf"--output {DANGLING}"),
-    ("bench ops --json dangling", rf"--json {DANGLING}"),
-    ("bench decode --png runs", r"--png runs: a folder; name a file"),
     ("generate model x --save-state dangling", rf"--save-state {DANGLING}"),
     ("convert model dangling", r"dangling exists; choose another folder"),
     ("data prepare r.yaml dangling", DANGLING),
-    ("study run dangling", rf"the study's folder {DANGLING}"),
     # devices
     *(
         (
@@ -236,10 +202,7 @@ TABLE = [
         for device in (
             ["cuda", "meta", "gpu"] if not torch.cuda.is_available() else ["meta", "gpu"]
         )
-        for command in (
-            *("generate model x", "eval model --tasks piqa", "perplexity model"),
-            *("analyze model", "analyze r.yaml", "bench recall --output out"),
-        )
+        for command in (*("generate model x", "eval model --tasks piqa", "perplexity model"),)
     ),
 ]
 
@@ -274,16 +237,7 @@ COMMANDS = (
         "convert x y",
         "runs",
     ),
-    *(
-        "plot x",
-        "analyze x",
-        "bench ops",
-        "bench decode",
-        "bench recall",
-        "data prepare x y",
-        "data inspect x",
-    ),
-    *("study run x", "study report x"),
+    *("plot x", "data prepare x y", "data inspect x"),
 )
 
 
@@ -430,11 +384,7 @@ def test_a_limit_of_file_sizes_is_a_full_disk(recipe, tmp_path, fresh_accelerate
 @pytest.mark.parametrize(
     "command",
     [
-        *(
-            "convert model out --to fla",
-            "analyze model --output out",
-            "data prepare r.yaml out --workers 1",
-        ),
+        *("convert model out --to fla", "data prepare r.yaml out --workers 1"),
         *(
             "plot drawn",
             "generate model x --save-state state",

@@ -82,7 +82,6 @@ def test_a_name_means_one_model_and_its_tokenizer(name, capsys):
             for command in (
                 "perplexity {} --text text.txt --tokens 40 --length 32 --output {out}",
                 "eval {} --tasks task.yaml --limit 2 --output {out}",
-                "analyze {} --text text.txt --length 16 --rows 1 --output {out}",
             )
         ),
     ],

@@ -113,8 +113,6 @@ def check_nalanda(arguments: list[str], named: bool = False) -> None:
     if name == "prepare":
         DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()
     recipe = None if given.get("keys") else given.get("recipe")
-    if name == "analyze" and given["model"].endswith(".yaml"):
-        recipe = given["model"]
     overrides = given.get("overrides") or []
     if not recipe or (named and recipe.isupper()):
         return
@@ -167,7 +165,7 @@ def check_python(arguments: list[str], needs: str) -> str:
         check_nalanda(["train", *rest])
     elif kind == "examples/images/images.py":
         read_sections(find_recipe(rest[0]), rest[1:])
-    elif kind in ("-m", "kernels/gpu_check.py", "examples/chat/chat.py"):
+    elif kind in ("-m", "examples/chat/chat.py"):
         parsed(["python", *arguments])
     elif not (ROOT / kind).exists() and needs != "a network":
         return f"{kind}: there is no such file"
@@ -213,11 +211,7 @@ SMALL = {  # what a command that matches gets at its end, to be quick
     "nalanda eval|nalanda_cli eval": "--limit 2",
     "eval .*(needles|niah)": "--tasks niah_multikey_1_1k",
     "nalanda perplexity": "--tokens 2000 --length 512",
-    "nalanda analyze": "--rows 1 --length 64",
     "images.py .*digits.yaml": "attention=mala seeds=[0] train.max_steps=2",
-    "bench recall": "--quick --workers 1 --steps 2 --lrs 1e-3 --seeds 1 training.rows=8 training.points=1",
-    "bench recall --quick$": "--tasks mqar,s3",
-    "bench lra (?!--speed)": "--quick --workers 1 --steps 2 --tasks listops --mixers linear_attention",
     "^pytest": "--collect-only -q",
 }
 BEFORE = """

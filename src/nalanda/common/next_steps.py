@@ -19,12 +19,8 @@ NEXT = {
         "nalanda verify {run}",
         "nalanda export {run} {run}-model",
     ),
-    "eval": (
-        "nalanda perplexity {models}",
-        "nalanda analyze {model}",
-        "nalanda generate {model} {prompt}",
-    ),
-    "perplexity": ("nalanda eval {models} {tasks} --output {output}", "nalanda analyze {model}"),
+    "eval": ("nalanda perplexity {models}", "nalanda generate {model} {prompt}"),
+    "perplexity": ("nalanda eval {models} {tasks} --output {output}",),
     "prepare": (
         "nalanda data inspect {set} --show 3",
         "nalanda info {recipe} data.source={set} tokenizer={set}/tokenizer {settings}",
@@ -41,11 +37,6 @@ NEXT = {
     "convert to fla": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "convert": ("python -c {load}", "nalanda convert {folder} {folder}-back"),
     "save a state": ("nalanda generate {model} {prompt} --state {state}",),
-    "study": (
-        "nalanda study report {folder}",
-        "nalanda study run {folder}",
-        "nalanda study claims",
-    ),
 }
 """Commands by what was done."""
 

@@ -350,7 +350,7 @@ class DeltaProduct(DeltaNet):
 
     So a token multiplies the state by a product of n generalised Householder transformations. With β near 2
     each is a reflection: by the paper, one layer can express parity with n = 1, rotations and the group S3
-    with n = 2, and the group S5 with n = 4. `docs/state_tracking.md` has what one layer has learnt. All else
+    with n = 2, and the group S5 with n = 4. All else
     is as in `DeltaNet`, with an output gate.
 
     Options: `num_householder`, n (2). `allow_neg_eigval` (yes) doubles β. `use_forget_gate` (no): the
