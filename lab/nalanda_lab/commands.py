@@ -294,7 +294,7 @@ def lra(
     ] = None,
     data: Annotated[
         str | None,
-        Option(help="folder with text, retrieval and image; docs/lra.md describes the files"),
+        Option(help="folder with text, retrieval and image; lab/pages/lra.md describes the files"),
     ] = None,
     size: Annotated[
         str | None,
@@ -409,5 +409,6 @@ def plan(
         planner.print_plan(counts, plans)
 
 
-def main() -> None:
-    run_command(app, "nalanda-lab", sys.argv[1:])
+def main(arguments: list[str] | None = None) -> None:
+    """The `nalanda-lab` command; by default with the process's own arguments."""
+    run_command(app, "nalanda-lab", sys.argv[1:] if arguments is None else arguments)

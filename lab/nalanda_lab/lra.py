@@ -1,4 +1,4 @@
-"""`nalanda bench lra`: Long Range Arena (arXiv 2011.04006) for the mixers as encoders, and their speed.
+"""`nalanda-lab lra`: Long Range Arena (arXiv 2011.04006) for the mixers as encoders, and their speed.
 
 `run_lra` trains one model on one task; `lra` plans the runs, trains those without a record in DIR/runs.jsonl,
 and writes results.json, .md and a picture. `lra_speed` times training steps beside softmax attention.

@@ -1,4 +1,4 @@
-"""`nalanda analyze`: its measures against hand computation, and tiny models, ours and transformers' own."""
+"""`nalanda-lab analyze`: its measures against hand computation, and tiny models, ours and transformers' own."""
 
 import json
 import math

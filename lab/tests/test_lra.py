@@ -1,4 +1,4 @@
-"""`nalanda bench lra`: the tasks' labels, local files, two texts in one model, runs, tables, speed."""
+"""`nalanda-lab lra`: the tasks' labels, local files, two texts in one model, runs, tables, speed."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""`nalanda bench recall`: tasks and their splits, equal parameters and states, what a sweep leaves."""
+"""`nalanda-lab recall`: tasks and their splits, equal parameters and states, what a sweep leaves."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""`nalanda bench serve`: it serves, asks and counts."""
+"""`nalanda-lab serve`: it serves, asks and counts."""
 
 import json
 

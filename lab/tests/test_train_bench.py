@@ -1,4 +1,4 @@
-"""`nalanda bench train`: every row is there. Speeds are not judged."""
+"""`nalanda-lab train`: every row is there. Speeds are not judged."""
 
 from pathlib import Path
 

@@ -102,13 +102,9 @@ def check_hf(arguments: list[str]) -> None:
 
 
 def check_nalanda(arguments: list[str], named: bool = False) -> None:
-    context = typer.main.get_command(nalanda_cli.app).make_context("nalanda", list(arguments))
-    while hasattr(context.command, "resolve_command"):
-        rest = [*context._protected_args, *context.args]
-        if not rest and named:
-            return
-        name, command, rest = context.command.resolve_command(context, rest)
-        context = command.make_context(name, rest, parent=context)
+    context = pages.read_arguments(nalanda_cli.app, "nalanda", arguments, named)
+    if context is None:
+        return
     given, name = context.params, context.info_name
     if name == "prepare":
         DataConfig(given["source"], name=given["name"], revision=given["revision"]).check()

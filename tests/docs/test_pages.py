@@ -1,6 +1,5 @@
 """The pages: their links, their place in the navigation, the formulas, the notebook, the site itself."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,49 +10,20 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from links import broken_links, site
 from markdown import Markdown
 
 from nalanda.model import FEATURE_MAPS, MIXERS
 from nalanda.report.tables import map_rows
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
-site = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(site)
-
 NAVIGATION = site.pages_of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
 FORMULAS = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
 
 
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page: its own, and those that GitHub gives to its headings."""
-    text = site.CODE_OR_LINK.sub(
-        lambda m: "" if m["fence"] else m[0], page.read_text(encoding="utf-8")
-    )
-    headings = [
-        re.sub(r"\]\(.*?\)", "]", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    ]
-    given = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
-    return given | set(re.findall(r'<a id="(.*?)"', text))
-
-
-def broken(page: Path) -> list[str]:
-    """The links of a page that point at no file, or at no heading of a page."""
-    found = []
-
-    def check(link: str) -> str:
-        target, anchor = site.reached(page, link), link.partition("#")[2]
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            found.append(link)
-        return link
-
-    site.relinked(page.read_text(encoding="utf-8"), check)
-    return found
-
-
 @pytest.mark.parametrize("page", NAVIGATION)
 def test_links_and_anchors(page):
-    assert broken(ROOT / page) == []
+    assert broken_links(ROOT / page) == []
 
 
 def test_a_broken_link_is_found(tmp_path):
@@ -63,7 +33,7 @@ def test_a_broken_link_is_found(tmp_path):
     page.write_text(
         "[a](folder#a-title-here) [b](folder#no-heading) [c](no.md) [d](https://x.y) `[e](no.md)`"
     )
-    assert broken(page) == ["folder#no-heading", "no.md"]
+    assert broken_links(page) == ["folder#no-heading", "no.md"]
     with pytest.raises(ValueError, match=r"page\.md: nothing is at no\.md"):
         site.stage(tmp_path, ["page.md"], tmp_path / "to")
     page.write_text("[a](folder#a-title-here) [b](code.py#L3)")

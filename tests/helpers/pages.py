@@ -12,6 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from string import Template
 
+import typer
+
 ROOT = Path(__file__).parents[2]
 NEEDS = re.compile(r"# .*needs (a GPU|GPUs|a network)")
 TAKES = re.compile(r"# .*(\b(minute|hour|day)s?\b|until ctrl-C)")
@@ -72,7 +74,7 @@ def read_page(path: Path) -> Page:
                 page.unknown.append(f"{name}:{first}: commands belong in ```bash or behind $")
         else:
             page.unknown.append(f"{name}:{first}: ```{language}")
-    page.named.extend(re.findall("`(nalanda [a-z][^`…]+)`", FENCE.sub("", text)))
+    page.named.extend(re.findall("`(nalanda[a-z-]* [a-z][^`…]+)`", FENCE.sub("", text)))
     return page
 
 
@@ -94,6 +96,24 @@ def commands(page: str, line: int, body: str, printed: str | None = None) -> lis
             variables |= environment
         line += typed.count("\n")
     return found
+
+
+def read_arguments(
+    app: typer.Typer, program: str, arguments: list[str], named: bool = False
+) -> typer.Context | None:
+    """The context of the command that the arguments name. It is not run.
+
+    named: the command stands in the text, where it may be a group without a command: then None.
+    Raises typer's usage errors.
+    """
+    context = typer.main.get_command(app).make_context(program, list(arguments))
+    while hasattr(context.command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        if not rest and named:
+            return None
+        name, command, rest = context.command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+    return context
 
 
 # ------------------------------ running
