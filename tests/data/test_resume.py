@@ -359,7 +359,7 @@ def test_validation_files_stay_as_they_were(folder, tmp_path, tokenizer):
 
     def new(**others) -> PackedBatches:
         batches, kept = opened(data, tokenizer, **others), FileHashes()
-        batches.files |= validation_files(data, batches, kept, Sources())
+        batches.files |= validation_files(batches.sources, batches, kept)
         return batches
 
     batches = new()
@@ -488,13 +488,13 @@ def test_sources_are_listed_once_and_sent(folder, tokenizer, monkeypatch):
     listed, find = [], corpus._find_files
     monkeypatch.setattr(corpus, "_find_files", lambda *args: listed.append(args) or find(*args))
     data = settings(folder, validation_share=0.3)
-    sources = Sources().open_all(data, validation=True)
+    sources = Sources(data, validation=True).open_all()
     assert len(listed) == 1
     sent = pickle.loads(pickle.dumps(sources))
     for name in "abcdef":
         (folder / f"{name}.jsonl").rename(folder / f"{name}.hidden")
     for split in ("train", "validation"):
-        one, other = sources.corpus(data, split), sent.corpus(data, split)
+        one, other = (opened.train[""].corpus(split) for opened in (sources, sent))
         assert one.names == other.names == [f"{name}.jsonl" for name in "abcdef"]
         assert one.sizes == other.sizes
         kept = [[found.part(text) is None for text in texts("a")] for found in (one, other)]

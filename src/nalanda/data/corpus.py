@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from nalanda.common.errors import InputError
 from nalanda.common.text import is_url, redact
@@ -101,22 +101,46 @@ def open_corpora(
         validation: whether something must be held out (`hold_out.choose`). None: for validation, and for
             training too unless `validation_share` is below `hold_out.NONE`.
     Raises:
-        InputError: the source does not exist or cannot be read.
+        InputError: the source does not exist, cannot be read, or is a token set.
     """
+    for location in [source_of(data, split) for split in splits]:
+        if location and isinstance(location, str) and is_token_set(location):
+            refuse_token_set(location)
+    return open_texts(data, validation=validation, splits=splits)
+
+
+def refuse_token_set(location: str) -> NoReturn:
+    """Raises `InputError` for a token set where texts are read."""
+    raise InputError(
+        f"data.source: {location} is a token set, and texts are needed here; give its source"
+    )
+
+
+def open_texts(
+    data: DataConfig, *, validation: bool | None = True, splits: Sequence[str] = SPLITS
+) -> dict[str, Corpus]:
+    """`open_corpora` of a source that is known to be no token set."""
     if validation is None:
         validation = "validation" in splits or data.validation_share >= NONE
     walk = functools.cache(lambda root: sorted(_walk(root), key=lambda found: os.fspath(found[0])))
-    found: dict[str, Corpus] = {}
+    corpora: dict[str, Corpus] = {}
     for split in splits:
+        train = corpora.get("train")
         if data.mixture and not (split == "validation" and data.validation_source):
-            found[split] = Corpus([MixtureShard(data, split, validation)])
-        elif (other := found.get("train")) and other.hold_out:
-            found[split] = replace(
-                other, part=partial(other.hold_out.part, split=split), split=split
-            )
+            corpora[split] = _open_mixture(data, split, validation)
+        elif train and train.hold_out:
+            part = partial(train.hold_out.part, split=split)
+            corpora[split] = replace(train, part=part, split=split)
         else:
-            found[split] = _open_corpus(data, split, validation, walk)
-    return found
+            corpora[split] = _open_corpus(data, split, validation, walk)
+    return corpora
+
+
+def _open_mixture(data: DataConfig, split: str, validation: bool) -> Corpus:
+    corpora = {
+        name: open_corpus(part, split, validation=validation) for name, part in data.parts().items()
+    }
+    return Corpus([MixtureShard(corpora, {part.name: part.weight for part in data.mixture})])
 
 
 def _open_corpus(data: DataConfig, split: str, validation: bool, walk: Walk) -> Corpus:
@@ -205,10 +229,6 @@ def _open_shards(
         texts = python_splits(data.validation_share)[split]
         return [TextShard(name, text) for name, text in texts.items()], {"validation": 1}
     root = _expanded(source)
-    if is_token_set(root):
-        raise InputError(
-            f"data.source: {source} is a token set, and texts are needed here; give its source"
-        )
     if megatron_splits(source):
         raise InputError(
             f"data.source: {source} is a Megatron set; make a token set of it: nalanda data prepare {source} "
@@ -662,21 +682,17 @@ class MixtureShard:
 
     single = False
 
-    def __init__(self, data: DataConfig, split: str, validation: bool | None = None):
-        self.parts = {
-            name: open_corpus(part, split, validation=validation)
-            for name, part in data.parts().items()
-        }
-        self.weights = {part.name: part.weight for part in data.mixture}
+    def __init__(self, corpora: dict[str, Corpus], weights: dict[str, float]):
+        self.corpora, self.weights = corpora, weights
 
     @property
     def identity(self) -> str:
-        return " ".join(f"{name}:{corpus.fingerprint}" for name, corpus in self.parts.items())
+        return " ".join(f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items())
 
     def read(self, cursor: int | None) -> Iterator[tuple[Document, int]]:
         left = {
             name: iter(DocumentStream(corpus, seed=0, buffer_size=0, epochs=1))
-            for name, corpus in self.parts.items()
+            for name, corpus in self.corpora.items()
         }
         given, number = dict.fromkeys(left, 0), 0
         while left:

@@ -41,7 +41,7 @@ from nalanda.data.resume import (
     go_on,
     in_turn,
 )
-from nalanda.data.sources import Sources, validation_parts
+from nalanda.data.sources import Source, Sources
 from nalanda.data.token_set import SPLITS, TokenSet
 from nalanda.data.tokenizer import describe_tokenizer, encoder, load_tokenizer, padding_of
 from nalanda.data.workers import ReadAhead, Tokenisers
@@ -96,7 +96,7 @@ class PackedBatches:
             same number of batches. After `close`, or an error, a rank goes on alone.
         hashes: keeps the hashes of the files that are read as text. They are then found in a thread, in the
             order in which the files are read, and `state_dict` has them. One of many processes does that.
-        sources: the sources, which may be open already.
+        sources: those of `data`, open already and checked.
     Attributes:
         files: of each component that is read as text, if `hashes` is given; `state_dict` has them.
         changes: a line for each component whose files changed after the place of the loaded state.
@@ -121,8 +121,7 @@ class PackedBatches:
         hashes: FileHashes | None = None,
         sources: Sources | None = None,
     ):
-        data.check()
-        self.sources = sources or Sources()
+        self.sources = sources or checked_sources(data)
         if split not in ("train", "validation"):
             raise ValueError(f"split: {split!r} is unknown; there are 'train' and 'validation'")
         if batch_size < 1 or not 0 <= rank < world_size:
@@ -142,9 +141,10 @@ class PackedBatches:
                 f"slots is {slots}: not a multiple of {batch_size} rows on {world_size} ranks"
             )
         self.tokenizer = describe_tokenizer(tokenizer)
+        components = self.sources.train if self.training else self.sources.validation
         parts = {
-            name: self._open_rows(name, part, split, slots if carry else None)
-            for name, part in data.parts().items()
+            name: self._open_rows(name, source, split, slots if carry else None)
+            for name, source in components.items()
         }
         self.source: Any = parts.get("") or Mixture(
             parts, {part.name: part.weight for part in data.mixture}
@@ -164,10 +164,10 @@ class PackedBatches:
         self.changes: list[str] = []
 
     def _open_rows(
-        self, name: str, data: DataConfig, split: str, slots: int | None
+        self, name: str, source: Source, split: str, slots: int | None
     ) -> TokenSetRows | StreamRows:
-        seed = f"{self.seed}/{name}" if name else self.seed
-        if tokens := _open_matching_set(data, self.tokenizer, split, self.sources):
+        data, seed = source.data, f"{self.seed}/{name}" if name else self.seed
+        if tokens := _matching_set(source, self.tokenizer, split):
             return TokenSetRows(
                 tokens,
                 str(data.source),
@@ -183,7 +183,7 @@ class PackedBatches:
                 f"{data.source}"
             )
         return StreamRows(
-            self.sources.corpus(data, split),
+            source.corpus(split),
             data,
             seed=seed,
             epochs=self.epochs,
@@ -343,11 +343,11 @@ class PackedBatches:
     def describe_files(self) -> list[str]:
         """For each component: how many files each split has, if many, what is left out, and what is held
         out."""
-        data, lines = self.data.parts(), []
+        lines = []
         for name, part in self._streams().items():
             note = part.corpus.note
             lines += [
-                describe_files(data[name], part.corpus.counts),
+                describe_files(self.sources.train[name].data, part.corpus.counts),
                 f"{name}: " * bool(name and note) + note,
             ]
         return [line for line in lines if line]
@@ -369,16 +369,15 @@ def validation_batches(
     its share by weight, and at least one row. The documents of a source are packed apart from the others, of
     many sources only those of the large ones (`_join_small`); joined ones are one group. The last batches of
     a source are padded as in `PackedBatches`, so every rank has the same number. say: gets a line if
-    documents are left out. sources: they may be open already.
+    documents are left out. sources: those of `data`, open already and checked.
 
     Raises:
         InputError: as in `PackedBatches`; or a component has no validation documents.
     """
-    data.check()
-    sources = sources or Sources()
-    for part in data.parts().values():
-        if part.validation_source and not any(sources.token_set(part, split) for split in SPLITS):
-            check_apart(*(sources.corpus(part, split) for split in SPLITS))
+    sources = sources or checked_sources(data)
+    for source in sources.train.values():
+        if source.data.validation_source and not any(map(source.token_set, SPLITS)):
+            check_apart(*map(source.corpus, SPLITS))
     if data.documents == "joined":
         batches = PackedBatches(
             data,
@@ -395,12 +394,12 @@ def validation_batches(
         if batches.state_dict()["rows"] >= data.max_validation_rows:
             say(_describe_cut("the beginning of the text", data))
         return found
-    parts, total = validation_parts(data), sum(part.weight for part in data.mixture)
+    total = sum(part.weight for part in data.mixture)
     shares = {part.name: part.weight / total for part in data.mixture}
     groups: dict[tuple[str, str], list[np.ndarray]] = {}
-    for name, part in parts.items():
+    for name, component in sources.validation.items():
         room = max(1, round(data.max_validation_rows * shares.get(name, 1.0))) * data.seq_len
-        documents, describe = _validation_documents(part, tokenizer, rank, sources)
+        documents, describe = _validation_documents(component, tokenizer, rank)
         for count, (source, tokens) in enumerate(documents, 1):
             groups.setdefault((name, source), []).append(tokens[:room])
             room -= len(tokens)
@@ -448,17 +447,18 @@ def _join_small(groups: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, li
 
 
 def _validation_documents(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rank: int, sources: Sources
+    source: Source, tokenizer: PreTrainedTokenizerBase, rank: int
 ) -> tuple[Iterator[tuple[str, np.ndarray]], Callable[[int], str]]:
     """Source and tokens of every validation document, in order, and words for the first so many of them."""
+    data = source.data
     encode = encoder(tokenizer, data)
-    if tokens := _open_matching_set(data, describe_tokenizer(tokenizer), "validation", sources):
+    if tokens := _matching_set(source, describe_tokenizer(tokenizer), "validation"):
         pairs = map(tokens.document, range(tokens.documents))
         total = tokens.documents
         return (
-            (source, ids) for ids, source in pairs
+            (name, ids) for ids, name in pairs
         ), lambda n: f"the first {n:,} of {total:,} documents"
-    corpus = sources.corpus(data, "validation")
+    corpus = source.corpus("validation")
     # In the order of the files, as in a token set of them. The demo's text, which is read whole, keeps the
     # order that its published figures were measured in.
     corpus = replace(corpus, ordered=corpus.ordered or data.source != "python")
@@ -492,60 +492,53 @@ def _print_skipped(left: Mapping[str, int], rank: int) -> None:
 
 
 def validation_files(
-    data: DataConfig, training: PackedBatches, hashes: FileHashes, sources: Sources
+    sources: Sources, training: PackedBatches, hashes: FileHashes
 ) -> dict[str, Files]:
     """`PackedBatches.files` of the validation documents; of a token set the identity in its index.
 
     A component whose validation documents lie in the files of `training` is left out.
     """
-    found = {}
-    for name, part in validation_parts(data).items():
-        source, key = source_of(part, "validation"), " ".join(filter(None, (name, "validation")))
-        if tokens := sources.token_set(part, "validation"):
-            found[key] = Files(None, hashes, {f"{source}/index.json": tokens.identity})
-        elif is_local(source) or is_url(source):
-            corpus, trained = sources.corpus(part, "validation"), training.files.get(name)
+    files = {}
+    for name, source in sources.validation.items():
+        location = source_of(source.data, "validation")
+        key = f"{name} validation" if name else "validation"
+        if tokens := source.token_set("validation"):
+            files[key] = Files(None, hashes, {f"{location}/index.json": tokens.identity})
+        elif is_local(location) or is_url(location):
+            corpus, trained = source.corpus("validation"), training.files.get(name)
             if trained is None or trained.corpus is None or trained.corpus.shards != corpus.shards:
-                found[key] = Files(corpus, hashes)
-    return found
+                files[key] = Files(corpus, hashes)
+    return files
 
 
-def token_sets(
-    data: DataConfig, *, validation: bool, sources: Sources | None = None
-) -> list[TokenSet]:
-    """The token sets that training reads, and with `validation` those of the validation documents."""
-    sources = sources or Sources()
-    parts = [(part, "train") for part in data.parts().values()]
-    parts += (
-        [(part, "validation") for part in validation_parts(data).values()] if validation else []
-    )
-    return [tokens for part, split in parts if (tokens := sources.token_set(part, split))]
+def checked_sources(data: DataConfig) -> Sources:
+    """The sources of `data`, not open yet. Raises `InputError` for settings that cannot work."""
+    data.check()
+    return Sources(data)
 
 
-def _open_matching_set(
-    data: DataConfig, tokenizer: dict[str, Any], split: str, sources: Sources
-) -> TokenSet | None:
-    """`Sources.token_set`. Raises `InputError` if the set was made with other settings or another tokenizer.
+def _matching_set(source: Source, tokenizer: dict[str, Any], split: str) -> TokenSet | None:
+    """`Source.token_set`. Raises `InputError` if the set was made with other settings or another tokenizer.
 
     tokenizer: from `describe_tokenizer`.
     """
-    if (tokens := sources.token_set(data, split)) is None:
+    if (tokens := source.token_set(split)) is None:
         return None
-    source = source_of(data, split)
+    data, location = source.data, source_of(source.data, split)
     for key in ("bos", "eos", "documents"):
         asked, made = getattr(data, key), tokens.settings.get(key, getattr(data, key))
         if asked != made:
             raise InputError(
-                f"{source}: was prepared with {key}: {made}; set data.{key} so, or prepare it again"
+                f"{location}: was prepared with {key}: {made}; set data.{key} so, or prepare it again"
             )
     if tokens.settings["tokenizer"] != tokenizer["fingerprint"]:
         raise InputError(
-            f"{source}: was prepared with another tokenizer; set tokenizer: {source}/tokenizer, or prepare "
+            f"{location}: was prepared with another tokenizer; set tokenizer: {location}/tokenizer, or prepare "
             "it again"
         )
     if tokens.settings["vocab_size"] != tokenizer["vocab_size"]:
         raise InputError(
-            f"{source}/index.json: damaged, its vocab_size is {tokens.settings['vocab_size']} and the "
+            f"{location}/index.json: damaged, its vocab_size is {tokens.settings['vocab_size']} and the "
             f"tokenizer has {tokenizer['vocab_size']}; copy or prepare it again"
         )
     own = tokens.directory.parent / "tokenizer"
@@ -553,11 +546,11 @@ def _open_matching_set(
     for end in ("bos", "eos"):
         if getattr(data, end) and ends[end] != tokenizer[end]:
             raise InputError(
-                f"{source}: its {end} is token {ends[end]}, and the tokenizer's is {tokenizer[end]}; set "
-                f"tokenizer: {source}/tokenizer, or prepare it again"
+                f"{location}: its {end} is token {ends[end]}, and the tokenizer's is {tokenizer[end]}; set "
+                f"tokenizer: {location}/tokenizer, or prepare it again"
             )
     if data.documents == "joined":
         raise InputError(
-            f"data.documents: joined reads files, and {source} is a token set; give its source"
+            f"data.documents: joined reads files, and {location} is a token set; give its source"
         )
     return tokens

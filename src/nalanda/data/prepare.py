@@ -665,7 +665,7 @@ def begin(
             None, (describe_files(data, corpora["train"].counts), corpora["train"].note)
         ):
             say(line)
-        made_with = _save_tokenizer(data, tokenizer, saved, work, settings, say)
+        made_with = _save_tokenizer(data, tokenizer, saved, work, settings, say, corpora["train"])
 
     cut = any(isinstance(shard, CutFile) for shard in corpora["train"].shards)
     made = digest(json.dumps([{**settings, "corpus": None}, made_with, cut, hold_out]))
@@ -693,7 +693,8 @@ def begin(
         say(
             f"{directory}: changed since it was prepared, and its index names no files; all is made again"
         )
-    if known and _save_tokenizer(data, tokenizer, saved, work, settings, say) != made_with:
+    train = corpora["train"]
+    if known and _save_tokenizer(data, tokenizer, saved, work, settings, say, train) != made_with:
         raise InputError(f"{saved}: not the tokenizer that the index names; copy it again")
     taken = _names_in(index) if index else set()
     sources = _sources(data)
@@ -819,6 +820,7 @@ def _save_tokenizer(
     work: Path,
     settings: dict[str, Any],
     say: Callable[[str], None],
+    corpus: Corpus,
 ) -> dict[str, Any]:
     """Builds the tokenizer and saves it whole, unless an earlier call did. Then the settings are written,
     which claim the directory. Returns `describe_tokenizer`."""
@@ -830,9 +832,8 @@ def _save_tokenizer(
                 f"training a tokenizer of {tokenizer.vocab_size or 'all'} {tokenizer.train} tokens …"
             )
     work.mkdir(parents=True, exist_ok=True)
-    built = build_tokenizer(
-        tokenizer, data, partial if new else saved
-    )  # a trained one is saved there
+    directory = partial if new else saved  # a trained one is saved there
+    built = build_tokenizer(tokenizer, data, directory, lambda: corpus)
     if new and not partial.exists():
         built.save_pretrained(partial)
     if (

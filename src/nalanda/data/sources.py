@@ -1,90 +1,132 @@
-"""The sources of a run, opened once: its corpora and token sets."""
+"""The sources of a run, each opened once and handed on: token sets and corpora."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nalanda.config.schema import DataConfig
-from nalanda.data.corpus import Corpus, open_corpora, open_corpus, source_of
+from nalanda.data.corpus import Corpus, MixtureShard, open_texts, refuse_token_set, source_of
 from nalanda.data.documents import FileShard
-from nalanda.data.token_set import TokenSet, is_token_set
+from nalanda.data.token_set import SPLITS, TokenSet, is_token_set
+
+
+class Source:
+    """One component of the data, open: each split is a token set or a corpus.
+
+    A split is opened at its first use. Both are opened together where training and validation share the
+    files, which are then listed once.
+
+    Args:
+        data: checked settings without a mixture.
+        validation: whether something must be held out, as in `open_corpora`.
+    """
+
+    def __init__(self, data: DataConfig, validation: bool | None = None):
+        self.data, self.validation = data, validation
+        self._splits: dict[str, TokenSet | Corpus] = {}
+        self._is_token_set: dict[str, bool] = {}
+
+    def open(self, split: str) -> TokenSet | Corpus:
+        """The token set or the corpus of `split`, "train" or "validation".
+
+        Raises:
+            InputError: the source does not exist or cannot be read.
+        """
+        if split not in self._splits:
+            self._open(split)
+        return self._splits[split]
+
+    def token_set(self, split: str) -> TokenSet | None:
+        """The token set of `split`; None if it is read as text."""
+        opened = self.open(split)
+        return opened if isinstance(opened, TokenSet) else None
+
+    def corpus(self, split: str) -> Corpus:
+        """The texts of `split`. Raises `InputError` for a token set."""
+        opened = self.open(split)
+        if isinstance(opened, TokenSet):
+            refuse_token_set(str(source_of(self.data, split)))
+        return opened
+
+    def _open(self, split: str) -> None:
+        location = source_of(self.data, split)
+        if isinstance(location, str) and self._has_tokens(location):
+            self._splits[split] = TokenSet(location, split)
+            return
+        share_files = self.validation and not self.data.validation_source
+        splits = SPLITS if share_files else (split,)
+        self._splits |= open_texts(self.data, validation=self.validation, splits=splits)
+
+    def _has_tokens(self, location: str) -> bool:
+        if location not in self._is_token_set:
+            self._is_token_set[location] = is_token_set(location)
+        return self._is_token_set[location]
+
+    def __getstate__(self) -> dict[str, Any]:
+        local = {split: opened for split, opened in self._splits.items() if _can_be_sent(opened)}
+        return {**vars(self), "_splits": local}
 
 
 class Sources:
-    """Opens each source when it is first asked for, and keeps it open.
+    """The sources of a run by component; the only one is "".
 
-    It may be sent to other processes, which then list no file themselves. What is read over a network is left
-    out of it: every process opens that itself.
+    They may be sent to other processes, which then list no file themselves. Corpora that are read over a
+    network are left out, and each process opens those itself.
+
+    Args:
+        data: checked settings.
+        validation: whether validation reads anything, so that something must be held out. None: a split
+            decides when it is opened, as in `open_corpora`.
+
+    Attributes:
+        train: the sources of training.
+        validation: those of validation: the same, unless a mixture has one `validation_source` for all.
     """
 
-    def __init__(self) -> None:
-        self.validation: bool | None = None
-        """Whether something must be held out, as in `open_corpora`."""
-        self._opened: dict[tuple[str, str, str], Any] = {}
+    def __init__(self, data: DataConfig, *, validation: bool | None = None):
+        self.data, self.validates = data, validation is not False
+        self.train = {name: Source(part, validation) for name, part in data.parts().items()}
+        self.validation = self.train
+        if data.mixture and data.validation_source:
+            held_out = replace(data, mixture=[], source=data.validation_source)
+            self.validation = {"": Source(held_out, validation)}
 
-    def corpus(self, data: DataConfig, split: str) -> Corpus:
-        """`open_corpus`."""
-        return self._once("corpus", data, split, partial(open_corpus, validation=self.validation))
-
-    def token_set(self, data: DataConfig, split: str) -> TokenSet | None:
-        """The source of `split` if it is a token set, else None."""
-        return self._once("tokens", data, split, _open_set)
-
-    def open_all(self, data: DataConfig, *, validation: bool) -> Sources:
-        """Opens what training reads, and with `validation` also that. Returns itself.
+    def open_all(self) -> Sources:
+        """Opens all that training and validation read. Returns itself.
 
         Raises:
             InputError: a source does not exist or cannot be read.
         """
-        self.validation = validation
-        held_out = validation_parts(data) if validation else {}
-        for name, part in data.parts().items():
-            if self.token_set(part, "train"):
-                continue
-            if held_out.get(name) != part or self.token_set(part, "validation"):
-                self.corpus(part, "train")
-                continue
-            for split, corpus in open_corpora(part, validation=validation).items():
-                self._opened["corpus", repr(part), split] = corpus
-        for part in held_out.values():
-            if not self.token_set(part, "validation"):
-                self.corpus(part, "validation")
-        for found in self._opened.values():
-            if isinstance(found, Corpus):
-                _ = found.sizes  # so that no other process asks for them
+        for opened in self._opened():
+            if isinstance(opened, Corpus):
+                _ = opened.sizes  # so that no other process asks for them
         return self
 
-    def _once(
-        self, kind: str, data: DataConfig, split: str, opened: Callable[[DataConfig, str], Any]
-    ) -> Any:
-        key = kind, repr(data), split
-        if key not in self._opened:
-            self._opened[key] = opened(data, split)
-        return self._opened[key]
+    def token_sets(self) -> list[TokenSet]:
+        """The token sets that training and validation read."""
+        return [opened for opened in self._opened() if isinstance(opened, TokenSet)]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "validation": self.validation,
-            "_opened": {key: found for key, found in self._opened.items() if _can_be_sent(found)},
-        }
+    def training_texts(self) -> Corpus:
+        """The documents of training, those of a mixture in proportion to their weights.
 
+        Raises:
+            InputError: a source is a token set.
+        """
+        corpora = {name: source.corpus("train") for name, source in self.train.items()}
+        if not self.data.mixture:
+            return corpora[""]
+        weights = {part.name: part.weight for part in self.data.mixture}
+        return Corpus([MixtureShard(corpora, weights)])
 
-def _can_be_sent(found: Any) -> bool:
-    return not isinstance(found, Corpus) or all(
-        isinstance(shard, FileShard) for shard in found.shards
-    )
-
-
-def _open_set(data: DataConfig, split: str) -> TokenSet | None:
-    source = source_of(data, split)
-    return TokenSet(source, split) if isinstance(source, str) and is_token_set(source) else None
+    def _opened(self) -> list[TokenSet | Corpus]:
+        opened = [source.open("train") for source in self.train.values()]
+        if self.validates:
+            opened += [source.open("validation") for source in self.validation.values()]
+        return opened
 
 
-def validation_parts(data: DataConfig) -> dict[str, DataConfig]:
-    """The validation settings by component; a mixture may have one `validation_source` for all."""
-    if data.mixture and data.validation_source:
-        return {"": replace(data, mixture=[], source=data.validation_source)}
-    return data.parts()
+def _can_be_sent(opened: TokenSet | Corpus) -> bool:
+    if isinstance(opened, TokenSet):
+        return True
+    return all(isinstance(shard, FileShard) for shard in opened.shards)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nalanda.common.errors import InputError, explained, first_line, no_room
 from nalanda.common.files import sync, verify_manifest, write_manifest
 from nalanda.config.schema import DataConfig, TokenizerConfig
-from nalanda.data.corpus import DocumentStream, open_corpus
+from nalanda.data.corpus import Corpus, DocumentStream, open_corpus
 from nalanda.data.sentencepiece import convert_sentencepiece
 from nalanda.data.workers import Encoder
 
@@ -47,7 +47,10 @@ BPE_SAMPLE = 200_000_000
 
 
 def build_tokenizer(
-    config: TokenizerConfig, data: DataConfig, directory: str | os.PathLike
+    config: TokenizerConfig,
+    data: DataConfig,
+    directory: str | os.PathLike,
+    open_texts: Callable[[], Corpus] | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that `config` names, or one trained on the training documents.
 
@@ -69,6 +72,9 @@ def build_tokenizer(
 
     With several processes, call it in the first one before the others.
 
+    Args:
+        open_texts: gives the training documents if they are open already.
+
     Raises:
         InputError: the tokenizer cannot be loaded or trained.
     """
@@ -76,9 +82,9 @@ def build_tokenizer(
     directory = Path(directory)
     if config.train:
         if not is_whole(directory):
-            save_tokenizer(
-                (_train_words if config.train == "words" else _train_bpe)(config, data), directory
-            )
+            train = _train_words if config.train == "words" else _train_bpe
+            corpus = open_texts() if open_texts else open_corpus(data, "train")
+            save_tokenizer(train(config, data, corpus), directory)
         try:
             return load_tokenizer(directory)
         except Exception as error:  # saved by an older version, without sums
@@ -180,7 +186,9 @@ def mistral_model() -> Path:
     )
 
 
-def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+def _train_bpe(
+    config: TokenizerConfig, data: DataConfig, corpus: Corpus
+) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     masks = {"mask_token": MASK} if config.mask else {}
@@ -193,26 +201,28 @@ def _train_bpe(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizer
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_sample(data), trainer)
+    backend.train_from_iterator(_sample(corpus), trainer)
     if data.bos:
         _put_in_front(backend, END_OF_TEXT, END_OF_TEXT if masks else "")
     return _wrap(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **masks)
 
 
-def _sample(data: DataConfig) -> Iterator[str]:
+def _sample(corpus: Corpus) -> Iterator[str]:
     characters = 0
-    for text in _training_texts(data):
+    for text in _training_texts(corpus):
         yield text
         characters += len(text)
         if characters > BPE_SAMPLE:
             return
 
 
-def _training_texts(data: DataConfig) -> Iterator[str]:
-    return DocumentStream(open_corpus(data, "train"), seed=0, buffer_size=0, epochs=1).texts()
+def _training_texts(corpus: Corpus) -> Iterator[str]:
+    return DocumentStream(corpus, seed=0, buffer_size=0, epochs=1).texts()
 
 
-def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+def _train_words(
+    config: TokenizerConfig, data: DataConfig, corpus: Corpus
+) -> PreTrainedTokenizerBase:
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     roles = {"bos_token": BEGINNING} if data.bos else {}
@@ -226,7 +236,7 @@ def _train_words(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokeniz
     trainer = trainers.WordLevelTrainer(
         vocab_size=1 << 40, min_frequency=config.min_count, show_progress=False
     )
-    backend.train_from_iterator(_training_texts(data), trainer)
+    backend.train_from_iterator(_training_texts(corpus), trainer)
     # The trainer gives a special token that the text also spells two ids, one of them unused.
     ranks = backend.get_vocab(with_added_tokens=False)
     words = special + sorted(ranks.keys() - set(special), key=ranks.__getitem__)

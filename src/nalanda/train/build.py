@@ -21,7 +21,7 @@ from nalanda.config.model import build_model_config, in_one_line, is_encoder, la
 from nalanda.config.model_folder import weight_files
 from nalanda.config.schema import RunConfig
 from nalanda.data.hashes import FileHashes
-from nalanda.data.loader import PackedBatches, token_sets, validation_batches, validation_files
+from nalanda.data.loader import PackedBatches, validation_batches, validation_files
 from nalanda.data.masking import Masking
 from nalanda.data.peers import Peers, meet
 from nalanda.data.sources import Sources
@@ -56,12 +56,13 @@ def set_up(
         InputError: the data or the model cannot work, or no checkpoint is sound.
     """
     check_shared(Path(config.output_dir), accelerator)
+    sources = Sources(config.data, validation=config.validation.every != 0)
 
     say("preparing the tokenizer")
-    tokenizer = prepare_tokenizer(config, accelerator)
+    tokenizer = prepare_tokenizer(config, accelerator, sources)
 
     say("opening the data")
-    batches, validation, sums = open_data(config, accelerator, sharing, tokenizer)
+    batches, validation, sums = open_data(config, accelerator, sharing, tokenizer, sources)
 
     say("building the model")
     set_seed(config.seed)
@@ -118,24 +119,29 @@ def set_up(
     return run
 
 
-def prepare_tokenizer(config: RunConfig, accelerator: Accelerator) -> Any:
+def prepare_tokenizer(config: RunConfig, accelerator: Accelerator, sources: Sources) -> Any:
     """Loads or trains the tokenizer. The main process does it first, and leaves it in the run's folder."""
     folder = Path(config.output_dir) / "tokenizer"
     with accelerator.main_process_first():
-        tokenizer = build_tokenizer(config.tokenizer, config.data, folder)
+        texts = sources.training_texts
+        tokenizer = build_tokenizer(config.tokenizer, config.data, folder, texts)
         if accelerator.is_main_process and not is_whole(folder):
             save_tokenizer(tokenizer, folder)
     return tokenizer
 
 
 def open_data(
-    config: RunConfig, accelerator: Accelerator, sharing: parallel.Sharing, tokenizer: Any
+    config: RunConfig,
+    accelerator: Accelerator,
+    sharing: parallel.Sharing,
+    tokenizer: Any,
+    sources: Sources,
 ) -> tuple[PackedBatches, dict[str, list[dict[str, Tensor]]], SumCheck]:
     """Opens this process's training batches, its validation batches, and the comparison of its files."""
     main, processes = accelerator.is_main_process, accelerator.num_processes
-    sources = on_main_process(
-        main, lambda: Sources().open_all(config.data, validation=config.validation.every != 0)
-    )
+    opened = on_main_process(main, sources.open_all)
+    if opened.data == sources.data:  # else this node keeps its copies of token sets elsewhere
+        sources = opened
     hashes = FileHashes(Path(config.output_dir) / "hashes.jsonl") if main else None
     batches, validation = open_batches(
         config,
@@ -148,7 +154,7 @@ def open_data(
         sources=sources,
     )
     if hashes and validation:
-        batches.files |= validation_files(config.data, batches, hashes, sources)
+        batches.files |= validation_files(sources, batches, hashes)
 
     sums = start_sums(config, accelerator.process_index, processes, sources)
     if config.data.verify == "sums":
@@ -221,12 +227,9 @@ def describe(run: Run, measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def start_sums(
-    config: RunConfig, rank: int, processes: int, sources: Sources | None = None
-) -> SumCheck:
+def start_sums(config: RunConfig, rank: int, processes: int, sources: Sources) -> SumCheck:
     """Starts comparing this process's share of the token sets' files with their sums."""
-    sets = token_sets(config.data, validation=config.validation.every != 0, sources=sources)
-    files = [file for tokens in sets for file in tokens.files]
+    files = [file for tokens in sources.token_sets() for file in tokens.files]
     record = Path(config.output_dir) / "sums.jsonl"
     return SumCheck(files[rank::processes] if config.data.verify != "sizes" else [], record)
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCardData, get_token
 from nalanda_kernels import import_fla, keep_model_types
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nalanda.common.errors import InputError, SourceUnavailable, first_line, output_folder
 from nalanda.common.files import sync
@@ -39,6 +39,7 @@ def export(
     step: int | None = None,
     replace: bool = False,
     name: str | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> Path:
     """Writes a checkpoint (`path` and `step` as for `find_checkpoint`) as the transformers model folder
     `out`.
@@ -49,18 +50,15 @@ def export(
     stderr says.
 
     name: of the model on the hub; without it the card takes the folder's, or the run's for "final".
+    config: the model's, if it is at hand; by default the checkpoint's.
 
     Raises:
         InputError: no such checkpoint; `out` exists and `replace` is False.
     """
     found = find_checkpoint(path, step)
     run_dir = found.resolve().parents[1]
-    if (run_dir / "config.yaml").is_file():
-        with contextlib.suppress(
-            InputError
-        ):  # a recipe of another version; it is read for its plugins
-            load_config(run_dir / "config.yaml")
-    config = load_model_config(found)
+    if config is None:
+        config = _config_of_run(found, run_dir)
     if absent := [name for name in ("tokenizer", "config.yaml") if not (run_dir / name).exists()]:
         print(
             f"{found}: {run_dir} has no {' and no '.join(absent)}, so the model is written without; export "
@@ -89,6 +87,15 @@ def export(
         text = model_card(run_dir, found, facts, title, find_scores(run_dir, part), name or ".")
         (part / "README.md").write_text(text, encoding="utf-8")
     return out
+
+
+def _config_of_run(checkpoint: Path, run_dir: Path) -> Any:
+    """`load_model_config`, with the plugins of the run's recipe."""
+    recipe = run_dir / "config.yaml"
+    if recipe.is_file():
+        with contextlib.suppress(InputError):  # a recipe of another version
+            load_config(recipe)
+    return load_model_config(checkpoint)
 
 
 def pad_batches(folder: Path, side: str = "left", *, token_types: bool = True) -> None:

@@ -506,5 +506,6 @@ def finish(run: Run, log: RunLog) -> None:
         )
     run.facts |= {"state": "finished", "step": at.step}
     if run.accelerator.is_main_process:
-        export(run.saver.directory / f"step-{at.step}", run_dir / "final", run.facts, replace=True)
+        checkpoint, config = run.saver.directory / f"step-{at.step}", run.model.config
+        export(checkpoint, run_dir / "final", run.facts, replace=True, config=config)
     log.say(f"model: {run_dir / 'final'}")

@@ -1,0 +1,111 @@
+"""A run opens each source once and hands it on."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nalanda.config.load import load_config
+from nalanda.config.schema import DataConfig
+from nalanda.data import corpus, token_set
+from nalanda.data.prepare import prepare
+from nalanda.model.configuration import NalandaConfig
+from nalanda.train.loop import train
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter[str]:
+    """Counts the calls of what opens and checks, wherever it was imported."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        ours = [module for key, module in sys.modules.items() if key.startswith("nalanda.")]
+        for holder in [owner] if isinstance(owner, type) else ours:
+            if vars(holder).get(name) is function:
+                monkeypatch.setattr(holder, name, counted)
+
+    count(corpus, "_open_corpus")  # called for each source and split that is read as text
+    count(corpus, "_find_files")
+    count(token_set, "is_token_set")
+    count(DataConfig, "check")
+    count(DataConfig, "parts")
+    count(NalandaConfig, "distinct_mixers")
+    return counts
+
+
+def texts(file: Path) -> str:
+    lines = [{"text": " ".join(f"word{n} {word} text" for word in range(40))} for n in range(120)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+BPE = "tokenizer.vocab_size=300"
+
+
+def short_run(folder: Path, *settings: str) -> None:
+    """Two steps with validation, a checkpoint and the export."""
+    config = load_config(
+        "demo",
+        [
+            f"output_dir={folder}/run",
+            "train.steps=2",
+            "train.tokens_per_step=64",
+            "train.micro_batch_size=1",
+            "train.cpu_threads=1",
+            "schedule.warmup_steps=0",
+            "validation.every=1",
+            "data.seq_len=64",
+            "data.max_validation_rows=2",
+            *settings,
+        ],
+    )
+    train(config)
+
+
+def test_a_run_of_texts(tmp_path, calls):
+    source = texts(tmp_path / "a.jsonl")
+    short_run(tmp_path, BPE, f"data.source={source}", "data.validation_share=0.1")
+    assert calls["_open_corpus"] == calls["_find_files"] == 1  # one listing serves both splits
+    assert calls["is_token_set"] == 1
+
+
+def test_a_run_with_texts_of_its_own_for_validation(tmp_path, calls):
+    source, held_out = texts(tmp_path / "a.jsonl"), texts(tmp_path / "b.jsonl")
+    short_run(tmp_path, BPE, f"data.source={source}", f"data.validation_source={held_out}")
+    assert calls["_open_corpus"] == calls["_find_files"] == calls["is_token_set"] == 2
+
+
+def test_a_run_of_a_mixture(tmp_path, calls):
+    parts = [
+        {"name": name, "weight": 1, "source": texts(tmp_path / f"{name}.jsonl")} for name in "ab"
+    ]
+    short_run(tmp_path, BPE, f"data.mixture={json.dumps(parts)}", "data.source=''")
+    assert calls["_open_corpus"] == calls["_find_files"] == calls["is_token_set"] == 2
+
+
+def test_a_run_of_a_token_set(tmp_path, calls):
+    config = load_config("demo", [BPE])
+    data = DataConfig(source=texts(tmp_path / "a.jsonl"), validation_share=0.1)
+    prepare(data, config.tokenizer, tmp_path / "set")
+    calls.clear()
+    tokenizer = f"tokenizer.path={tmp_path}/set/tokenizer"
+    short_run(tmp_path, f"data.source={tmp_path}/set", tokenizer)
+    assert calls["is_token_set"] == 1
+    assert calls["_open_corpus"] == 0
+
+
+def test_settings_are_checked_once(tmp_path, calls):
+    config_checks = 1  # `load_config` checks what the user wrote
+    short_run(tmp_path, BPE, f"data.source={texts(tmp_path / 'a.jsonl')}")
+    assert calls["check"] - config_checks == 1
+    assert calls["parts"] == 1
+    assert calls["distinct_mixers"] - config_checks <= 3
