@@ -1,6 +1,6 @@
 """The decoder: pre-norm blocks of a token mixer and a GLU, with transformers' interface."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,45 @@ class DecoderOutput(BaseModelOutputWithPast):
 class CausalLMOutput(CausalLMOutputWithPast):
     row_states: NalandaCache | None = None
     """State of each row's last document, if requested."""
+
+
+@dataclass
+class Packing:
+    """How documents lie in the rows of a call; see `NalandaForCausalLM.forward`."""
+
+    cu_seqlens: Tensor | None = None
+    row_states: NalandaCache | None = None
+    carried: Tensor | None = None
+    return_row_states: bool = False
+    context: Context | None = None
+
+    @property
+    def carries(self) -> bool:
+        """Whether states pass between rows, in or out of this call."""
+        return self.return_row_states or self.row_states is not None or self.carried is not None
+
+    @property
+    def tokens_read(self) -> Tensor | None:
+        """Tokens read into the row states, int64 `[B]`."""
+        return None if self.row_states is None else self.row_states.lengths
+
+
+@dataclass
+class Batch:
+    """A batch as `Decoder.describe` understands it; no layer asks for masks or caches again."""
+
+    x: Tensor
+    """Embeddings `[B, T, D]`."""
+    layout: Layout
+    seq: Sequences
+    states: list[Any] = field(default_factory=list)
+    """Each layer's state, replaced by `run`; empty if no layer reads or returns one."""
+    cache: NalandaCache | None = None
+    """The cache that holds these states."""
+    carries: bool = False
+    """Whether the states are those of rows, for the next call."""
+    hidden_states: list[Tensor] | None = None
+    """The input of each layer `[B, T, D]`, if requested."""
 
 
 class GLU(FusedLinears):
@@ -191,13 +230,8 @@ class Decoder(NalandaPreTrainedModel):
                 "it a window, or cut long documents"
             )
 
-    def _check_rows(
-        self,
-        row_states: NalandaCache | None,
-        carried: Tensor | None,
-        cache: NalandaCache | None,
-        B: int,
-    ) -> None:
+    def _check_rows(self, packing: Packing, cache: NalandaCache | None, B: int) -> None:
+        row_states, carried = packing.row_states, packing.carried
         if cache is not None:
             raise ValueError("give row_states or past_key_values, not both")
         if carried is not None and (carried.dtype != torch.bool or carried.shape != (B,)):
@@ -289,83 +323,189 @@ class Decoder(NalandaPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: not supported; a mixer's `weights` returns them")
         cu_seqlens = foreign_bounds(cu_seqlens, foreign)
-        cache, both = past_key_values, not self.config.is_decoder
-        carrying = return_row_states or row_states is not None or carried is not None
-        if both and (carrying or use_cache or cache is not None or context is not None):
-            raise ValueError("is_decoder is false: an encoder has no states, caches or contexts")
-        if context is not None:
-            self._check_cut(cache, attention_mask, position_ids)
-        elif carrying:  # a context reads one text: its states may grow
-            self.check_carries()
+        packing = Packing(cu_seqlens, row_states, carried, return_row_states, context)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
         x, grid = self._embed(
             input_ids, inputs_embeds, pixel_values, interpolate_pos_encoding, context
         )
-        if pixel_values is not None and any(
-            x is not None for x in (attention_mask, position_ids, cu_seqlens)
-        ):
-            raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
-        B, T = x.shape[0], x.shape[1] * (1 if context is None else context.size)
-        if carrying:
-            self._check_rows(row_states, carried, cache, B)
-        if carrying or context is not None:
-            use_cache = False
-        elif use_cache is None:
-            use_cache = self.config.use_cache and not (self.training or both)
-        if cache is not None:
-            self._check_cache(cache, B)
-            self.catch_up(cache)
+        batch = self.describe(
+            x, grid, attention_mask, position_ids, past_key_values, use_cache, packing
+        )
+        batch.hidden_states = [] if output_hidden_states else None
+        return self.finish(batch, self.run(batch))
 
-        past = None if cache is None else cache.lengths
-        stateful = bool(carrying or use_cache or cache is not None)
-        bounds = None if context is not None else cu_seqlens
-        layout = self._layout(x, attention_mask, position_ids, bounds, past, stateful)
-        if cache is not None:
-            if layout.packed:
+    def describe(
+        self,
+        x: Tensor,
+        grid: tuple[int, int] | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: NalandaCache | None,
+        use_cache: bool | None,
+        packing: Packing,
+    ) -> Batch:
+        """Decides of which kind a batch is. This is the only place that knows masks.
+
+        x: embeddings `[B, T, D]`; grid: rows and columns of the patches, for images.
+
+        Raises ValueError for inputs that do not fit each other.
+        """
+        if not self.config.is_decoder:
+            if packing.context is not None or packing.carries or use_cache or cache is not None:
                 raise ValueError(
-                    "packed documents have no cache: call with use_cache=False and without past_key_values"
+                    "is_decoder is false: an encoder has no states, caches or contexts"
                 )
-            cache.record(x, layout.mask)
-        elif use_cache and not layout.packed:
-            cache = NalandaCache(len(self.layers))
+            return self._encoder_batch(x, grid, attention_mask, position_ids, packing.cu_seqlens)
 
-        rows = parts = None
-        read = None if row_states is None else row_states.lengths
-        if context is not None:
-            parts = Parts(context, B, T, cu_seqlens, carried, read)
-            layout.cu_seqlens, rows, past = parts.cu_seqlens, parts.rows, parts.past
-        elif carrying:
-            rows, past = layout.rows(carried, read)
-        states: list[Any] = [] if cache is None else cache.states
-        if carrying:
-            continuing = row_states is not None and carried is not None and bool(carried.any())
-            held = row_states.states if continuing else [{} for _ in self.layers]
-            states = [RowState(tensors) for tensors in held]
-        x = layout.pack(x)
-        static = cache is not None and cache.static
-        seq = Sequences(layout.cu_seqlens, past, rows, x.device, static, parts, both, grid)
+        if packing.context is not None:
+            self._check_cut(cache, attention_mask, position_ids)
+            return self._part_of_rows(x, packing.context, packing)
 
-        hidden: list[Tensor] | None = None
-        if output_hidden_states or (
-            output_hidden_states is None and self.config.output_hidden_states
-        ):
-            hidden = []
-        x = self.dropout(self._scaled(x, seq))
+        if packing.carries:
+            self.check_carries()
+            self._check_rows(packing, cache, len(x))
+            return self._carried_rows(x, attention_mask, position_ids, packing)
+
+        if cache is not None:
+            self._check_cache(cache, len(x))
+            return self._cached_batch(x, attention_mask, position_ids, cache, packing.cu_seqlens)
+
+        return self._plain_batch(x, attention_mask, position_ids, use_cache, packing.cu_seqlens)
+
+    def _encoder_batch(
+        self,
+        x: Tensor,
+        grid: tuple[int, int] | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Batch:
+        """Texts or images whose tokens see both ways."""
+        described = (attention_mask, position_ids, cu_seqlens)
+        if grid is not None and any(x is not None for x in described):
+            raise ValueError("images have no attention_mask, position_ids or cu_seqlens")
+        layout = Layout(x, *described)
+        return Batch(x, layout, Sequences(layout.cu_seqlens, device=x.device, both=True, grid=grid))
+
+    def _part_of_rows(self, x: Tensor, context: Context, packing: Packing) -> Batch:
+        """This process's part of rows that are cut over a context; x `[B, T/N, D]`."""
+        B, T = len(x), x.shape[1] * context.size
+        if packing.carries:  # a context reads one text: its states may grow
+            self._check_rows(packing, None, B)
+
+        parts = Parts(context, B, T, packing.cu_seqlens, packing.carried, packing.tokens_read)
+        layout = Layout.of_bounds(x, parts.cu_seqlens)
+        seq = Sequences(layout.cu_seqlens, parts.past, parts.rows, x.device, parts=parts)
+        return Batch(x, layout, seq, self._states_of_rows(packing), carries=packing.carries)
+
+    def _carried_rows(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        packing: Packing,
+    ) -> Batch:
+        """Packed rows, whose first documents may continue those of earlier rows."""
+        layout = Layout(x, attention_mask, position_ids, packing.cu_seqlens)
+        rows, past = layout.rows(packing.carried, packing.tokens_read)
+        seq = Sequences(layout.cu_seqlens, past, rows, x.device)
+        return Batch(x, layout, seq, self._states_of_rows(packing), carries=True)
+
+    def _cached_batch(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: NalandaCache,
+        cu_seqlens: Tensor | None,
+    ) -> Batch:
+        """Tokens after those that the cache holds."""
+        self.catch_up(cache)
+        past = cache.lengths
+        if attention_mask is not None and _one_token_each(attention_mask, past, x.shape[1]):
+            attention_mask = None
+
+        layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+        if layout.packed:
+            raise ValueError(
+                "packed documents have no cache: call with use_cache=False and without past_key_values"
+            )
+        cache.record(x, layout.mask)
+        seq = Sequences(layout.cu_seqlens, past, None, x.device, cache.static)
+        return Batch(x, layout, seq, cache.states, cache)
+
+    def _plain_batch(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        use_cache: bool | None,
+        cu_seqlens: Tensor | None,
+    ) -> Batch:
+        """A decoder's batch with nothing before it; with `use_cache` a cache for tokens after it."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+
+        only_mask = attention_mask is not None and position_ids is None and cu_seqlens is None
+        if only_mask and not use_cache and torch.compiler.is_compiling():
+            layout = Layout.padding_last(x, attention_mask)
+        else:
+            layout = Layout(x, attention_mask, position_ids, cu_seqlens)
+
+        seq = Sequences(layout.cu_seqlens, device=x.device)
+        if layout.packed or not use_cache:
+            return Batch(x, layout, seq)
+        cache = NalandaCache(len(self.layers))
+        return Batch(x, layout, seq, cache.states, cache)
+
+    def _states_of_rows(self, packing: Packing) -> list[RowState]:
+        """Each layer's state of the rows to continue, empty if none continues."""
+        if not packing.carries:
+            return []
+        row_states, carried = packing.row_states, packing.carried
+        if row_states is not None and carried is not None and bool(carried.any()):
+            return [RowState(tensors) for tensors in row_states.states]
+        return [RowState({}) for _ in self.layers]
+
+    def run(self, batch: Batch) -> Tensor:
+        """The layers in turn, then the norm. Replaces the batch's states.
+
+        Returns hidden states as the mixers see them: `[B, T, D]`, or `[1, ΣT, D]` without padding.
+        """
+        layout = batch.layout
+        x = self.dropout(self._scaled(layout.pack(batch.x), batch.seq))
+
         # transformers' early exit lowers num_hidden_layers for drafts
         for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
-            if hidden is not None:
-                hidden.append(layout.unpack(x))
-                x = layout.pack(hidden[-1])  # what is returned has a gradient too
-            x, state = layer(x, seq, states[i] if states else None)
-            if states:
-                states[i] = state
-        if cache is not None:
-            cache.seen(T, torch.full((B,), T) if seq.cu_seqlens is None else seq.lengths)
-        x = layout.unpack(add_norm(x, None, self.norm)[1])
+            if batch.hidden_states is not None:
+                batch.hidden_states.append(layout.unpack(x))
+                x = layout.pack(batch.hidden_states[-1])  # what is returned has a gradient too
+
+            x, state = layer(x, batch.seq, batch.states[i] if batch.states else None)
+            if batch.states:
+                batch.states[i] = state
+
+        return add_norm(x, None, self.norm)[1]
+
+    def finish(self, batch: Batch, x: Tensor) -> DecoderOutput:
+        """Returns hidden states to the batch's columns, with the states after its last tokens.
+
+        x: of `run`.
+        """
+        if batch.cache is not None:
+            B, T = batch.x.shape[:2]
+            dense = batch.seq.cu_seqlens is None
+            batch.cache.seen(T, torch.full((B,), T) if dense else batch.seq.lengths)
+
+        x = batch.layout.unpack(x)  # [B, T, D]
+        hidden = batch.hidden_states
         return DecoderOutput(
             last_hidden_state=x,
-            past_key_values=cache,
+            past_key_values=batch.cache,
             hidden_states=None if hidden is None else (*hidden, x),
-            row_states=self._ended(states, seq) if carrying else None,
+            row_states=self._ended(batch.states, batch.seq) if batch.carries else None,
         )
 
     def _embed(
@@ -403,35 +543,6 @@ class Decoder(NalandaPreTrainedModel):
             given = context.part(given)
         return (self.embed_tokens(given) if inputs_embeds is None else given), None
 
-    def _layout(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        past: Tensor | None,
-        stateful: bool,
-    ) -> Layout:
-        """Where the tokens are. past: int64 `[B]`, tokens of earlier calls; stateful: whether any state is
-        read or made."""
-        decoding = (
-            attention_mask is not None
-            and x.shape[1] == 1
-            and past is not None
-            and bool((past > 0).all())
-        )
-        if decoding and (
-            attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())
-        ):
-            attention_mask = (
-                None  # all sequences have begun: a token each, if padding is on the left
-            )
-        described = position_ids is not None or cu_seqlens is not None
-        plain = self.config.is_decoder and not (described or stateful)
-        if torch.compiler.is_compiling() and attention_mask is not None and plain:
-            return Layout.padding_last(x, attention_mask)
-        return Layout(x, attention_mask, position_ids, cu_seqlens)
-
     def _scaled(self, x: Tensor, seq: Sequences) -> Tensor:
         """What the first layer reads: embeddings at their scale, with fixed positions."""
         if self.config.scale_embeddings:
@@ -453,6 +564,17 @@ class Decoder(NalandaPreTrainedModel):
             lengths = seq.parts.lengths
         ended.seen(int(lengths.max()), lengths)
         return ended
+
+
+def _one_token_each(attention_mask: Tensor, past: Tensor | None, T: int) -> bool:
+    """Whether T columns hold one token of each sequence, so that the mask says nothing.
+
+    A column does if all sequences have begun and padding is on the left. A mask on a device is not read for
+    that: it would wait for the device, every token.
+    """
+    if T != 1 or past is None or not bool((past > 0).all()):
+        return False
+    return attention_mask.device.type != "cpu" or bool(attention_mask[..., -1].all())
 
 
 class LanguageModel(NalandaPreTrainedModel):

@@ -375,6 +375,13 @@ class Layout:
         layout.order = (~layout.mask).to(torch.uint8).argsort(dim=1, stable=True)[..., None]
         return layout
 
+    @classmethod
+    def of_bounds(cls, x: Tensor, cu_seqlens: Tensor) -> "Layout":
+        """The layout `[1, ΣT]` of these bounds, also where each row is one document."""
+        layout = cls(x, None, None, None)
+        layout.cu_seqlens = cu_seqlens
+        return layout
+
     @property
     def packed(self) -> bool:
         """Whether rows may hold several documents."""
